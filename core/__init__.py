@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cotune.integrations.apps.openai.judge import Judge
     from cotune.integrations.web.gateway.server import gateway
     from cotune.trainer.before.check.dry_run import check
+    from cotune.trainer.blame.analysis import blame
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.export import export
     from cotune.trainer.train import resume, train
@@ -31,6 +32,7 @@ else:
         __name__,
         {
             "Judge": "cotune.integrations.apps.openai.judge",
+            "blame": "cotune.trainer.blame.analysis",
             "check": "cotune.trainer.before.check.dry_run",
             "deployed": "cotune.adapters.deployed",
             "evaluate": "cotune.trainer.evaluation.evaluate",
@@ -50,6 +52,7 @@ __all__ = [
     "Feedback",
     "Judge",
     "Outage",
+    "blame",
     "check",
     "deployed",
     "evaluate",

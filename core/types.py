@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.before.check.report import CheckLimits, CheckReport
+    from cotune.trainer.blame.options import BlameOptions
+    from cotune.trainer.blame.result import Blame
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.reporting.summary import RunSummary
@@ -27,6 +29,8 @@ else:
     __getattr__ = opener(
         __name__,
         {
+            "Blame": "cotune.trainer.blame.result",
+            "BlameOptions": "cotune.trainer.blame.options",
             "CheckLimits": "cotune.trainer.before.check.report",
             "CheckReport": "cotune.trainer.before.check.report",
             "Deployment": "cotune.adapters.deployed",
@@ -41,6 +45,8 @@ else:
     )
 
 __all__ = [
+    "Blame",
+    "BlameOptions",
     "Call",
     "CallRequest",
     "Candidate",

@@ -38,6 +38,7 @@ COMMANDS = {
     "Look": {
         "show": "Show runs, episodes, calls and curves; --html FILE writes one page",
         "view": "Show runs in the browser: curves, episodes, groups, tasks",
+        "blame": "Find which role loses the episodes, by swapping its answers",
         "replay": "Run a recorded episode again, from a call on or as a test",
     },
     "Use": {

@@ -56,8 +56,8 @@ OF_CLUSTERS = ("how-to/vllm.md", "internals/training.md", "internals/sampler.md"
 ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("autogen", "crewai", "openai-agents")))
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = (
-    "workflow", "role", "recorded", "trace", "check", "train", "resume", "evaluate", "export", "serve", "deployed",
-    "gateway", "feedback", "Feedback", "Judge", "CotuneError", "Outage",
+    "workflow", "role", "recorded", "trace", "check", "blame", "train", "resume", "evaluate", "export", "serve",
+    "deployed", "gateway", "feedback", "Feedback", "Judge", "CotuneError", "Outage",
 )  # fmt: skip
 """The public names in the order in which their examples build on each other."""
 

@@ -104,6 +104,23 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
     return [["cotune", "show", a.run, "--episode", a.episode]] if a.episode else []
 
 
+def _blame(a: argparse.Namespace, status: int) -> list[Words]:
+    found = getattr(a, "result", None)
+    if found is None or a.json:
+        return []
+    again = ["cotune", "blame", a.workflow, "--tasks", a.tasks]
+    if found.verdict == "named":
+        role = found.at_fault[0]
+        improve = ["prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]
+        return [
+            ["cotune", *improve, "--set", f'roles=["{role}"]', "--out", "runs/prompts"],
+            ["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL],
+        ]
+    if found.verdict == "untested" and not a.without:
+        return [[*again, "--reference", "openai:gpt-5", "--out", "runs/swapped"]]
+    return [["cotune", "show", _near(found.path)]]
+
+
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
     if status:
         return []
@@ -184,6 +201,7 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "eval": _eval,
     "trace": _trace,
     "replay": _replay,
+    "blame": _blame,
     "show": _show,
     "view": _nothing,
     "gateway": _nothing,

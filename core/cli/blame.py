@@ -1,0 +1,81 @@
+"""`cotune blame`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, prices, printing_aside
+from cotune.errors import ConfigError
+from cotune.terminal import agrees, tell, terminal
+
+if TYPE_CHECKING:
+    from cotune.trainer.blame.options import BlameOptions
+
+EXAMPLE = (
+    "cotune blame app:solve --tasks tasks.jsonl --reference openai:gpt-5\n"
+    "  cotune blame app:solve --tasks tasks.jsonl --without checker"
+)
+EXTRA = "train"
+
+
+def arguments(command: Parser) -> None:
+    from cotune.trainer.blame.options import BlameOptions
+
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
+    text = (
+        "what answers in place of a role: openai:NAME, a model, run or export on this machine, or prompts:FOLDER; "
+        "ROLE=... for one role alone"
+    )
+    add_repeated(command, "--reference", "WHO", text)
+    text = "test whether a role earns its place: it answers nothing, or always TEXT"
+    add_repeated(command, "--without", "ROLE[=TEXT]", text)
+    names = ("out", "max_calls", "max_cost", "limit", "runs", "model", "temperature", "concurrency", "timeout")
+    add_fields(command, *names, "roles_by", table=BlameOptions)
+    text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
+    command.add_argument("--yes", action="store_true", help="run without a question")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.trainer.blame.analysis import blame, draw_tasks, planned
+    from cotune.trainer.blame.options import BlameOptions
+    from cotune.trainer.blame.references import read_references
+    from cotune.trainer.blame.report import render
+
+    options = BlameOptions(
+        references=tuple(a.reference), without=tuple(a.without), prices=prices(a.price), **fields_of(a)
+    )
+    read_references(options)
+    with printing_aside() if a.json else nullcontext():
+        from cotune.records.tasks import load_tasks
+
+        tasks = len(draw_tasks(load_tasks(a.tasks), options))
+        if not _agreed(planned(tasks, options), options, yes=a.yes):
+            tell("nothing is run")
+            return 1
+        try:
+            found = blame(a.workflow, a.tasks, options)
+        except KeyboardInterrupt:
+            tell("finished runs are kept; to continue, run the same command again")
+            raise
+    a.result = found
+    print(json.dumps(found.to_json())) if a.json else terminal().print(render(found))
+    return 0
+
+
+def _agreed(plan: str, options: BlameOptions, *, yes: bool) -> bool:
+    """Whether the runs may begin: with `yes` or a limit, or after an answer at the terminal. Raises ConfigError where
+    there is nobody to ask."""
+    tell(plan)
+    if yes or options.max_calls is not None or options.max_cost is not None:
+        return True
+    remedy = "Name a limit, --max-calls or --max-cost, or agree with --yes."
+    if not sys.stdin.isatty():
+        raise ConfigError("max_calls", None, "is missing, and there is no terminal to ask at", remedy)
+    return agrees("Go on? [y/N] ", unsaid=False)

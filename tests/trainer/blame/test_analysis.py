@@ -1,0 +1,346 @@
+"""`cotune.blame` on an application whose faulty role is known, with models that err as the test says."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import cotune
+from cotune.errors import ConfigError, RunError, WorkflowError
+from cotune.integrations.apps.openai.other_model import OtherModel
+from cotune.prompts.edits import PromptPart, Prompts
+from cotune.prompts.file import write_prompts
+from cotune.prompts.templates import Template
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.storage.open_store import open_store
+from cotune.trainer.blame.result import Blame
+from tests.integrations.provider import serving
+from tests.trainer.blame.office import Office, application, tasks
+
+Makes = Callable[[Mapping[str, float]], Office]
+
+
+@pytest.fixture
+def office(monkeypatch: pytest.MonkeyPatch) -> Makes:
+    """Makes an office with these error rates by role, which answers for references, too."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+    def make(rates: Mapping[str, float]) -> Office:
+        made = Office(rates)
+
+        async def respond(self: OtherModel, call: LiveCall) -> Answer:
+            return made.answer(self.model, call)
+
+        monkeypatch.setattr(OtherModel, "respond", respond)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return str(tmp_path / "blame")
+
+
+GOOD = ("openai:good",)
+
+
+def test_the_faulty_role_is_named(office: Makes, out: str) -> None:
+    made = office({"writer": 0.8})
+    found = cotune.blame(application(), tasks(6), references=GOOD, out=out, responder=made, runs=8)
+    assert (found.verdict, found.at_fault) == ("named", ("writer",))
+    assert found.sentence.startswith("writer is at fault: it costs ")
+    assert "Answering writer with good alone wins " in found.sentence
+    assert (found.tasks, found.runs, found.calls) == (6, 48, 144)
+    assert found.swapped is not None and found.swapped.mean == 1
+    # Of the 8 arms, 4 swap each role.
+    assert made.asked == {(model, role): 24 for model in ("small", "good") for role in ("planner", "writer", "checker")}
+
+
+def test_two_certain_faults_are_both_found(office: Makes, out: str) -> None:
+    made = office({"writer": 1.0, "checker": 1.0})
+    found = cotune.blame(application(), tasks(6), references=GOOD, out=out, responder=made, runs=8)
+    assert (found.verdict, set(found.at_fault)) == ("named", {"writer", "checker"})
+
+
+def test_a_reference_with_the_same_fault_does_not_help(office: Makes, out: str) -> None:
+    made = office({"writer": 1.0})
+    found = cotune.blame(application(), tasks(6), references=("openai:same",), out=out, responder=made, runs=8)
+    assert found.verdict == "reference"
+    assert "Look at the prompts, the tasks or the scorer." in found.sentence
+
+
+def test_an_application_of_one_role_has_two_arms(office: Makes, out: str) -> None:
+    made = office({"solver": 0.9})
+    found = cotune.blame(application(("solver",)), tasks(6), references=GOOD, out=out, responder=made, runs=4)
+    assert (found.verdict, found.at_fault, found.runs) == ("named", ("solver",), 24)
+
+
+def test_answers_that_repeat_end_the_rounds(office: Makes, out: str) -> None:
+    made = office({"writer": 1.0})
+    found = cotune.blame(application(("writer",)), tasks(20), references=GOOD, out=out, responder=made, runs=30)
+    assert found.runs == 20 * 2 * 2
+    assert any("repeats the same answers" in note for note in found.notes)
+
+
+def test_a_reference_of_one_role_swaps_only_that_one(office: Makes, out: str) -> None:
+    made = office({"writer": 0.8, "checker": 0.8})
+    found = cotune.blame(application(), tasks(5), references=("writer=openai:good",), out=out, responder=made, runs=4)
+    assert [one.role for one in found.roles] == ["writer"]
+    assert {role for model, role in made.asked if model == "good"} == {"writer"}
+
+
+def test_edited_prompts_are_a_reference(office: Makes, out: str, tmp_path: Path) -> None:
+    parts = tuple(
+        PromptPart(
+            name=f"{role}.system",
+            roles=(role,),
+            kind="system",
+            old=Template((f"You are the {role}.",)),
+            new=Template((f"You are the new {role}.",)),
+        )
+        for role in ("planner", "writer", "checker")
+    )
+    write_prompts(tmp_path / "prompts", Prompts(parts=parts))
+    # The provider knows the roles by their prompts: a new writer has no error rate.
+    made = office({"writer": 0.9})
+    found = cotune.blame(
+        application(), tasks(6), references=(f"prompts:{tmp_path / 'prompts'}",), out=out, responder=made, runs=8
+    )
+    assert (found.verdict, found.at_fault) == ("named", ("writer",))
+    assert made.asked["small", "new writer"] == made.asked["small", "writer"] == 24
+
+
+def failed_first(out: str) -> list[str]:
+    """Ids of the tasks whose first run as it is failed."""
+    with open_store(out, read_only=True) as store:
+        first = [episode for episode in store.episodes() if episode.rollout == 0 and episode.phase == "blame own"]
+        return [one.task.id for one in first if store.rewards([one.id])[one.id]["team"] == 0]
+
+
+def test_without_a_reference_failed_tasks_are_run_again(office: Makes, out: str) -> None:
+    made = office({"writer": 0.5})
+    found = cotune.blame(application(), tasks(8), out=out, responder=made)
+    assert (found.verdict, found.all_roles) == ("untested", ["planner", "writer", "checker"])
+    assert found.luck is not None and found.luck.n == len(failed_first(out)) > 0
+    assert found.runs == 8 + 5 * found.luck.n
+
+
+def test_a_role_that_earns_its_place(office: Makes, out: str) -> None:
+    made = office({})
+    found = cotune.blame(application(), tasks(5), without=("writer",), out=out, responder=made)
+    assert found.sentence.startswith("Without writer the outcome loses 100 (")
+    assert found.sentence.endswith(" points: it earns its place.")
+    assert [one.reference for one in found.roles] == ["an empty answer"]
+
+
+def test_a_limit_takes_fewer_tasks_and_a_larger_one_continues(office: Makes, out: str) -> None:
+    made = office({"writer": 0.8})
+    first = cotune.blame(application(), tasks(10), references=GOOD, out=out, responder=made, runs=8, max_calls=80)
+    assert first.tasks == 3 and first.calls <= 80
+    assert any("The limits allow one round on 3 of 10 tasks" in note for note in first.notes)
+    assert first.verdict == "undecided" and first.more_tasks == 2
+    second = cotune.blame(application(), tasks(10), references=GOOD, out=out, responder=made, runs=8, max_calls=300)
+    assert second.tasks == 10 and second.verdict == "named"
+    # No run is made twice.
+    assert made.asked.total() == second.calls == 10 * 8 * 3
+
+
+def test_a_limit_below_the_first_runs_says_so(office: Makes, out: str) -> None:
+    made = office({})
+    with pytest.raises(RunError, match="do not fit into max_calls = 3"):
+        cotune.blame(application(), tasks(5), references=GOOD, out=out, responder=made, max_calls=3)
+
+
+def test_an_interrupted_analysis_loses_no_run(office: Makes, out: str) -> None:
+    made = office({"writer": 0.8})
+
+    def interrupt_once() -> None:
+        if made.asked.total() == 70:
+            signal.raise_signal(signal.SIGINT)
+
+    made.before = interrupt_once
+    with pytest.raises(KeyboardInterrupt):
+        cotune.blame(application(), tasks(6), references=GOOD, out=out, responder=made, runs=8, concurrency=1)
+    with open_store(out, read_only=True) as store:
+        ended = [episode for episode in store.episodes() if episode.status == "ok"]
+    assert 15 <= len(ended) <= 24
+    made.before = lambda: None
+    found = cotune.blame(application(), tasks(6), references=GOOD, out=out, responder=made, runs=8)
+    assert (found.verdict, found.at_fault, found.runs) == ("named", ("writer",), 48)
+    assert found.left_out == {}
+
+
+def test_another_reference_needs_another_folder(office: Makes, out: str) -> None:
+    made = office({})
+    cotune.blame(application(("solver",)), tasks(2), references=GOOD, out=out, responder=made, runs=2)
+    with pytest.raises(ConfigError, match="holds an analysis with references"):
+        cotune.blame(application(("solver",)), tasks(2), references=("openai:same",), out=out, responder=made, runs=2)
+    with pytest.raises(ConfigError, match="other tasks"):
+        cotune.blame(application(("solver",)), [{"id": "x", "word": "y"}], references=GOOD, out=out, responder=made)
+
+
+def test_models_that_cannot_be_reached_end_the_analysis(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    made.down = {"good"}
+    with pytest.raises(RunError, match=r"None of 12 runs came to an end: .*good did not answer a call"):
+        cotune.blame(application(), tasks(2), references=GOOD, out=out, responder=made, runs=8)
+    # What has run counts, and what failed is run again.
+    made.down = set()
+    found = cotune.blame(application(), tasks(2), references=GOOD, out=out, responder=made, runs=8)
+    assert (found.left_out, found.runs) == ({}, 16)
+
+
+def test_some_runs_that_cannot_be_reached_are_left_out(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+
+    def fails_at_times() -> None:
+        made.down = {"good"} if made.asked.total() % 5 == 0 else set()
+
+    made.before = fails_at_times
+    found = cotune.blame(application(), tasks(4), references=GOOD, out=out, responder=made, runs=8, concurrency=1)
+    assert set(found.left_out) == {"infrastructure"}
+    assert found.failed == 0
+
+
+def test_runs_that_raise_count_as_the_lowest_outcome(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    plain = application().cotune.fn
+
+    @cotune.workflow
+    async def strict(task: Any) -> float:
+        if not await plain(task):
+            raise ValueError("the answer cannot be read")
+        return 3.0
+
+    found = cotune.blame(strict, tasks(6), references=GOOD, out=out, responder=made, runs=8)
+    assert found.failed > 0 and found.left_out == {}
+    assert (found.verdict, found.at_fault, found.span) == ("named", ("writer",), 3.0)
+
+
+def test_episodes_without_an_outcome_are_left_out_and_counted(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    plain = application().cotune.fn
+
+    @cotune.workflow
+    async def sometimes(task: Any) -> Mapping[str, float | None]:
+        outcome = await plain(task)
+        return {"team": None if task["word"] == "apple" else outcome}
+
+    found = cotune.blame(sometimes, tasks(6), references=GOOD, out=out, responder=made, runs=8)
+    assert found.left_out == {"no outcome": 8} and found.tasks == 5
+
+    @cotune.workflow
+    async def never(task: Any) -> Mapping[str, float | None]:
+        await plain(task)
+        return {"team": None}
+
+    with pytest.raises(WorkflowError, match="No run of the application has a known outcome: 3 no outcome"):
+        cotune.blame(never, tasks(3), out=f"{out}-2", responder=made)
+
+
+def test_a_judge_gives_the_outcomes(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    plain = application(("writer",)).cotune.fn
+
+    @cotune.workflow
+    async def judged(task: Any) -> None:
+        await plain(task)
+
+    @judged.judge
+    def right(episodes: Any, task: Any) -> list[float]:
+        return [float(one.calls[-1].answer.text == task["word"]) for one in episodes]
+
+    found = cotune.blame(judged, tasks(6), references=GOOD, out=out, responder=made, runs=2)
+    assert (found.verdict, found.at_fault) == ("named", ("writer",))
+
+
+def test_an_application_without_calls_is_refused(office: Makes, out: str) -> None:
+    made = office({})
+
+    @cotune.workflow
+    async def silent(task: Any) -> float:
+        return 1.0
+
+    with pytest.raises(WorkflowError, match="made no LLM call"):
+        cotune.blame(silent, tasks(2), out=out, responder=made)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"references": ("openai:",)}, "names no model"),
+        ({"references": ("openai:a", "openai:b")}, "is the second one of all roles"),
+        ({"references": ("prompts:nowhere",)}, "nowhere"),
+        ({"references": ("no/such/model",)}, "no/such/model"),
+        ({"references": ("openai:a",), "without": ("writer",)}, "cannot be used with without"),
+        ({"without": ("=text",)}, "names no role"),
+        ({"runs": 0}, "above 0"),
+        ({"max_cost": 1.0}, "needs prices"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    office: Makes, out: str, settings: dict[str, Any], fault: str
+) -> None:
+    made = office({})
+    with pytest.raises(ConfigError, match=fault):
+        cotune.blame(application(), tasks(2), out=out, responder=made, **settings)
+    assert not made.asked and not Path(out).exists()
+
+
+def test_a_role_that_does_not_exist_is_refused(office: Makes, out: str) -> None:
+    made = office({})
+    with pytest.raises(ConfigError, match="'editor' is not a role of the application"):
+        cotune.blame(application(), tasks(2), references=("editor=openai:good",), out=out, responder=made)
+    with pytest.raises(ConfigError, match="Roles: planner, writer, checker"):
+        cotune.blame(application(), tasks(2), without=("editor",), out=f"{out}-2", responder=made)
+
+
+def test_money_and_seconds_of_each_swap(office: Makes, out: str) -> None:
+    made = office({"writer": 0.5})
+    prices = {"small": (1.0, 1.0), "good": (11.0, 11.0)}
+    found = cotune.blame(application(), tasks(2), references=GOOD, out=out, responder=made, runs=8, prices=prices)
+    # 10 tokens of one call cost 10 money more for a million.
+    assert all(one.cost == pytest.approx(100e-6) for one in found.roles)
+    assert all(one.seconds is not None for one in found.roles)
+
+
+def test_a_provider_is_asked_as_the_application_asks_its_own(monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    made = Office({"writer": 1.0})
+
+    @cotune.workflow
+    async def office(task: Any) -> float:
+        async with openai.AsyncOpenAI() as client:
+            with cotune.role("writer"):
+                messages: Any = [{"role": "system", "content": "You are the writer."}]
+                messages.append({"role": "user", "content": task["word"]})
+                reply = await client.chat.completions.create(
+                    model="small", messages=messages, temperature=0.5, max_tokens=7, extra_body={"top_k": 3}
+                )
+        return float(reply.choices[0].message.content == task["word"])
+
+    with serving() as provider:
+        monkeypatch.setenv("OPENAI_BASE_URL", provider.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        provider.reply = made.reply
+        found = cotune.blame(office, tasks(5), references=GOOD, out=out, runs=2)
+    assert (found.verdict, found.at_fault) == ("named", ("writer",))
+    own, swapped = (next(r for r in provider.requests if r["model"] == model) for model in ("small", "good"))
+    assert own.pop("model") == "small" and swapped.pop("model") == "good"
+    assert swapped.pop("stream") is False
+    assert own == swapped and own["top_k"] == 3
+
+
+def test_the_result_is_json(office: Makes, out: str) -> None:
+    made = office({"writer": 0.8})
+    found: Blame = cotune.blame(application(), tasks(5), references=GOOD, out=out, responder=made, runs=8)
+    values = json.loads(json.dumps(found.to_json()))
+    assert values["at_fault"] == ["writer"] and values["sentence"] == found.sentence
+    assert values["path"] == out

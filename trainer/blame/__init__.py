@@ -1,0 +1,1 @@
+"""`cotune blame`: which role of an application loses the episodes, found by running the alternatives."""

@@ -1,0 +1,438 @@
+"""`cotune blame`: runs the alternatives, and says which role loses the episodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from cotune.episodes.episode import UNSEEN
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
+from cotune.errors import ConfigError, RunError, WorkflowError
+from cotune.intervals import Interval
+from cotune.recording.recorder import Responder
+from cotune.records.structs import Task
+from cotune.records.tasks import as_tasks
+from cotune.storage.file_lock import FileLock
+from cotune.storage.open_store import open_store
+from cotune.storage.run_layout import RunLayout
+from cotune.storage.trace_file import write_trace
+from cotune.storage.typed_json import read_if_typed
+from cotune.tables import plural
+from cotune.terminal import terminal
+from cotune.trainer.blame.arms import ALL, OWN, Arm, arms_of_round, better_half, only
+from cotune.trainer.blame.estimates import (
+    Outcomes,
+    RoleEffect,
+    Span,
+    Verdict,
+    decide,
+    difference,
+    estimate,
+    luck,
+    nameable_effect,
+    role_effects,
+)
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.references import Reference, open_references, read_references
+from cotune.trainer.blame.result import Blame, RoleBlame
+from cotune.trainer.blame.runs import BudgetReachedError, Runs
+from cotune.trainer.reporting.progress import episode_bar
+from cotune.trainer.run.run_folder import write_atomically
+
+FILE = "blame.json"
+PILOT = 2
+"""Tasks that are run first. They tell the roles, and the calls of a run, on which the budget depends."""
+REDRAWS = 5
+"""Times that a failed task is run again where there is no reference."""
+
+
+def blame(
+    workflow: WorkflowSource,
+    tasks: str | Path | Iterable[Any],
+    options: BlameOptions | None = None,
+    *,
+    responder: Responder | None = None,
+    **settings: Any,
+) -> Blame:
+    """Find the role that loses the episodes, by running tasks with the answers of roles swapped to a reference.
+
+    `workflow` is a workflow or its name (`app:solve`), `tasks` a file of JSON lines or a sequence, `settings` are
+    fields of `options`. `responder` answers for the application as it is, in place of its own provider. Calling it
+    again with the same `out` continues an analysis, also with larger limits. Raises CotuneError subclasses for bad
+    input, and where no model can be reached; finished runs are kept then.
+
+    ```python
+    found = cotune.blame(solve, "tasks.jsonl", references=("openai:gpt-5",))
+    print(found.sentence, found.at_fault, found.roles)
+    ```
+    """
+    chosen = msgspec.structs.replace(options or BlameOptions(), **settings)
+    app = workflow_of(workflow).named_by(chosen.roles_by)
+    references = read_references(chosen)
+    drawn = draw_tasks(as_tasks(tasks), chosen)
+    layout = RunLayout(Path(chosen.out).absolute())
+    address = workflow if isinstance(workflow, str) else ""
+    with _opened(layout, app, address, drawn, chosen), open_store(layout.records) as store:
+        return run_sync(_analyse(app, drawn, references, chosen, store, str(layout.path), responder))
+
+
+def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
+    """The tasks of an analysis, in the order in which they are run.
+
+    A larger limit takes further tasks, so that an analysis can be continued with it.
+    """
+    shuffled = sorted(tasks, key=lambda task: task.id)
+    random.Random(options.seed).shuffle(shuffled)
+    return shuffled[: options.limit]
+
+
+def planned(tasks: int, options: BlameOptions) -> str:
+    """What an analysis will do at most, for a person who has to agree to it."""
+    runs = options.runs if options.references else 1 + (2 * len(options.without) or REDRAWS)
+    text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
+    if options.max_calls is not None:
+        text += f", and at most {plural(options.max_calls, 'call')} of models"
+    if not options.references:
+        return f"{text}."
+    effect = nameable_effect(tasks, runs)
+    if effect is None:
+        return f"{text}. That is too few tasks to name a role: it takes 5."
+    return f"{text}. It can name a role that costs about {100 * effect:.0f} points or more."
+
+
+@contextlib.contextmanager
+def _opened(
+    layout: RunLayout, app: Workflow, address: str, tasks: Sequence[Task], options: BlameOptions
+) -> Iterator[None]:
+    """The folder of an analysis, held: a new one, or that of the same analysis. Raises ConfigError for another one."""
+    described = {
+        "workflow": app.name,
+        "references": sorted(options.references),
+        "without": sorted(options.without),
+        "model": options.model,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        "roles_by": options.roles_by,
+        "seed": options.seed,
+        "tasks": [task.id for task in tasks],
+    }
+    file = layout.path / FILE
+    layout.path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(layout.path / "blame.lock", f"The analysis {layout.path}")
+    try:
+        earlier = read_if_typed(file, dict[str, Any])
+        if earlier is None and layout.records.exists():
+            raise ConfigError("out", options.out, "holds records of something else", "Name a new folder with --out.")
+        if earlier is not None:
+            _check_same(options.out, earlier, described)
+            # With a smaller limit than before, the further tasks stay part of the analysis.
+            described["tasks"] = max(earlier["tasks"], described["tasks"], key=len)
+        write_atomically(file, json.dumps(described, indent=2).encode())
+        if address:
+            write_trace(layout.path, address, {"roles_by": options.roles_by}, holds_records=layout.records.exists())
+        yield
+    finally:
+        lock.release()
+
+
+def _check_same(out: str, earlier: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a folder holds the analysis that is described now, on as many tasks or others."""
+    for name, value in described.items():
+        before = earlier.get(name)
+        if name == "tasks":
+            # A larger limit adds tasks at the end.
+            shared = min(len(value), len(before or ()))
+            if value[:shared] == (before or [])[:shared]:
+                continue
+            fault = "holds an analysis of other tasks"
+        elif value == before:
+            continue
+        else:
+            fault = f"holds an analysis with {name} = {before!r}, not {value!r}"
+        raise ConfigError("out", out, fault, "Name a new folder with --out.")
+
+
+async def _analyse(
+    app: Workflow,
+    tasks: Sequence[Task],
+    references: Mapping[str, Reference],
+    options: BlameOptions,
+    store: Any,
+    path: str,
+    own: Responder | None,
+) -> Blame:
+    console = terminal(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+
+    async with contextlib.AsyncExitStack() as stack:
+        answering = await stack.enter_async_context(open_references(app, references, options, own))
+        runs = Runs(app, store, answering, references, options)
+        await runs.load()
+        if runs.runs:
+            say(f"continuing with {plural(len(runs.runs), 'finished run')} in {path}")
+        runs.on_run = stack.enter_context(episode_bar(console, None, "runs"))
+
+        analysis = Analysis(runs, tasks, references, options, say)
+        try:
+            if not references:
+                await analysis.redraw_failures()
+            elif options.without:
+                await analysis.remove_roles()
+            else:
+                await analysis.swap_roles()
+        except BudgetReachedError as error:
+            analysis.ended = str(error)
+        return msgspec.structs.replace(analysis.result(), path=path)
+
+
+class Analysis:
+    """The rounds of an analysis over its tasks, and what they say."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        tasks: Sequence[Task],
+        references: Mapping[str, Reference],
+        options: BlameOptions,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.runs = runs
+        self.say = say
+        self.tasks = list(tasks)
+        self.references = references
+        self.options = options
+        self.live: list[str] = []
+        """Roles on which the next round is spent."""
+        self.ended = ""
+        self.notes: list[str] = []
+
+    async def swap_roles(self) -> None:
+        """Run rounds: every task once in each arm. After every second round, only the better half of the roles goes on.
+
+        Which roles those are depends on the runs alone. So an analysis that is continued takes the same way.
+        """
+        await self._pilot([OWN, ALL])
+        roles = self._swapped_roles()
+        self._fit_tasks(len(arms_of_round(roles, roles)))
+        # A role may act on few tasks only, so all of them are run before the roles are listed.
+        await self.runs.run(self.tasks, [OWN, ALL], 0)
+        roles = self._swapped_roles()
+        self.live = list(roles)
+        runs_per_task, number = 0, 0
+        while True:
+            arms = arms_of_round(self.live, roles)
+            runs_per_task += len(arms)
+            if number and runs_per_task > self.options.runs:
+                break
+            await self.runs.run(self.tasks, arms, number)
+            number += 1
+            if number == 2 and self.runs.repeats_itself(arms):
+                self._note_repetition()
+                break
+            if number % 2 == 0:
+                outcomes = self.runs.outcomes(self._task_ids, number)
+                scores = {effect.role: effect.score.mean for effect in role_effects(outcomes, roles, 1.0)}
+                self.live = better_half([role for role in self.live if role in scores], scores)
+
+    async def remove_roles(self) -> None:
+        """Run each task as it is, and with the answers of each role replaced by a fixed text."""
+        await self._pilot([OWN])
+        roles = list(self.references)
+        if unknown := [role for role in roles if role not in self.runs.roles()]:
+            roles_met = ", ".join(self.runs.roles())
+            raise ConfigError("without", unknown[0], "is not a role of the application", f"Roles: {roles_met}")
+        arms = [OWN, *(Arm("only", role) for role in roles)]
+        self._fit_tasks(len(arms))
+        self.live = roles
+        for number in range(3):
+            await self.runs.run(self.tasks, arms, number)
+            if number == 1 and self.runs.repeats_itself(arms):
+                self._note_repetition()
+                break
+
+    async def redraw_failures(self) -> None:
+        """Run each task once, and the failed ones several times more."""
+        await self._pilot([OWN])
+        self._fit_tasks(1)
+        await self.runs.run(self.tasks, [OWN], 0)
+        tasks_by_id = {task.id: task for task in self.tasks}
+        span = self.runs.outcomes(self._task_ids, 1).span()
+        own_runs = self.runs.own_runs(self._task_ids, span.middle)
+        failed = []
+        for task_id, one in zip(self._task_ids, own_runs, strict=True):
+            if one.succeeded and not one.succeeded[0]:
+                failed.append(tasks_by_id[task_id])
+        for number in range(1, REDRAWS + 1):
+            await self.runs.run(failed, [OWN], number)
+        if self.runs.repeats_itself([OWN]):
+            self._note_repetition()
+
+    async def _pilot(self, arms: Sequence[Arm]) -> None:
+        """Run a few tasks, which tell the roles and the calls of a run. Raises WorkflowError where there is no call."""
+        await self.runs.run(self.tasks[:PILOT], arms, 0)
+        if not self.runs.roles():
+            raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
+
+    def _fit_tasks(self, arms: int) -> None:
+        """Tell what the analysis takes, and take fewer tasks if the limits do not allow one round of so many arms on
+        all of them."""
+        # Runs of an earlier command are paid already.
+        affordable = self.runs.affordable_runs() + len(self.runs.runs)
+        each = max(self.options.runs, arms) if self.references and not self.options.without else arms
+        calls = len(self.tasks) * each * self.runs.calls_per_run
+        self.say(f"a run takes about {self.runs.calls_per_run:.1f} calls: about {calls:,.0f} calls in all at most")
+        if affordable >= arms * len(self.tasks):
+            return
+        fitting = max(int(affordable // arms), 1)
+        self.notes.append(
+            f"The limits allow one round on {fitting} of {plural(len(self.tasks), 'task')}: a run takes about "
+            f"{self.runs.calls_per_run:.1f} calls, and a round {plural(arms, 'run')} of each task."
+        )
+        self.tasks = self.tasks[:fitting]
+
+    def _swapped_roles(self) -> list[str]:
+        """The roles that have a reference. Raises ConfigError for a reference of a role that does not exist."""
+        roles = self.runs.roles()
+        if unknown := [role for role in self.references if role and role not in roles]:
+            raise ConfigError("reference", unknown[0], "is not a role of the application", f"Roles: {', '.join(roles)}")
+        return roles if "" in self.references else [role for role in roles if role in self.references]
+
+    def _note_repetition(self) -> None:
+        self.notes.append(
+            "Every run of a task repeats the same answers (temperature 0, or a fixed seed), so more runs of a task say "
+            "nothing new. Raise the temperature to see how often an answer goes wrong."
+        )
+
+    @property
+    def _task_ids(self) -> list[str]:
+        return [task.id for task in self.tasks]
+
+    def result(self) -> Blame:
+        """What the runs say."""
+        runs = self.runs
+        # Without a reference only failed tasks are run again, whose further runs say nothing about all tasks.
+        outcomes = runs.outcomes(self._task_ids, None if self.references else 1)
+        span = outcomes.span()
+        left_out, failed = self._left_out()
+        if not outcomes.means(OWN):
+            if self.ended:
+                raise RunError(self.ended)
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none has run"
+            raise WorkflowError(
+                f"No run of the application has a known outcome: {reasons}.",
+                f"Let the workflow return a number, or give it a judge of single episodes. {runs.first_error}".strip(),
+            )
+        roles = [] if not self.references else self._swapped_roles()
+        removes = bool(self.options.without)
+        effects = _removals(outcomes, roles, span) if removes else role_effects(outcomes, roles, span.size)
+        if removes or not self.references:
+            verdict = Verdict(kind="untested")
+        else:
+            verdict = decide(outcomes, roles, self.live or roles)
+        swapped = {} if removes else outcomes.means(ALL)
+        priced = bool(self.options.prices)
+        own_runs = runs.own_runs(self._task_ids, span.middle)
+        return Blame(
+            workflow=runs.workflow.name,
+            references={role: reference.label for role, reference in self.references.items()},
+            removes=removes,
+            tasks=len(outcomes.means(OWN)),
+            runs=len(runs.runs),
+            calls=runs.calls,
+            cost=runs.cost if priced else None,
+            outcome=_inside(estimate(list(outcomes.means(OWN).values()), span.size).interval, span),
+            swapped=_inside(estimate(list(swapped.values()), span.size).interval, span) if swapped else None,
+            span=span.size,
+            luck=luck(own_runs, first_failed=not self.references),
+            roles=[self._role(effect, roles, priced) for effect in effects],
+            all_roles=runs.roles(),
+            verdict=verdict.kind,
+            at_fault=verdict.roles,
+            more_tasks=verdict.more_tasks,
+            left_out=left_out,
+            failed=failed,
+            notes=[*self.notes, *self._unpriced(priced)],
+            ended=self.ended,
+        )
+
+    def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:
+        role = effect.role
+        arm = Arm("only", role) if self.options.without else only(role, roles)
+        own = [run for run in self.runs.runs.values() if run.arm == OWN and not run.left_out]
+        swapped = [run for run in self.runs.runs.values() if run.arm == arm and not run.left_out]
+        reference = self.references.get(role) or self.references[""]
+        # A task may have run more often in one arm than in the other; its mean counts once in each.
+        seconds = _mean_difference(
+            [(run.task, run.seconds) for run in swapped], [(run.task, run.seconds) for run in own]
+        )
+        cost = _mean_difference([(run.task, run.cost) for run in swapped], [(run.task, run.cost) for run in own])
+        return RoleBlame(
+            role=role,
+            reference=reference.label,
+            calls=fmean(run.roles.get(role, 0) for run in own),
+            score=effect.score.interval,
+            alone=effect.alone.interval,
+            last=effect.last.interval,
+            seconds=seconds,
+            cost=cost if priced else None,
+            runs=max((run.number + 1 for run in swapped), default=0),
+        )
+
+    def _left_out(self) -> tuple[dict[str, int], int]:
+        chosen = set(self._task_ids)
+        left_out: Counter[str] = Counter()
+        failed = 0
+        for run in self.runs.runs.values():
+            if run.task in chosen:
+                left_out[run.left_out] += 1
+                failed += run.failed
+        left_out.pop("", None)
+        return dict(left_out), failed
+
+    def _unpriced(self, priced: bool) -> list[str]:
+        unpriced = sum(run.unpriced for run in self.runs.runs.values())
+        if not priced or not unpriced:
+            return []
+        return [f"{plural(unpriced, 'call')} count as no money: their model has no --price, or told no tokens."]
+
+
+def _inside(interval: Interval, span: Span) -> Interval:
+    """The interval of an outcome, cut at the least and the greatest one."""
+    if interval.low is None or interval.high is None:
+        return interval
+    low, high = max(interval.low, span.low), min(interval.high, span.high)
+    return Interval(mean=interval.mean, low=low, high=high, n=interval.n)
+
+
+def _removals(outcomes: Outcomes, roles: Sequence[str], span: Span) -> list[RoleEffect]:
+    """The change of the outcome when one role answers a fixed text."""
+    effects = []
+    for role in roles:
+        values = list(difference(outcomes, Arm("only", role), OWN).values())
+        if values:
+            change = estimate(values, span.size)
+            effects.append(RoleEffect(role, change, change, change))
+    return effects
+
+
+def _mean_difference(after: Sequence[tuple[str, float]], before: Sequence[tuple[str, float]]) -> float | None:
+    """The mean over tasks of after - before, from values by task; None where no task has both."""
+    means = []
+    for values in (after, before):
+        by_task: dict[str, list[float]] = {}
+        for task, value in values:
+            by_task.setdefault(task, []).append(value)
+        means.append({task: fmean(of_task) for task, of_task in by_task.items()})
+    shared = means[0].keys() & means[1].keys()
+    return fmean(means[0][task] - means[1][task] for task in shared) if shared else None

@@ -1,0 +1,54 @@
+"""The options of `cotune blame`; its flags are these fields."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.prices import Prices
+
+
+class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is swapped, and what may be spent. Raises ConfigError for values that do not fit."""
+
+    references: tuple[str, ...] = ()
+    """What answers in place of a role: openai:NAME (a model at the OpenAI-compatible address of the environment), a
+    model, a run or an export on this machine, or prompts:FOLDER (the same model with edited prompts). ROLE=... for one
+    role alone."""
+    without: tuple[str, ...] = ()
+    """Test whether a role earns its place: it answers nothing, or with ROLE=TEXT always this text."""
+    out: str = "runs/blame"
+    """Folder of the analysis. The same command continues it."""
+    max_calls: int | None = None
+    """Most calls of models. A larger number continues."""
+    max_cost: float | None = None
+    """Most money, at the given prices."""
+    prices: Prices = {}
+    """Money for a million prompt tokens and a million completion tokens, by model."""
+    limit: int = 20
+    """Most tasks, drawn by chance from the file."""
+    runs: int = 30
+    """Most runs of the application on each task."""
+    model: str | None = None
+    """Run, export or untrained model that answers for the application as it is; without it its own provider does."""
+    temperature: float | None = None
+    """Temperature of --model and of references on this machine; without it the application's own."""
+    max_tokens: int = 256
+    """Most new tokens of these answers where the application names no limit."""
+    concurrency: int = 8
+    """Episodes in flight."""
+    timeout: float = 600.0
+    """Seconds for one episode."""
+    roles_by: str | None = None
+    """What names the roles: caller | model | module:function."""
+    seed: int = 0
+    """Of the draw of tasks, and of answers of models on this machine."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "max_calls", "max_cost", "limit", "runs", "max_tokens", "concurrency", "timeout")
+        if self.references and self.without:
+            fault = "cannot be used with without (--without)"
+            raise ConfigError("references", ", ".join(self.references), fault, "Ask one question after the other.")
+        if self.max_cost is not None and not self.prices:
+            example = "For example: --price gpt-5=1.25/10 --max-cost 5"
+            raise ConfigError("max_cost", self.max_cost, "needs prices", example)

@@ -1,0 +1,209 @@
+"""References: what answers in place of a role's own model, and the prompts that go with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cotune.adapters.manifest import is_export
+from cotune.adapters.prompts import prompts_of
+from cotune.episodes.workflows import Workflow
+from cotune.errors import ConfigError
+from cotune.integrations.apps.openai.other_model import OtherModel, check_address
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import read_prompts
+from cotune.recording.recorder import LiveCall, Responder
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate
+from cotune.storage.run_layout import is_run
+from cotune.trainer.blame.arms import Arm
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.evaluation.policies import answering
+
+Kind = Literal["provider", "prompts", "policies", "model", "text"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What answers in place of a role: `name` is a provider's model, a folder, or a text. `role` is "" for all roles
+    without a reference of their own."""
+
+    kind: Kind
+    name: str
+    role: str = ""
+
+    @property
+    def label(self) -> str:
+        """The reference, for people."""
+        if self.kind == "text":
+            return f"{self.name!r}" if self.name else "an empty answer"
+        return f"the prompts of {self.name}" if self.kind == "prompts" else self.name
+
+
+def read_references(options: BlameOptions) -> dict[str, Reference]:
+    """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
+
+    Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit.
+    """
+    references: dict[str, Reference] = {}
+    for text in options.references:
+        reference = _reference(text)
+        if reference.role in references:
+            whose = f"role {reference.role!r}" if reference.role else "all roles"
+            raise ConfigError("reference", text, f"is the second one of {whose}", "Leave one of them out.")
+        references[reference.role] = reference
+    for text in options.without:
+        role, _, answer = text.partition("=")
+        if not role or role in references:
+            fault = "names no role" if not role else "names a role twice"
+            raise ConfigError("without", text, fault, "For example: --without checker, or --without checker=ok")
+        references[role] = Reference("text", answer, role)
+    return references
+
+
+def _reference(text: str) -> Reference:
+    role, equals, place = text.partition("=")
+    # A path or an address may have an equals sign too, but not before its first slash or colon.
+    if not equals or "/" in role or ":" in role:
+        role, place = "", text
+    kind, _, name = place.partition(":")
+    if kind == "openai":
+        if not name:
+            raise ConfigError("reference", text, "names no model", "For example: --reference openai:gpt-5")
+        check_address()
+        return Reference("provider", name, role)
+    if kind == "prompts":
+        if not read_prompts(name).id:
+            raise ConfigError("reference", text, "has prompts that nobody has edited", "Edit some: cotune prompts edit")
+        return Reference("prompts", name, role)
+    if is_export(Path(place)) or is_run(place):
+        return Reference("policies", place, role)
+    locate_model(place)
+    return Reference("model", place, role)
+
+
+@dataclass
+class Answering:
+    """Who answers the calls of a role, and with which prompts they go out. A `responder` of None leaves the calls to
+    the application's own provider."""
+
+    responder: Responder | None = None
+    prompts: Prompts | None = None
+
+
+@dataclass
+class OpenReferences:
+    """Who answers in each arm: `own` for roles as they are, and the references for swapped roles, "" for any role."""
+
+    own: Answering
+    references: Mapping[str, Answering]
+
+    def of(self, role: str, arm: Arm) -> Answering:
+        """Who answers the calls of a role in an arm."""
+        if not arm.swaps(role):
+            return self.own
+        return self.references.get(role) or self.references.get("") or self.own
+
+    def responder(self, arm: Arm) -> ArmResponder:
+        """What answers all calls of an episode of this arm."""
+        return ArmResponder(self, arm)
+
+    def prompts(self, arm: Arm) -> Prompts | None:
+        """The prompts of an arm: each role has the parts of whoever answers it. None without any edit."""
+        everyone = {id(one): one for one in (self.own, *self.references.values())}
+        parts = []
+        base: Prompts | None = None
+        for one in everyone.values():
+            if one.prompts is None:
+                continue
+            base = base or one.prompts
+            for part in one.prompts.parts:
+                own_roles = tuple(role for role in part.roles if self.of(role, arm) is one)
+                if own_roles:
+                    parts.append(msgspec.structs.replace(part, roles=own_roles))
+        if base is None or not any(part.edited for part in parts):
+            return None
+        return msgspec.structs.replace(base, parts=tuple(parts))
+
+
+class ArmResponder:
+    """Answers the calls of one arm: those of swapped roles as the reference does."""
+
+    def __init__(self, references: OpenReferences, arm: Arm) -> None:
+        self._references = references
+        self._arm = arm
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """The answer, or None to leave the call to the application's own provider."""
+        responder = self._references.of(call.role, self._arm).responder
+        return None if responder is None else await responder.respond(call)
+
+
+class FixedText:
+    """Answers every call with the same text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    async def respond(self, call: LiveCall) -> Answer:
+        """The text."""
+        message = {"role": "assistant", "content": self.text}
+        return Answer(candidates=(Candidate(index=0, text=self.text, message=message),))
+
+
+@contextlib.asynccontextmanager
+async def open_references(
+    workflow: Workflow, references: Mapping[str, Reference], options: BlameOptions, own: Responder | None
+) -> AsyncIterator[OpenReferences]:
+    """Load or connect whoever answers. `own` answers for the application as it is, in place of who would.
+
+    Raises RunError, AdapterError, ConfigError, SyncError for weights that cannot be used.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def local(policies: str | None, model: str | None) -> Answering:
+            responder = await stack.enter_async_context(
+                answering(
+                    workflow,
+                    policies=policies,
+                    model=model,
+                    max_tokens=options.max_tokens,
+                    temperature=options.temperature,
+                    seed=options.seed,
+                    # All arms draw the same numbers at the same place, so that less of a difference is luck.
+                    stream="blame",
+                )
+            )
+            return Answering(responder, prompts_of(policies))
+
+        async def opened(reference: Reference) -> Answering:
+            if reference.kind == "text":
+                return Answering(FixedText(reference.name))
+            if reference.kind == "prompts":
+                return Answering(as_is.responder, read_prompts(reference.name))
+            if reference.kind == "provider":
+                other_model = OtherModel(reference.name)
+                stack.push_async_callback(other_model.aclose)
+                return Answering(other_model)
+            of_policies = reference.kind == "policies"
+            return await local(reference.name if of_policies else None, None if of_policies else reference.name)
+
+        as_is = Answering(own, workflow.prompts)
+        if own is None and options.model is not None:
+            trained = is_export(Path(options.model)) or is_run(options.model)
+            as_is = await local(options.model if trained else None, None if trained else options.model)
+        # A model that several roles are swapped to is loaded once.
+        by_place: dict[tuple[Kind, str], Answering] = {}
+        by_role: dict[str, Answering] = {}
+        for role, reference in references.items():
+            place = (reference.kind, reference.name)
+            if place not in by_place:
+                by_place[place] = await opened(reference)
+            by_role[role] = by_place[place]
+        yield OpenReferences(as_is, by_role)

@@ -1,0 +1,84 @@
+"""The report of `cotune blame` for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cotune.intervals import Interval
+from cotune.tables import BAD, QUIET, Grid, cells, grid, plural
+from cotune.trainer.blame.estimates import LEAST_TASKS
+from cotune.trainer.blame.result import Blame, shown_points
+
+_REFERENCES = (
+    "--reference openai:NAME      another model at the OpenAI-compatible address",
+    "--reference FOLDER           a run, an export or a model on this machine",
+    "--reference prompts:FOLDER   the same model with edited prompts",
+    "--reference ROLE=...         one of these, for one role alone",
+)
+
+
+def render(blame: Blame) -> Group:
+    """The report: luck or system, a row per role, the verdict."""
+    lines: list[RenderableType] = [Text(_head(blame), style="bold"), Text(_luck(blame))]
+    if blame.roles:
+        lines += [Text(""), _roles(blame), Text("")]
+        if blame.removes:
+            lines.append(Text("change: points of the outcome, without the role's answers", style=QUIET))
+        else:
+            lines.append(Text("costs: mean of alone and last, in points of the outcome", style=QUIET))
+            lines.append(Text("alone: gain with only this role swapped; last: loss with only it left", style=QUIET))
+    if blame.failed:
+        lines.append(Text(f"{plural(blame.failed, 'run')} raised an error, and count as the lowest outcome"))
+    if blame.left_out:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(blame.left_out.items()))
+        lines.append(Text(f"runs left out: {counts}", style=BAD))
+    lines += [Text(note) for note in (*blame.notes, blame.ended) if note]
+    if 0 < blame.tasks < LEAST_TASKS:
+        lines.append(Text(f"With fewer than {LEAST_TASKS} tasks the figures are about these runs only."))
+    lines += [Text(""), Text(blame.sentence, style="bold")]
+    if blame.verdict == "untested" and not blame.removes:
+        lines.append(Text(f"Roles: {', '.join(blame.all_roles)}. Possible references:"))
+        lines += [Text(f"  {text}", style=QUIET) for text in _REFERENCES]
+    return Group(*lines)
+
+
+def _head(blame: Blame) -> str:
+    parts = [blame.workflow, plural(blame.tasks, "task"), plural(blame.runs, "run"), plural(blame.calls, "call")]
+    if blame.cost is not None:
+        parts.append(f"{blame.cost:.4g} of money")
+    outcome = "" if blame.outcome is None else f"outcome {_value(blame.outcome)}"
+    if blame.swapped is not None:
+        outcome += f", {_value(blame.swapped)} with all roles swapped"
+    return "\n".join(filter(None, [" · ".join(parts), outcome]))
+
+
+def _value(interval: Interval) -> str:
+    if interval.low is None or interval.high is None:
+        return f"{interval.mean:.2f}"
+    return f"{interval.mean:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+
+
+def _luck(blame: Blame) -> str:
+    if blame.luck is None:
+        return "No failure was run again."
+    share = blame.luck
+    text = f"{share.mean:.0%} of the failures succeed at another try"
+    if share.low is not None and share.high is not None:
+        text += f" ({100 * share.low:.0f} to {100 * share.high:.0f})"
+    return f"{text}; the rest fail again."
+
+
+def _roles(blame: Blame) -> Grid:
+    """A row per role; money only with prices."""
+    effects = ["change>"] if blame.removes else ["costs>", "alone>", "last>"]
+    table = grid("role", "calls>", *effects, "seconds>", "money>")
+    for one in blame.roles:
+        if blame.removes:
+            figures = [shown_points(blame, one.alone, signed=True)]
+        else:
+            figures = [shown_points(blame, interval) for interval in (one.score, one.alone, one.last)]
+        seconds = "-" if one.seconds is None else f"{one.seconds:+.1f}"
+        money = "" if one.cost is None else f"{one.cost:+.2g}"
+        table.add_row(*cells([one.role, f"{one.calls:.1f}", *figures, seconds, money]))
+    return table

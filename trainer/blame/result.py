@@ -1,0 +1,166 @@
+"""What `cotune blame` found, as values, and its verdict in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.intervals import Interval
+from cotune.tables import plural
+from cotune.trainer.blame.estimates import LEAST_EFFECT, LEAST_TASKS, Kind
+
+
+class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role costs: how much better the outcome gets when a reference answers in its place.
+
+    All figures are means over tasks, in units of the outcome.
+    """
+
+    role: str
+    reference: str
+    """What answers in its place."""
+    calls: float
+    """Calls in a run of the application as it is."""
+    score: Interval
+    """Mean of `alone` and `last`: what the role costs."""
+    alone: Interval
+    """The gain when only this role is swapped."""
+    last: Interval
+    """What is lost when all roles but this one are swapped, against all."""
+    seconds: float | None
+    """Seconds that a run takes longer when only this role is swapped."""
+    cost: float | None
+    """Money that a run costs more then; None without prices."""
+    runs: int
+    """Runs on each task in which only this role was swapped."""
+
+
+class Blame(msgspec.Struct, frozen=True, kw_only=True):
+    """Which role of an application loses the episodes.
+
+    `verdict` is `named` (`at_fault` are the roles, the one that costs most first), `either` (one of `at_fault`, which
+    cannot be told apart), `nobody`, `reference` (it does not mend what is lost), `undecided` or `untested`.
+    """
+
+    workflow: str
+    references: Mapping[str, str]
+    """What roles are swapped to, by role, "" for every other role."""
+    removes: bool
+    """Whether roles were replaced by fixed answers, to see whether they earn their place."""
+    tasks: int
+    runs: int
+    calls: int
+    cost: float | None
+    outcome: Interval | None
+    """Of the application as it is."""
+    swapped: Interval | None
+    """With every role swapped."""
+    span: float
+    """From the least to the greatest outcome."""
+    luck: Interval | None
+    """Share of the failures that succeed at another try."""
+    roles: Sequence[RoleBlame]
+    all_roles: Sequence[str]
+    """Every role that made a call."""
+    verdict: Kind
+    at_fault: Sequence[str] = ()
+    more_tasks: int | None = None
+    """About how many further tasks would decide, where the verdict is `undecided`."""
+    left_out: Mapping[str, int] = {}
+    """Runs that count nowhere, by the reason."""
+    failed: int = 0
+    """Runs in which the application raised. They count as the lowest outcome."""
+    notes: Sequence[str] = ()
+    ended: str = ""
+    """Why it ended before all its runs; empty where it did not."""
+    path: str = ""
+    """The folder with its records."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        return _removal(self) if self.removes else _fault(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the sentence, as JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return {**values, "sentence": self.sentence}
+
+    def points(self, value: float) -> float:
+        """A difference of outcomes in points: hundredths of the span."""
+        return 100 * value / self.span
+
+
+def shown_points(blame: Blame, interval: Interval, *, signed: bool = False) -> str:
+    """A difference in points with its interval, `31 (22 to 40)`."""
+    form = "+.0f" if signed else ".0f"
+    mean = f"{_whole(blame.points(interval.mean)):{form}}"
+    if interval.low is None or interval.high is None:
+        return mean
+    low, high = _whole(blame.points(interval.low)), _whole(blame.points(interval.high))
+    return f"{mean} ({low:{form}} to {high:{form}})"
+
+
+def _whole(points: float) -> float:
+    # Without -0.
+    return round(points) + 0.0
+
+
+def _fault(blame: Blame) -> str:
+    roles = {one.role: one for one in blame.roles}
+    match blame.verdict:
+        case "named":
+            first = roles[blame.at_fault[0]]
+            parts = [f"{first.role} is at fault: it costs {shown_points(blame, first.score)} points"]
+            for role in blame.at_fault[1:]:
+                parts.append(f"so is {role}: {shown_points(blame, roles[role].score)} points")
+            others = [one for one in blame.roles if one.role not in blame.at_fault]
+            if others:
+                highest = max(_whole(blame.points(one.score.mean)) for one in others)
+                parts.append(f"no other role costs more than {max(highest, 0):.0f}")
+            alone = shown_points(blame, first.alone)
+            return f"{'; '.join(parts)}. Answering {first.role} with {first.reference} alone wins {alone} points."
+        case "either":
+            names = " or ".join(blame.at_fault)
+            return f"Either {names} is at fault; these runs do not tell which. Mend one, then run this again."
+        case "nobody":
+            return f"Nobody is at fault: no role costs {100 * LEAST_EFFECT:.0f} points or more."
+        case "reference":
+            gain = "" if blame.swapped is None or blame.outcome is None else (
+                f" ({blame.outcome.mean:.2f} as it is, {blame.swapped.mean:.2f} with all roles swapped)"
+            )  # fmt: skip
+            return f"The reference does not help{gain}. Look at the prompts, the tasks or the scorer."
+        case "undecided":
+            return f"Undecided: {_more(blame)}."
+        case "untested":
+            return "Which role is at fault is not known: nothing was swapped. Name a --reference."
+
+
+def _more(blame: Blame) -> str:
+    if blame.more_tasks is None:
+        return "the costliest role is too close to the least effect that matters for any number of tasks to decide soon"
+    more = plural(blame.more_tasks, "more task")
+    if blame.roles and blame.roles[0].score.n < LEAST_TASKS:
+        return f"no role is named on fewer than {LEAST_TASKS} tasks; {more} would do"
+    return f"about {more} would decide"
+
+
+def _removal(blame: Blame) -> str:
+    parts = []
+    for one in blame.roles:
+        change = one.alone
+        if change.low is None or change.high is None:
+            parts.append(f"Whether {one.role} earns its place is not known on fewer than {LEAST_TASKS} tasks.")
+        elif change.high < 0:
+            loss = Interval(mean=-change.mean, low=-change.high, high=-change.low, n=change.n)
+            parts.append(
+                f"Without {one.role} the outcome loses {shown_points(blame, loss)} points: it earns its place."
+            )
+        elif change.low > 0:
+            parts.append(f"Without {one.role} the outcome gains {shown_points(blame, change)} points: it does harm.")
+        else:
+            change_shown = shown_points(blame, change, signed=True)
+            parts.append(f"Without {one.role} the outcome changes by {change_shown} points: no effect is shown.")
+    return " ".join(parts) or "Not known: no run without these roles came to an end."

@@ -1,0 +1,313 @@
+"""Runs an application in the arms of an analysis, and reads what came of each run from the records.
+
+Every run is an episode in the folder of the analysis, under the phase of its arm. So an analysis that was interrupted,
+or that is given a larger budget, runs only what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import msgspec
+
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.workflows import Workflow
+from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
+from cotune.judging.episodes import Ranking, judge_episodes
+from cotune.records.ids import canonical
+from cotune.records.prices import Prices, money
+from cotune.records.structs import CallRecord, Episode, Task
+from cotune.storage.protocol import Store
+from cotune.trainer.blame.arms import OWN, Arm, arm_of
+from cotune.trainer.blame.estimates import Outcomes, OwnRuns
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.references import OpenReferences, Reference
+
+LEAST_REPEATS = 40
+"""Repeated runs that must all be equal before an application counts as one that repeats itself: if 7% of them differed,
+at least one of 40 would in 95% of cases."""
+
+
+class BudgetReachedError(RunError):
+    """The next runs could pass a limit of the analysis."""
+
+
+class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the application on a task in an arm."""
+
+    arm: Arm
+    task: str
+    number: int
+    """Which run of this task in this arm, from 0."""
+    outcome: float | None
+    """The sum of its rewards; None where `left_out` says why there is none."""
+    failed: bool
+    """Whether the application raised: its outcome is the lowest of all runs."""
+    left_out: str
+    solved: bool | None
+    roles: Mapping[str, int]
+    """Its calls by role."""
+    seconds: float
+    cost: float
+    unpriced: int
+    """Calls whose model has no price, or that report no tokens."""
+    answers: str
+    """A digest of what was said: equal for runs with the same answers."""
+
+    @property
+    def calls(self) -> int:
+        return sum(self.roles.values())
+
+
+Place = tuple[Arm, str, int]
+
+
+@dataclass
+class Runs:
+    """The runs of an analysis: those that the store has, and those that are made."""
+
+    workflow: Workflow
+    store: Store
+    references: OpenReferences
+    named: Mapping[str, Reference]
+    options: BlameOptions
+    on_run: Callable[[], object] = lambda: None
+    """Called after each run."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workflow.episode_judge, Ranking):
+            raise ConfigError(
+                "judge",
+                None,
+                "compares episodes with each other, and each run needs a number of its own",
+                "Give the workflow an outcome, or a judge of single episodes.",
+            )
+        self.runs: dict[Place, FinishedRun] = {}
+        self._tried: set[Place] = set()
+        """What was run in this process. A run that failed through no fault of the application is tried again only by
+        the next command: a provider that is down would fail it again."""
+        self.calls = 0
+        self.cost = 0.0
+        self.first_error = ""
+        self._gate = asyncio.Semaphore(self.options.concurrency)
+
+    async def load(self) -> None:
+        """Read the runs that the store has. Their calls count against the limits, as they were made and paid."""
+        for episode in self.store.episodes():
+            arm = arm_of(episode.phase)
+            if arm is not None:
+                await self._judge(episode)
+                self._keep(arm, episode)
+
+    async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
+        """Run each task in each arm, but what has run before. `number` is that of the run within its task and arm.
+
+        Raises BudgetReachedError before the first run if they do not all fit into the limits, RunError if none of them
+        says anything about the application.
+        """
+        due = [(arm, task) for task in tasks for arm in arms if self._is_due((arm, task.id, number))]
+        if not due:
+            return
+        self._require_room(len(due))
+        try:
+            async with asyncio.TaskGroup() as group:
+                batch = [group.create_task(self._run(arm, task, number)) for arm, task in due]
+        except BaseExceptionGroup as errors:  # such as a framework that is too old, in all runs alike
+            known, _ = errors.split(CotuneError)
+            raise (known or errors).exceptions[0] from errors
+        finished = [run.result() for run in batch]
+        # A run without a known outcome still shows that the models can be reached.
+        if all(run.left_out in ("infrastructure", "cancelled") for run in finished):
+            raise RunError(
+                f"None of {len(finished)} runs came to an end: {self.first_error or 'no reason recorded'}",
+                "Put that right, then run the same command again: it continues.",
+            )
+
+    def _is_due(self, place: Place) -> bool:
+        run = self.runs.get(place)
+        return place not in self._tried and (run is None or run.left_out in ("infrastructure", "cancelled"))
+
+    async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun:
+        flow = replace(self.workflow, prompts=self.references.prompts(arm))
+        options = EpisodeOptions(phase=arm.phase, rollout=number, timeout=self.options.timeout)
+        async with self._gate:
+            self._tried.add((arm, task.id, number))
+            responder = self.references.responder(arm)
+            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+        await asyncio.to_thread(self.store.flush)
+        await self._judge(outcome.episode)
+        run = self._keep(arm, outcome.episode)
+        if run.left_out == "infrastructure" and not self.first_error:
+            # The error of the call says more than what the application made of it.
+            calls = self.store.calls(outcome.episode.id, lean=True)
+            of_call = next((call.error for call in calls if call.error), None)
+            self.first_error = of_call or outcome.episode.error or ""
+        self.on_run()
+        return run
+
+    async def _judge(self, episode: Episode) -> None:
+        """Have the workflow's judge, if it has one, give the episode an outcome that it does not have yet."""
+        judge = self.workflow.episode_judge
+        if judge is None or episode.status != "ok" or self.store.rewards([episode.id]).get(episode.id):
+            return
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
+        except (TimeoutError, WorkflowError) as error:
+            # The run is left out and counted, as any other without an outcome.
+            self.first_error = self.first_error or str(error)
+
+    def _keep(self, arm: Arm, episode: Episode) -> FinishedRun:
+        calls = self.store.calls(episode.id)
+        rewards = self.store.rewards([episode.id]).get(episode.id) or {}
+        failed = episode.status == "error" and episode.is_outcome
+        outcome = sum(rewards.values()) if episode.status == "ok" and rewards else None
+        left_out = ""
+        if episode.status == "cancelled":
+            left_out = "cancelled"
+        elif not episode.is_outcome:
+            left_out = "infrastructure"
+        elif outcome is None and not failed:
+            left_out = "no outcome"
+        cost, unpriced = self._cost(arm, calls)
+        run = FinishedRun(
+            arm=arm,
+            task=episode.task.id,
+            number=episode.rollout,
+            outcome=outcome,
+            failed=failed,
+            left_out=left_out,
+            solved=episode.solved,
+            roles=Counter(call.role for call in calls),
+            seconds=episode.latency,
+            cost=cost,
+            unpriced=unpriced,
+            answers=_digest(calls),
+        )
+        self.calls += run.calls
+        self.cost += run.cost
+        place = (arm, run.task, run.number)
+        # A run that counts is never replaced by one that was tried again beside it.
+        if place not in self.runs or self.runs[place].left_out:
+            self.runs[place] = run
+        return run
+
+    def _cost(self, arm: Arm, calls: Iterable[CallRecord]) -> tuple[float, int]:
+        """Money for the calls, and the number of calls without a price."""
+        cost, unpriced = 0.0, 0
+        for call in calls:
+            price = self._price(arm, call, self.options.prices)
+            prompt = call.prompt_tokens or call.usage.prompt_tokens
+            completion = sum(len(one.token_ids) for one in call.candidates) or call.usage.completion_tokens
+            if price is None or not (prompt or completion):
+                unpriced += 1
+            else:
+                cost += money(price, prompt, completion)
+        return cost, unpriced
+
+    def _price(self, arm: Arm, call: CallRecord, prices: Prices) -> tuple[float, float] | None:
+        """The price of whoever answered: records name the model that the application asked for."""
+        reference = self.named.get(call.role) or self.named.get("")
+        if arm.swaps(call.role) and reference is not None:
+            if reference.kind == "text":
+                return 0.0, 0.0
+            if reference.kind != "prompts":
+                policy = call.policy.name if call.policy else ""
+                return prices.get(policy) or prices.get(reference.name)
+        return prices.get(call.policy.name if call.policy else call.model)
+
+    @property
+    def calls_per_run(self) -> float:
+        """Mean number of calls of a run; 1 before the first one."""
+        counts = [run.calls for run in self.runs.values() if not run.left_out]
+        return max(fmean(counts), 1.0) if counts else 1.0
+
+    @property
+    def cost_per_run(self) -> float:
+        costs = [run.cost for run in self.runs.values() if not run.left_out]
+        return fmean(costs) if costs else 0.0
+
+    def affordable_runs(self) -> float:
+        """How many more runs fit into the limits; infinite without limits."""
+        options = self.options
+        room = float("inf")
+        if options.max_calls is not None:
+            room = (options.max_calls - self.calls) / self.calls_per_run
+        if options.max_cost is not None and self.cost_per_run:
+            room = min(room, (options.max_cost - self.cost) / self.cost_per_run)
+        return max(room, 0.0)
+
+    def _require_room(self, runs: int) -> None:
+        if runs <= self.affordable_runs():
+            return
+        limits = []
+        if self.options.max_calls is not None:
+            limits.append(f"max_calls = {self.options.max_calls}")
+        if self.options.max_cost is not None:
+            limits.append(f"max_cost = {self.options.max_cost:g}")
+        raise BudgetReachedError(
+            f"The next {runs} runs of about {self.calls_per_run:.1f} calls do not fit into {' and '.join(limits)}; "
+            f"{self.calls} calls are made.",
+            "Run the same command with a larger limit: it continues.",
+        )
+
+    def roles(self) -> list[str]:
+        """The roles that made calls, in the order in which they are met."""
+        names: dict[str, None] = {}
+        for run in self.runs.values():
+            names.update(dict.fromkeys(run.roles))
+        return list(names)
+
+    def outcomes(self, tasks: Iterable[str], most_runs: int | None = None) -> Outcomes:
+        """The outcomes on these tasks, of the first `most_runs` runs per arm (all without it). A run in which the
+        application raised counts as the lowest outcome of any run, and at most 0."""
+        chosen = set(tasks)
+        floor = min([0.0, *(run.outcome for run in self.runs.values() if run.outcome is not None)])
+        outcomes = Outcomes()
+        for run in self.runs.values():
+            if run.task in chosen and not run.left_out and (most_runs is None or run.number < most_runs):
+                outcomes.add(run.arm, run.task, floor if run.outcome is None else run.outcome)
+        return outcomes
+
+    def own_runs(self, tasks: Iterable[str], middle: float) -> list[OwnRuns]:
+        """Whether each run of the unchanged application succeeded, by task. Without the metric `success` it did if its
+        outcome is above the `middle` of all."""
+        by_task: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+        for run in self.runs.values():
+            if run.arm != OWN or run.left_out:
+                continue
+            succeeded = run.solved
+            if succeeded is None:
+                succeeded = run.outcome is not None and run.outcome > middle
+            by_task[run.task][run.number] = succeeded
+        return [OwnRuns([by_task[task][number] for number in sorted(by_task[task])]) for task in tasks]
+
+    def repeats_itself(self, arms: Iterable[Arm]) -> bool:
+        """Whether every task that ran several times in an arm got the same answers each time. False where too few did
+        to tell: an application with short answers repeats some by chance."""
+        chosen = set(arms)
+        answers: defaultdict[tuple[Arm, str], list[str]] = defaultdict(list)
+        for run in self.runs.values():
+            if run.arm in chosen and not run.left_out:
+                answers[run.arm, run.task].append(run.answers)
+        repeats = sum(len(digests) - 1 for digests in answers.values())
+        return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in answers.values())
+
+
+def _digest(calls: Sequence[CallRecord]) -> str:
+    said = []
+    for call in calls:
+        text, tools = "", []
+        if call.chosen is not None:
+            answer = call.candidates[call.chosen]
+            text = answer.text
+            # Without the ids of tool calls, which are new in every answer.
+            tools = [tool.get("function") for tool in answer.tool_calls]
+        said.append(canonical([call.role, call.turn, text, tools]))
+    # Sorted, as calls side by side are recorded in the order in which they happen to begin.
+    return hashlib.sha256(b"\n".join(sorted(said))).hexdigest()
