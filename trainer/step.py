@@ -24,7 +24,7 @@ from cotune.trainer.guard import watch
 from cotune.trainer.opening.restore import add_new_roles, recovery
 from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.progress import Progress
-from cotune.trainer.rollout.episodes import run_episodes
+from cotune.trainer.rollout.episodes import answering, run_episodes
 from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.judged_step import JudgedStep, judge_bench
 from cotune.trainer.rollout.pipeline import RolloutPipeline
@@ -115,7 +115,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     plan, drawn = run.plan, run.state.drawn[step]
     policies = run.served(step)
     step_episodes = StepEpisodes(run, step, progress)
-    bench = judge_bench(run, step, policies)
+    responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
+    bench = judge_bench(run, step, responder)  # whose judge may be a role, which these policies play
     async with JudgedStep(bench) as judged:
 
         def ended(episode: Episode) -> None:
@@ -124,22 +125,22 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
 
         async def run_tasks(task_ids: Collection[str], times: Mapping[str, int]) -> list[Episode]:
             """All episodes in this step of tasks that were drawn so many times; those on record are not run again."""
+            # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task. Replay: one
+            # episode a task, which then runs again from some of its calls on, K times from each.
             batch = step_episodes.batch(task_ids, times, ended)
             judged.already(batch.done)
             if plan.kind != "replay":
-                # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task.
                 judged.expect(batch.fewer)
             episodes = await run_episodes(run, batch, plan=plan, policies=policies)
             run.store.flush()
             if plan.kind == "replay":
-                # Run each episode again from some of its calls on: K branches at each, each with its own outcome.
                 branches = step_episodes.branches(task_ids)
                 episodes += await run_forks(run, batch, episodes, branches, policies, judged)
                 run.store.flush()
             step_episodes.add(episodes)
             return episodes
 
-        async def compared(episodes: Sequence[Episode]) -> list[GroupSignal]:
+        async def compare(episodes: Sequence[Episode]) -> list[GroupSignal]:
             """The groups of these episodes, and whether their rewards differ."""
             await judged.finish()
             return group_signals(collect_samples(run, episodes, step), run.recipes)
@@ -150,13 +151,13 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
 
         # Refill: groups with equal rewards teach nothing, so further tasks are drawn in their place.
         if run.config.refill.budget:
-            rolled_out = await refill_step(run, progress, step, own, run_tasks, compared, needed)
+            rolled_out = await refill_step(run, progress, step, own, run_tasks, compare, needed)
 
         report_faults(run, step, progress)
         refusals = await judged.finish()
         for text, count in refusals.items():
             progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
-    progress.scorer_errors(bench.responder.scorer_errors)
+    progress.scorer_errors(responder.scorer_errors)
     await run.sampler.info()  # raises SamplerError if it is gone
 
     # A judge that is a role of the run is trained on the episodes in which it judged.

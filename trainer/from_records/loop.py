@@ -111,46 +111,54 @@ def _metrics(
     held_out: Mapping[str, Mapping[str, float]],
     seconds: Mapping[str, float],
 ) -> StepMetrics:
-    count = sum(map(len, rows.values()))
+    """The figures of a step. No sampler takes part in it, so figures of rollouts are 0 or empty."""
+    first_step = run.state.steps == 0
+    row_count = sum(len(rows_of_policy) for rows_of_policy in rows.values())
     tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())
-    after = {name: {f"held_out_{key}": value for key, value in found.items()} for name, found in held_out.items()}
-    versions = run.state.versions
+    rates = throughput(updates, seconds) | {"tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)}
+
+    held_out_figures = {}
+    for policy, losses in held_out.items():
+        held_out_figures[policy] = {f"held_out_{name}": value for name, value in losses.items()}
+    roles = {}
+    for role, policy in run.trained.items():
+        if policy in rows:
+            rows_of_role = [row for row in rows[policy] if row.role == role]
+            roles[role] = _role_figures(rows_of_role, updates[policy]) | held_out_figures.get(policy, {})
+    policies = {}
+    for policy, figures in updates.items():
+        version = run.state.versions.get(policy, 0)
+        policies[policy] = {"version": version, **figures, **held_out_figures.get(policy, {})}
+
     return StepMetrics(
         step=run.state.steps,
         episodes=len(episodes),
         failed=0,
-        calls=count,
-        candidates=count,
+        calls=row_count,
+        candidates=row_count,
         groups=0,
-        rows=count,
+        rows=row_count,
         outcome={},
         held_out={},
-        roles={role: _of_role(role, name, rows, updates, after) for role, name in run.trained.items() if name in rows},
-        policies={
-            name: {"version": versions.get(name, 0), **figures, **after.get(name, {})}
-            for name, figures in updates.items()
-        },
-        left_out=dict(run.recorded.left_out) if run.state.steps == 0 else {},
+        roles=roles,
+        policies=policies,
+        left_out=dict(run.recorded.left_out) if first_step else {},
         staleness={},
         counters={},
         lr_scale=lr_scale(run.config.schedule, run.state.steps, run.config.steps),
         seconds=dict(seconds),
-        **{**throughput(updates, seconds), "tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)},
+        **rates,
         updated=bool(moved(updates)),
-        notes=tuple(run.notes) if run.state.steps == 0 else (),
-        stayed={name: "no gradient" for name in rows if name not in moved(updates)},
+        notes=tuple(run.notes) if first_step else (),
+        stayed={policy: "no gradient" for policy in rows if policy not in moved(updates)},
     )
 
 
-def _of_role(
-    role: str,
-    policy: str,
-    rows: Mapping[str, Sequence[TrainRow]],
-    updates: Updates,
-    after: Mapping[str, Mapping[str, float]],
-) -> dict[str, float]:
-    """Figures of a role; the losses are those of its policy."""
-    own = [row for row in rows[policy] if row.role == role]
-    told = {name: updates[policy][name] for name in ("loss", "margin", "accuracy") if name in updates[policy]}
-    lengths = [sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in own]
-    return {"rows": float(len(own)), "tokens_mean": sum(lengths) / max(len(own), 1), **told, **after.get(policy, {})}
+def _role_figures(rows: Sequence[TrainRow], update: Mapping[str, float]) -> dict[str, float]:
+    """Figures of a role from its rows; the losses are those of its policy's update."""
+    lengths = [sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in rows]
+    figures = {"rows": float(len(rows)), "tokens_mean": sum(lengths) / max(len(rows), 1)}
+    for name in ("loss", "margin", "accuracy"):
+        if name in update:
+            figures[name] = update[name]
+    return figures

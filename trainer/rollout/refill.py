@@ -17,10 +17,10 @@ from cotune.trainer.schedules.refill import Refill, why_no_refill
 
 RunTasks = Callable[[Collection[str], Mapping[str, int]], Awaitable[list[Episode]]]
 """Runs tasks that were drawn so many times in a step, and returns all of their episodes in the step, old and new."""
-Roll = Callable[[Collection[str]], Awaitable[list[Episode]]]
-"""Runs tasks as often as the refill has drawn them, and returns all of their episodes in the step, old and new."""
-Judge = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
-"""The groups of episodes that have ended."""
+RunDrawn = Callable[[Collection[str]], Awaitable[list[Episode]]]
+"""The same for tasks as often as the refill has drawn them."""
+Compare = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
+"""The groups of episodes that have ended, and whether their rewards differ."""
 
 
 class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ async def refill_step(
     step: int,
     own: Sequence[Episode],
     run_tasks: RunTasks,
-    compared: Judge,
+    compare: Compare,
     needed: asyncio.Event,
 ) -> RolledOut:
     """The episodes of a step's own tasks with those of further tasks, drawn until enough groups have different rewards
@@ -53,14 +53,14 @@ async def refill_step(
     config, per_task = run.config, run.plan.episodes_per_task
     players = run.trained_roles(step)
     roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(players[role]))]
-    refill = Refill(config.refill, run.state.drawn[step], roles, await compared(own))
+    refill = Refill(config.refill, run.state.drawn[step], roles, await compare(own))
 
     async def run_drawn(task_ids: Collection[str]) -> list[Episode]:
         progress.further(len(task_ids) * per_task)
         return await run_tasks(task_ids, refill.times)
 
     at_once = max(1, config.concurrency // run.plan.k) if config.mode == "async" else None
-    added, late_tasks = await run_refill(refill, own, run_drawn, compared, at_once, needed)
+    added, late_tasks = await run_refill(refill, own, run_drawn, compare, at_once, needed)
     run.store.flush()
 
     late = 0
@@ -80,50 +80,55 @@ async def refill_step(
 async def run_refill(
     refill: Refill,
     own: Sequence[Episode],
-    roll: Roll,
-    judge: Judge,
+    run_drawn: RunDrawn,
+    compare: Compare,
     at_once: int | None,
     needed: asyncio.Event | None = None,
 ) -> tuple[list[Episode], list[str]]:
-    """Draw tasks until no role lacks groups or the budget is spent. Returns the new episodes, and the tasks that had
-    not ended in time: their episodes are cancelled.
+    """Draw tasks until every role has its groups or the budget is spent. Returns the new episodes, and the tasks that
+    did not end in time, whose episodes are cancelled.
 
-    Without `at_once` the tasks that are drawn together are waited for, so that what is drawn does not depend on time.
-    With it, so many run at once, and each that ends may be the last that is drawn. Tasks that run at that moment are
-    waited for until the step is `needed` for training: to leave them out would leave out slow tasks more often.
+    Without `at_once`, tasks that are drawn together are waited for, so the draws do not depend on time. With it, at
+    most that many run at the same time, and each that ends may be the last one needed. Tasks that still run then are
+    waited for until the step is `needed`, because leaving them out would leave out slow tasks more often than others.
     """
-    before, added = {episode.id for episode in own}, list[Episode]()
-    running: dict[asyncio.Task[list[Episode]], list[str]] = {}
-    asked_for: asyncio.Task[Literal[True]] | None = None
+    known_ids = {episode.id for episode in own}
+    added: list[Episode] = []
+    running: dict[asyncio.Task[list[Episode]], list[str]] = {}  # the ids of the tasks that each of them runs
+    needed = needed or asyncio.Event()
+    waiting_for_need: asyncio.Task[Literal[True]] | None = None
 
-    async def take(done: Collection[asyncio.Task[list[Episode]]]) -> None:
-        """Add the new episodes of tasks that have ended."""
-        for one in done:
-            names, episodes = running.pop(one), one.result()
-            new = [episode for episode in episodes if episode.id not in before]
-            before.update(episode.id for episode in new)
+    async def take(ended: Collection[asyncio.Task[list[Episode]]]) -> None:
+        for job in ended:
+            task_ids, episodes = running.pop(job), job.result()
+            new = [episode for episode in episodes if episode.id not in known_ids]
+            known_ids.update(episode.id for episode in new)
             added.extend(new)
-            refill.ended(names, [episode.id for episode in new], await judge(episodes))
+            refill.ended(task_ids, [episode.id for episode in new], await compare(episodes))
 
     try:
         while refill.missing:
-            drawn = refill.more(sum(map(len, running.values())), at_once)
-            parts = [[name] for name in drawn] if at_once else [drawn] if drawn else []
-            running |= {asyncio.ensure_future(roll(part)): part for part in parts}
+            running_count = sum(len(task_ids) for task_ids in running.values())
+            drawn = refill.more(running_count, at_once)
+            parts = [[task_id] for task_id in drawn] if at_once else [drawn]
+            for part in parts:
+                if part:
+                    running[asyncio.ensure_future(run_drawn(part))] = part
             if not running:
-                break
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            await take(done)
-        asked = needed or asyncio.Event()
-        asked_for = asyncio.ensure_future(asked.wait())
-        while running and not asked.is_set():
-            waiting: set[asyncio.Task[Any]] = {*running, asked_for}
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            await take(done & running.keys())
-        return added, [name for names in running.values() for name in names]
+                break  # the budget is spent
+            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            await take(ended)
+
+        waiting_for_need = asyncio.ensure_future(needed.wait())
+        while running and not needed.is_set():
+            either: set[asyncio.Task[Any]] = {*running, waiting_for_need}
+            ended, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await take(ended & running.keys())
+        late = [task_id for task_ids in running.values() for task_id in task_ids]
+        return added, late
     finally:
-        if asked_for is not None:
-            asked_for.cancel()
-        for one in running:
-            one.cancel()
+        if waiting_for_need is not None:
+            waiting_for_need.cancel()
+        for job in running:
+            job.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -124,7 +124,8 @@ class RolloutRun(Run):
             self._working = None
 
     def stop(self) -> bool:
-        """As of `Run`; a rollout is not waited for."""
+        """Stop at the next safe moment: a rollout is cancelled, any other work on the step is finished and committed.
+        Returns whether there is such work."""
         self.stopping = True
         return self._working is None or not self._working.cancel()
 
@@ -135,7 +136,10 @@ class RolloutRun(Run):
         self.learner = await self.open_learner(self.state.policies)
 
     def draw_tasks(self) -> None:
-        """Draw the tasks of the steps that may be rolled out now, by what the steps before have shown."""
+        """Draw the tasks of the next step, and in mode async of those that may roll out meanwhile.
+
+        An adaptive pool draws by the rewards of earlier steps.
+        """
         state = self.state
         for step in range(state.steps, state.steps + self.config.ahead + 1):
             if step not in state.drawn:
@@ -148,8 +152,10 @@ class RolloutRun(Run):
         return None if drawn is None else drawn.task_weights
 
     def complete_step(self, collected: Collected, prepared: Prepared) -> None:
-        """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.
-        Raises RecordError."""
+        """Mark the groups of the step as trained, so that later rewards for them are refused, and count the step.
+
+        Raises RecordError.
+        """
         state = self.state
         known = state.policies.roles.keys()
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
@@ -157,8 +163,10 @@ class RolloutRun(Run):
         state.advantages = prepared.state
         state.tasks = with_step(state.tasks, collected, self.recipes)
         state.drawn.pop(state.steps, None)
-        by_call = self.plan.kind == "tree"  # there a group is a call, by its id
-        members = {group.id: () if by_call else [s.id for s in group.samples] for group in prepared.groups}
+        members: dict[str, Sequence[str]] = {}
+        for group in prepared.groups:
+            # Under a tree plan a group is a call, and its id names all candidates.
+            members[group.id] = () if self.plan.kind == "tree" else [sample.id for sample in group.samples]
         self.store.consume(members, state.steps)
         state.steps += 1
 
