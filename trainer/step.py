@@ -15,13 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.task_signals import GroupSignal, group_signals
+from cotune.errors import GapError, LearnerLost
 from cotune.records.structs import Episode
 from cotune.trainer.batch import collect_samples, group_and_weigh, make_batch, with_teacher_hints
 from cotune.trainer.commit import commit
 from cotune.trainer.evaluation.best_checkpoint import note_best, note_start
 from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
-from cotune.trainer.opening.restore import add_new_roles, recovery
+from cotune.trainer.opening.restore import add_new_roles, recover
 from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import answering, run_episodes
@@ -49,11 +50,12 @@ async def train_on_rollouts(run: RolloutRun, progress: Progress) -> None:
     )
     async with rollouts:
         while not (run.finished or run.stopping):
-            # If a learner is lost within, it is opened again, and the loop continues from the last checkpoint.
-            async with recovery(run, rollouts, report):
+            try:
                 await add_new_roles(run, report)
                 async with profiled(run, progress):
                     await make_step(run, rollouts, report)
+            except (LearnerLost, GapError) as error:
+                await recover(run, rollouts, report, error)  # the loop continues from the last checkpoint
     await commit(run, due=True)
 
 

@@ -1,10 +1,9 @@
-"""Going on from a checkpoint: when a run is resumed, when a learner was lost, and when roles were first seen."""
+"""Continuing from a checkpoint: when a run is resumed, when a learner was lost, and when new roles were seen."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,39 +59,43 @@ async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None
     return notes
 
 
-@contextlib.asynccontextmanager
-async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: StepReport) -> AsyncIterator[None]:
-    """Where a learner is lost within, open it again and go back to the last checkpoint. Do so in float32 where sampler
-    and learner came too far apart in a precision that nobody asked for. Raises LearnerLost when it was lost too
-    often."""
-    try:
-        yield
-    except GapError as error:
-        if run.fall_back is None:
-            raise
-        await rollouts.cancel()
-        report.restart()
-        report.progress.say(f"{error.cause} Going on in float32 from the last checkpoint.")
+async def recover(
+    run: RolloutRun, rollouts: RolloutPipeline[Any], report: StepReport, error: GapError | LearnerLost
+) -> None:
+    """Go back to the last checkpoint after an error in a step, so that the run can continue from it.
+
+    A lost learner is opened again. If sampler and learner differ too much in a precision that cotune has chosen, both
+    continue in float32. Raises the error if the precision was asked for, and LearnerLost if a learner was lost too
+    often.
+    """
+    if isinstance(error, GapError) and run.fall_back is None:
+        raise error
+    await rollouts.cancel()
+    report.restart()
+
+    if isinstance(error, GapError):
+        assert run.fall_back is not None
+        report.progress.say(f"{error.cause} Continuing in float32 from the last checkpoint.")
         await run.fall_back(error.gap, "")
         await _restore_newest(run, report)
-        if lost := _cancel_answers_of_lost_versions(run):
+        lost = _cancel_answers_of_lost_versions(run)
+        if lost:
             report.progress.say(
                 f"{plural(lost, 'episode is', 'episodes are')} run again, as the weights that answered are lost"
             )
-    except LearnerLost as error:
-        await rollouts.cancel()
-        report.restart()
-        run.learner_restarts += 1
-        if run.learner_restarts > LEARNER_RESTARTS:
-            raise LearnerLost(
-                f"{error.cause} It was restarted {LEARNER_RESTARTS} times before.",
-                f"See the cause, then {run.folder.way_on}",
-            ) from error
-        report.progress.say(
-            f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."
-        )
-        await run.reopen_learner()
-        await _restore_newest(run, report)
+        return
+
+    run.learner_restarts += 1
+    if run.learner_restarts > LEARNER_RESTARTS:
+        raise LearnerLost(
+            f"{error.cause} It was restarted {LEARNER_RESTARTS} times before.",
+            f"See the cause, then {run.folder.way_on}",
+        ) from error
+    report.progress.say(
+        f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."
+    )
+    await run.reopen_learner()
+    await _restore_newest(run, report)
 
 
 async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
@@ -123,11 +126,11 @@ def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
 
 
 async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
-    """Give roles that the last step has first seen their policies: adapters or models at version 0, or the shared one
-    as it is.
+    """Give policies to the roles that the last step has seen for the first time: adapters or models at version 0, or
+    the shared policy as it is.
 
-    The learner is opened again for them and goes on from the checkpoint that `commit` has just written. Raises RunError
-    where the run's engines have no room for them.
+    The learner is opened again for them and continues from the checkpoint that `commit` has just written. Raises
+    RunError if the run's engines have no room for them.
     """
     if not run.state.new_roles:
         return

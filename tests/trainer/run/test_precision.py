@@ -122,7 +122,7 @@ def test_auto_goes_on_in_float32_where_both_come_apart_later(trainer: Trainer, m
     trainer(app, policies="lora", steps=3, learner=AUTO)
     said = " ".join(trainer.said.split())
     assert "differ by 0.0625 nats a token (at most 0.0625)" in said
-    assert "Going on in float32 from the last checkpoint." in said
+    assert "Continuing in float32 from the last checkpoint." in said
     assert [line["step"] for line in trainer.metrics()] == [0, 1, 2]
     assert learned_in_bfloat16(trainer) == [True, False, False]
     assert served == ["bfloat16", "float32"]
