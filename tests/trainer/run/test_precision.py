@@ -19,9 +19,10 @@ from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer import publish
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.opening import open_run
 from cotune.trainer.opening.restore import LOST
 from cotune.trainer.publish import sampled_gaps
-from cotune.trainer.run import open_run, precision
+from cotune.trainer.run import precision
 from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
