@@ -37,6 +37,15 @@ def arguments(command: Parser) -> None:
     text = "in place of --run: an untrained model, which plays every role. Several are compared with the first"
     add_repeated(command, "--base", "FOLDER_OR_ID", text)
     command.add_argument(
+        "--pairs",
+        nargs="?",
+        type=int,
+        const=EvaluationOptions().max_episodes,
+        metavar="N",
+        help="with --base: evaluate all assignments of the models to roles, if that takes at most N episodes (default: "
+        "%(const)s); says first how much it takes",
+    )
+    command.add_argument(
         "--modes",
         help="any of base (the untrained model), trained, swapped (policies of the roles exchanged), today (the "
         "application's present model with its own prompts, which is asked and paid); default: base,trained,swapped, or "
@@ -82,6 +91,8 @@ def run(a: argparse.Namespace) -> int:
         "model": moved(a.model),
         **fields_of(a),
     }
+    if a.pairs is not None:
+        settings |= {"pairs": True, "max_episodes": a.pairs}
     report = evaluate(source, a.workflow, a.tasks, **settings)
     terminal().print(render(report))
     if report.stored:

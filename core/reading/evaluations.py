@@ -191,6 +191,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str = ""
 
 
+class RoleEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is worth in one role against another one there, as the mean over all models of the other roles."""
+
+    role: str
+    model: str
+    against: str
+    difference: Interval
+    of_success: bool = True
+    """Whether the difference is of success; else of reward."""
+
+
 class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluations by mode, their comparisons, and what was left out and why."""
 
@@ -203,6 +214,10 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time; in a file that does not say, that of the file."""
     tasks: str = ""
     """The file of its tasks, where there was one."""
+    assignments: dict[str, dict[str, str]] = {}
+    """By evaluation, the model of each role, if all assignments of models to roles were evaluated."""
+    effects: tuple[RoleEffect, ...] = ()
+    """What each model is worth in each role; empty without assignments."""
     stored: str = ""
     """The folder that has it with its records; empty where it was not stored."""
 

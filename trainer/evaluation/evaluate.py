@@ -34,6 +34,16 @@ from cotune.storage.whole_file import of_system
 from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.evaluation.assignments import (
+    PROBED,
+    Assignment,
+    all_assignments,
+    check_limit,
+    contest_of_assignments,
+    estimate,
+    probe_roles,
+    with_assignments,
+)
 from cotune.trainer.evaluation.modes import (
     Contest,
     EvaluationOptions,
@@ -119,7 +129,7 @@ def evaluate(
 
     # 3. Play all modes, and write the report.
     with _whole(out, subject.own_run) as (out, stored_notes):
-        report = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
+        report, contest = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
     if recorded is not None:
         report = beside(report, contest.candidates, *recorded)
     notes = [
@@ -147,7 +157,9 @@ async def _evaluate(
     out: RunLayout | None,
     usual_max_tokens: int,
     goal: Goal,
-) -> EvaluationReport:
+) -> tuple[EvaluationReport, Contest]:
+    """Play the contest in a sampler of this process. Returns the report, and the contest: that of all assignments of
+    models to roles is known only when the application runs."""
     console = terminal(stderr=True)
 
     def say(text: str) -> None:
@@ -185,6 +197,18 @@ async def _evaluate(
             concurrency=options.concurrency,
             timeout=options.timeout,
         )
+        assignments: dict[str, Assignment] = {}
+        if options.pairs:
+            models = list(contest.candidates)
+            say(f"finding the roles with {models[0]} on {plural(min(PROBED, len(tasks)), 'task')} ...")
+            uses = await probe_roles(app, batch, responder, models[0])
+            assignments = all_assignments(models, list(uses))
+            episodes = len(tasks) * options.samples
+            say(estimate(assignments, uses, episodes, options.prices))
+            check_limit(assignments, episodes, options.max_episodes)
+            modes = modes_of(True, options)
+            temperature = contest.lineups[models[0]].temperature
+            contest = contest_of_assignments(assignments, models[0], modes, temperature)
         report = await evaluate_modes(
             app,
             batch,
@@ -195,7 +219,8 @@ async def _evaluate(
             goal=goal,
             on_mode=shown,
         )
-        return msgspec.structs.replace(report, notes=(*report.notes, *use.lines()))
+        report = msgspec.structs.replace(report, notes=(*report.notes, *use.lines()))
+        return (with_assignments(report, assignments) if assignments else report), contest
 
 
 async def evaluate_modes(

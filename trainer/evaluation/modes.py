@@ -53,6 +53,10 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     bases: Sequence[str | Path] = ()
     """Folders or Hugging Face ids of models that are evaluated untrained, in place of a run or an export. Each plays
     every role."""
+    pairs: bool = False
+    """Evaluate all assignments of the `bases` to the roles of the application."""
+    max_episodes: int = 1000
+    """With `pairs`: the most episodes, over all assignments. If they take more, nothing is evaluated."""
     against: str | Path | None = None
     """Another run, export or model, that the run is compared with in place of the modes, on the same tasks."""
     samples: int = 1
@@ -91,7 +95,10 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.modes is not None:
             check_modes(self.modes)
-        check_bounds(self, "samples", "timeout", "concurrency")
+        check_bounds(self, "samples", "timeout", "concurrency", "max_episodes")
+        if self.pairs and len(self.bases) < 2:
+            remedy = "Name two or three: --base A --base B --pairs."
+            raise ConfigError("pairs", True, "needs two base models or more", remedy)
         check_temperature(self.temperature)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationRepo
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
+from cotune.trainer.evaluation.assignments import kind_of
 from cotune.trainer.evaluation.modes import Contest
 from cotune.trainer.evaluation.run import share_floor
 from cotune.trainer.evaluation.statistics import paired_difference, shown
@@ -108,7 +110,10 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
 
 def render(report: EvaluationReport) -> Group:
     """Tables for a terminal: results, differences, roles and use; then failures, notes and verdicts."""
-    tables = [_results(report), _differences(report), _pass_at(report), _roles(report), _use(report)]
+    if report.assignments:
+        tables = [_assignments(report), _effects(report), _pass_at(report), _use(report)]
+    else:
+        tables = [_results(report), _differences(report), _pass_at(report), _roles(report), _use(report)]
     parts: list[Any] = [part for table in tables if table.row_count for part in (table, "")]
     for label, mode in report.evaluations.items():
         counts = Counter({**mode.failed, **{f"scorer: {why}": n for why, n in mode.scorer_errors.items()}})
@@ -118,7 +123,9 @@ def render(report: EvaluationReport) -> Group:
             lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
         parts.extend(Text(line, style="red") for line in lines)
     parts.extend(Text(note) for note in report.notes)
-    parts.extend(Text(c.verdict, style="bold") for c in report.comparisons)
+    # Of many assignments the effects say more than a verdict for each; all verdicts are in evaluation.json.
+    comparisons = [c for c in report.comparisons if c.against == "today"] if report.assignments else report.comparisons
+    parts.extend(Text(c.verdict, style="bold") for c in comparisons)
     parts.extend(Text(line, style="bold") for line in bill(report))
     return Group(*parts)
 
@@ -139,6 +146,49 @@ def _results(report: EvaluationReport) -> Table:
     table = grid("", *columns, "episodes>", "failed>", "seconds>", title=title)
     for (label, e), figures in zip(rows.items(), cells, strict=True):
         table.add_row(label, *figures, str(e.episodes), str(e.failures), f"{e.seconds:.1f}")
+    return table
+
+
+def _assignments(report: EvaluationReport) -> Table:
+    """A row for each assignment of models to roles, the best first, with its difference from the first one."""
+    rows = report.evaluations
+    roles = list(next(iter(report.assignments.values())))
+    has_success = any(mode.success for mode in rows.values())
+    measure, form = ("success", ".1%") if has_success else ("reward", ".3f")
+    differences = {c.label: getattr(c, measure) for c in report.comparisons if c.label in report.assignments}
+    first = next(iter(report.assignments))
+    title = f"All assignments{_sampled_at(rows.values())}, the best first, 95% intervals over tasks"
+    table = grid(*roles, "", f"{measure}>", "n>", f"less {first}>", "failed>", title=title)
+
+    def score(label: str) -> float:
+        figure = getattr(rows[label], measure)
+        return figure.mean if figure else -math.inf
+
+    for label in sorted(rows, key=score, reverse=True):
+        figure = getattr(rows[label], measure)
+        difference = differences.get(label)
+        assignment = report.assignments.get(label)
+        players = list(assignment.values()) if assignment else [label, *[""] * (len(roles) - 1)]
+        table.add_row(
+            *players,
+            kind_of(assignment) if assignment else "",
+            shown(figure, form),
+            str(figure.n) if figure else "",
+            shown(difference, f"+{form}") if difference else "",
+            str(rows[label].failures),
+        )
+    return table
+
+
+def _effects(report: EvaluationReport) -> Table:
+    """What each model is worth in each role, whatever plays the other roles."""
+    title = "One role's model exchanged, mean over the models of the other roles"
+    table = grid("role", "model", "instead of", "difference>", "n>", title=title)
+    for effect in report.effects:
+        form = "+.1%" if effect.of_success else "+.3f"
+        table.add_row(
+            effect.role, effect.model, effect.against, shown(effect.difference, form), str(effect.difference.n)
+        )
     return table
 
 
