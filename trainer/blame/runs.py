@@ -94,6 +94,8 @@ class Runs:
         self.calls = 0
         self.cost = 0.0
         self.first_error = ""
+        self._running = 0
+        """Runs under way, whose calls are not counted yet."""
         self._gate = asyncio.Semaphore(self.options.concurrency)
 
     async def load(self) -> None:
@@ -114,17 +116,26 @@ class Runs:
         if not due:
             return
         self._require_room(len(due))
+        finished: list[FinishedRun | None] = []
+        if not self.runs:
+            # How many calls a run takes is not known before the first one has ended.
+            arm, task = due.pop(0)
+            finished.append(await self._run(arm, task, number))
+            self._require_room(len(due))
         try:
             async with asyncio.TaskGroup() as group:
                 batch = [group.create_task(self._run(arm, task, number)) for arm, task in due]
         except BaseExceptionGroup as errors:  # such as a framework that is too old, in all runs alike
             known, _ = errors.split(CotuneError)
             raise (known or errors).exceptions[0] from errors
-        finished = [run.result() for run in batch]
+        finished += [run.result() for run in batch]
+        ended = [run for run in finished if run is not None]
+        if len(ended) < len(finished):
+            raise self._budget_reached(len(finished) - len(ended))
         # A run without a known outcome still shows that the models can be reached.
-        if all(run.left_out in ("infrastructure", "cancelled") for run in finished):
+        if all(run.left_out in ("infrastructure", "cancelled") for run in ended):
             raise RunError(
-                f"None of {len(finished)} runs came to an end: {self.first_error or 'no reason recorded'}",
+                f"None of {len(ended)} runs came to an end: {self.first_error or 'no reason recorded'}",
                 "Put that right, then run the same command again: it continues.",
             )
 
@@ -132,16 +143,23 @@ class Runs:
         run = self.runs.get(place)
         return place not in self._tried and (run is None or run.left_out in ("infrastructure", "cancelled"))
 
-    async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun:
+    async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
+        """Run a task in an arm; None if that could pass a limit, as earlier runs took more calls than expected."""
         flow = replace(self.workflow, prompts=self.references.prompts(arm))
         options = EpisodeOptions(phase=arm.phase, rollout=number, timeout=self.options.timeout)
         async with self._gate:
+            if self._running + 1 > self.affordable_runs():
+                return None
             self._tried.add((arm, task.id, number))
             responder = self.references.responder(arm)
-            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
-        await asyncio.to_thread(self.store.flush)
-        await self._judge(outcome.episode)
-        run = self._keep(arm, outcome.episode)
+            self._running += 1
+            try:
+                outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+                await asyncio.to_thread(self.store.flush)
+                await self._judge(outcome.episode)
+                run = self._keep(arm, outcome.episode)
+            finally:
+                self._running -= 1
         if run.left_out == "infrastructure" and not self.first_error:
             # The error of the call says more than what the application made of it.
             calls = self.store.calls(outcome.episode.id, lean=True)
@@ -237,20 +255,23 @@ class Runs:
         options = self.options
         room = float("inf")
         if options.max_calls is not None:
-            room = (options.max_calls - self.calls) / self.calls_per_run
+            # A little more, as the mean of calls is a rounded number.
+            room = (options.max_calls - self.calls) / self.calls_per_run + 1e-9
         if options.max_cost is not None and self.cost_per_run:
             room = min(room, (options.max_cost - self.cost) / self.cost_per_run)
         return max(room, 0.0)
 
     def _require_room(self, runs: int) -> None:
-        if runs <= self.affordable_runs():
-            return
+        if runs > self.affordable_runs():
+            raise self._budget_reached(runs)
+
+    def _budget_reached(self, runs: int) -> BudgetReachedError:
         limits = []
         if self.options.max_calls is not None:
             limits.append(f"max_calls = {self.options.max_calls}")
         if self.options.max_cost is not None:
             limits.append(f"max_cost = {self.options.max_cost:g}")
-        raise BudgetReachedError(
+        return BudgetReachedError(
             f"The next {runs} runs of about {self.calls_per_run:.1f} calls do not fit into {' and '.join(limits)}; "
             f"{self.calls} calls are made.",
             "Run the same command with a larger limit: it continues.",

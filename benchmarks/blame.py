@@ -1,0 +1,198 @@
+"""Does `cotune blame` name the role that is at fault? On workflows whose success is known exactly.
+
+    python -m benchmarks.blame                     # all parts, three minutes on one core
+    python -m benchmarks.blame --repetitions 4     # a reduced form
+    python -m benchmarks.blame --parts coverage --repetitions 1000
+
+The workflows are in `benchmarks.blame_workflows`: three to six roles, chains, a loop, a vote, roles that stand in for
+each other, roles without influence. Roles err at natural rates of 2 to 15%, on tasks of different difficulty, and the
+reference at 2% or less. The parts:
+
+- `planted`: one role errs at rate 0.3, 0.6 or 1.0. Counted where the fault costs at least 10 points, and at least twice
+  as much as any other role: a workflow may hide a fault.
+- `healthy`: no role costs 10 points or more.
+- `two`: two roles err, and each of them costs 10 points although the other one is mended.
+- `obeys`: the reference makes the same errors.
+- `coverage`: how often the 95% interval of a role's cost holds the exact value.
+
+Every analysis runs the rounds of the command and reads its verdict. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.blame_workflows import WORKFLOWS, Application, analyse, application
+from cotune.trainer.blame.arms import ALL, Arm
+from cotune.trainer.blame.estimates import LEAST_EFFECT, role_effects
+
+RUNS = 30
+Line = dict[str, Any]
+console = Console(stderr=True)
+
+
+def planted(repetitions: int) -> list[Line]:
+    """How often the guilty role is named, and how often another one."""
+    lines = []
+    for rate, tasks in itertools.product((0.3, 0.6, 1.0), (5, 10, 20, 40)):
+        rng = random.Random(f"planted {rate} {tasks}")
+        counts: Counter[str] = Counter()
+        for name, (roles, _) in WORKFLOWS.items():
+            for guilty, _ in itertools.product(roles, range(repetitions)):
+                app = application(name, rng, faults={guilty: rate})
+                others = max(app.score(role) for role in roles if role != guilty)
+                if app.score(guilty) < max(LEAST_EFFECT, 2 * others):
+                    counts["hidden"] += 1
+                    continue
+                analysed = analyse(app, rng, tasks=tasks, runs=RUNS)
+                effects = [one for one in role_effects(analysed.outcomes, roles, 1.0) if one.role in analysed.live]
+                verdict = analysed.verdict
+                counts["analysed"] += 1
+                counts["first"] += effects[0].role == guilty
+                counts["named"] += verdict.kind == "named" and verdict.roles[0] == guilty
+                counts["wrong"] += verdict.kind in ("named", "either") and guilty not in verdict.roles
+        lines.append(_line("planted", counts, "first", "named", "wrong", rate=rate, tasks=tasks))
+    return lines
+
+
+def healthy(repetitions: int) -> list[Line]:
+    """How often nobody is named in an application in which no role costs the least effect that matters."""
+
+    def costs_little(app: Application) -> bool:
+        return all(app.score(role) < LEAST_EFFECT for role in app.roles)
+
+    return _verdicts("healthy", 10 * repetitions, lambda name, rng: application(name, rng), costs_little)
+
+
+def obeys(repetitions: int) -> list[Line]:
+    """The verdicts on a reference that makes the same errors."""
+
+    def faulty(name: str, rng: random.Random) -> Application:
+        return application(name, rng, faults={rng.choice(WORKFLOWS[name][0]): 0.6}, obeys=True)
+
+    def fails(app: Application) -> bool:
+        return sum(app.chance(task, ALL) for task in range(len(app.own))) < 0.7 * len(app.own)
+
+    return _verdicts("obeys", 10 * repetitions, faulty, fails)
+
+
+def _verdicts(
+    part: str,
+    repetitions: int,
+    make: Callable[[str, random.Random], Application],
+    counts_for: Callable[[Application], bool],
+) -> list[Line]:
+    """How often each verdict is reached, of the applications that count."""
+    lines = []
+    for tasks in (10, 20, 40):
+        rng = random.Random(f"{part} {tasks}")
+        counts: Counter[str] = Counter()
+        for name, _ in itertools.product(WORKFLOWS, range(repetitions)):
+            app = make(name, rng)
+            if counts_for(app):
+                counts["analysed"] += 1
+                counts[analyse(app, rng, tasks=tasks, runs=RUNS).verdict.kind] += 1
+        lines.append(_line(part, counts, "named", "either", "nobody", "reference", "undecided", tasks=tasks))
+    return lines
+
+
+def two(repetitions: int) -> list[Line]:
+    """How often two faulty roles are both in the verdict, and how often at least one is."""
+    lines = []
+    for rate, tasks in itertools.product((0.6, 1.0), (10, 20)):
+        rng = random.Random(f"two {rate} {tasks}")
+        counts: Counter[str] = Counter()
+        for name, (roles, _) in WORKFLOWS.items():
+            for pair, _ in itertools.product(itertools.combinations(roles, 2), range(repetitions)):
+                app = application(name, rng, faults=dict.fromkeys(pair, rate))
+                if not all(_costs_alone(app, pair, role) for role in pair):
+                    counts["hidden"] += 1
+                    continue
+                verdict = analyse(app, rng, tasks=tasks, runs=RUNS).verdict
+                counts["analysed"] += 1
+                counts["both"] += set(pair) <= set(verdict.roles)
+                counts["one"] += bool(set(pair) & set(verdict.roles))
+        lines.append(_line("two", counts, "both", "one", rate=rate, tasks=tasks))
+    return lines
+
+
+def _costs_alone(app: Application, pair: Sequence[str], role: str) -> bool:
+    """Whether a role costs 10 points although the other one of the pair is mended."""
+    (other,) = (one for one in pair if one != role)
+    total = 0.0
+    for task, (own, reference) in enumerate(zip(app.own, app.reference, strict=True)):
+        mended = {**own, other: reference[other]}
+        total += app.success({**mended, role: reference[role]}) - app.chance(task, Arm("only", other))
+    return total / len(app.own) >= LEAST_EFFECT
+
+
+def coverage(repetitions: int) -> list[Line]:
+    """How often the interval of a role holds its exact cost, over workflows with and without a fault."""
+    lines = []
+    for tasks in (5, 20, 40):
+        rng = random.Random(f"coverage {tasks}")
+        cells: list[float] = []
+        for name, rate in itertools.product(WORKFLOWS, (None, 0.6)):
+            guilty = rng.choice(WORKFLOWS[name][0])
+            # The tasks of an analysis are drawn from many, whose mean is the exact value.
+            app = application(name, rng, faults={guilty: rate} if rate else None, tasks=1000)
+            exact = {role: app.score(role) for role in app.roles}
+            covered: Counter[str] = Counter()
+            for _ in range(repetitions):
+                outcomes = analyse(app, rng, tasks=tasks, runs=12, halve=False).outcomes
+                for effect in role_effects(outcomes, app.roles, 1.0):
+                    covered[effect.role] += effect.score.low <= exact[effect.role] <= effect.score.high
+            cells += [covered[role] / repetitions for role in app.roles]
+        lines.append(
+            {
+                "part": "coverage",
+                "tasks": tasks,
+                "cells": len(cells),
+                "repetitions": repetitions,
+                "mean": round(sum(cells) / len(cells), 4),
+                "lowest": round(min(cells), 4),
+            }
+        )
+        console.print(lines[-1])
+    return lines
+
+
+def _line(part: str, counts: Counter[str], *shares: str, **settings: Any) -> Line:
+    """The shares of the analysed applications."""
+    line: Line = {"part": part, **settings, "analysed": counts["analysed"]}
+    if counts["hidden"]:
+        line["hidden"] = counts["hidden"]
+    for name in shares:
+        line[name] = round(counts[name] / max(counts["analysed"], 1), 4)
+    console.print(line)
+    return line
+
+
+PARTS: dict[str, Callable[[int], list[Line]]] = {
+    "planted": planted,
+    "healthy": healthy,
+    "two": two,
+    "obeys": obeys,
+    "coverage": coverage,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of them (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=10, help="analyses per cell (default: %(default)s)")
+    a = parser.parse_args()
+    lines = [line for part in a.parts.split(",") for line in PARTS[part](a.repetitions)]
+    print(json.dumps(lines))
+
+
+if __name__ == "__main__":
+    main()

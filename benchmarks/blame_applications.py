@@ -1,0 +1,123 @@
+"""Does `cotune blame` find a fault that is planted in one role of an application?
+
+    python -m benchmarks.blame_applications                                  # all of them, about a quarter of an hour
+    python -m benchmarks.blame_applications --applications crewai_flow --rates 0.6
+
+The applications are those of `examples.gallery`: LangGraph, AutoGen, the OpenAI Agents SDK and CrewAI, with loops,
+hand-offs and tools. An expert answers for each of their roles, and errs in 5% of the calls. One role errs more often:
+drawn in each call, or (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind
+an address of its own. Every analysis is the command's own. Beside it stands the guess that the last role that spoke in
+a failed run is at fault. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import cotune
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, Usage
+from cotune.storage.open_store import open_store
+from examples.tool_agent.provider import serving
+
+APPLICATIONS: Mapping[str, Sequence[str]] = {
+    "langgraph_supervisor": ("supervisor", "prices", "maths"),
+    "autogen_team": ("prices", "maths"),
+    "agents_handoffs": ("triage", "billing", "shipping", "returns"),
+    "crewai_flow": ("triage", "writer"),
+}
+NATURAL = 0.05
+console = Console(stderr=True)
+
+
+@dataclass
+class Expert:
+    """Answers the roles of an application of the gallery; `guilty` errs at a rate of its own."""
+
+    example: Any
+    guilty: str
+    rate: float
+    fixed: bool
+    chance: random.Random
+
+    async def respond(self, call: LiveCall) -> Answer:
+        """The expert's answer, or one that is usually wrong."""
+        message = self.example.wrong(self.chance, call.messages) if self._errs(call) else None
+        message = message or self.example.expert(call.messages)
+        said = Candidate(index=0, text=str(message.get("content") or ""), message=dict(message))
+        return Answer(candidates=(said,), usage=Usage(prompt_tokens=20, completion_tokens=5))
+
+    def _errs(self, call: LiveCall) -> bool:
+        if call.role != self.guilty:
+            return self.chance.random() < NATURAL
+        if self.fixed:
+            return random.Random(f"{call.task.id} {self.guilty}").random() < self.rate
+        return self.chance.random() < self.rate
+
+
+def analyse(name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int) -> dict[str, Any]:
+    """Plant a fault, run the analysis, and compare its verdict with the fault."""
+    example = importlib.import_module(f"examples.gallery.{name}")
+    expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed}"))
+    questions = [{**task, "id": f"t{place}"} for place, task in enumerate(example.tasks(tasks, 7))]
+    with tempfile.TemporaryDirectory() as folder, serving(answers=example.expert) as url:
+        os.environ["OPENAI_BASE_URL"] = url
+        found = cotune.blame(
+            example.solve, questions, references=("openai:expert",), out=folder, responder=expert, runs=runs
+        )
+        spoke = last_that_spoke(Path(folder))
+    line = {
+        "application": name, "guilty": guilty, "rate": rate, "fixed": fixed, "verdict": found.verdict,
+        "named": list(found.at_fault), "first": found.roles[0].role if found.roles else "",
+        "cost": next((round(one.score.mean, 3) for one in found.roles if one.role == guilty), None),
+        "others": max((round(one.score.mean, 3) for one in found.roles if one.role != guilty), default=None),
+        "last_that_spoke": spoke, "runs": found.runs, "calls": found.calls, "left_out": dict(found.left_out),
+    }  # fmt: skip
+    console.print(line)
+    return line
+
+
+def last_that_spoke(folder: Path) -> str:
+    """The role that most often made the last call of a failed run of the unchanged application."""
+    last: Counter[str] = Counter()
+    with open_store(folder, read_only=True) as store:
+        for episode in store.episodes():
+            if episode.phase == "blame own" and not episode.solved:
+                calls = store.calls(episode.id, lean=True)
+                last.update([call.role for call in calls[-1:]])
+    return next((role for role, _ in last.most_common(1)), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--applications", default=",".join(APPLICATIONS), help="some of them (default: %(default)s)")
+    parser.add_argument("--rates", default="0.6,1.0", help="error rates of the faulty role (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=30)
+    a = parser.parse_args()
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    lines = []
+    for name in a.applications.split(","):
+        rates = [float(rate) for rate in a.rates.split(",")]
+        for guilty, rate, fixed in itertools.product(APPLICATIONS[name], rates, (False, True)):
+            if rate < 1 or not fixed:  # An error rate of 1 is the same for every task.
+                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs))
+    print(json.dumps(lines))
+
+
+if __name__ == "__main__":
+    main()
