@@ -19,7 +19,7 @@ from cotune.recording.carrying import carry_context
 from cotune.recording.chance import Chance, start_freezing
 from cotune.recording.context import recording
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
-from cotune.records.blame import Blame, blame
+from cotune.records.failure_cause import FailureCause, failure_cause
 from cotune.records.structs import Episode, Task
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
@@ -252,7 +252,7 @@ def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, err
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
-    blamed: Blame = "infrastructure" if live.outage else blame(error, live.outages)
+    blamed: FailureCause = "infrastructure" if live.outage else failure_cause(error, live.outages)
     if isinstance(live.fatal, TooManyCalls):  # whatever the application made of the refused call
         error, blamed = live.fatal, "policy"
     if live.redaction is not None:

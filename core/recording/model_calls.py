@@ -23,7 +23,7 @@ from cotune.errors import CotuneError, RecordError, SamplerError, WorkflowError,
 from cotune.recording.context import current_episode, identify, opened_call
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
-from cotune.records.blame import refused
+from cotune.records.failure_cause import refused
 from cotune.records.structs import CallStatus
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import setting

@@ -34,7 +34,7 @@ from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, named, warn_of_shared
 from cotune.recording.tape import Tape, tool_at_work
 from cotune.records.answers import Answer, well_formed
-from cotune.records.blame import Blame
+from cotune.records.failure_cause import FailureCause
 from cotune.records.ids import new_id
 from cotune.records.structs import (
     CallRecord,
@@ -340,7 +340,7 @@ class LiveEpisode:
         metrics: Mapping[str, float] | None = None,
         feedback: str = "",
         error: str | None = None,
-        blame: Blame | None = None,
+        blame: FailureCause | None = None,
     ) -> Episode:
         """Record the end of the episode with its team rewards and the text beside them.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.records.blame import Blame
+from cotune.records.failure_cause import FailureCause
 from cotune.records.ids import unpack_ids
 
 CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
@@ -222,7 +222,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     rollout: int = 0
     status: EpisodeStatus = "ok"
     error: str | None = None
-    blame: Blame | None = None
+    blame: FailureCause | None = None
     started: float = 0.0
     latency: float = 0.0
     calls: int = 0

@@ -16,7 +16,7 @@ from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, TooManyCalls, WorkflowError
 from cotune.near_names import did_you_mean, near_names
-from cotune.records.blame import chain
+from cotune.records.failure_cause import chain
 from cotune.records.ids import candidate_id
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cotune.errors import CotuneError
-from cotune.records.blame import Blame
+from cotune.records.failure_cause import FailureCause
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
 RETRIES = 1
@@ -19,7 +19,7 @@ RETRIES = 1
 class EpisodeLost(CotuneError):
     """An episode took its worker with it, more often than it may be run again, or could not be run at all."""
 
-    def __init__(self, cause: str, remedy: str = "", *, blame: Blame = "infrastructure") -> None:
+    def __init__(self, cause: str, remedy: str = "", *, blame: FailureCause = "infrastructure") -> None:
         self.blame = blame
         super().__init__(cause, remedy)
 

@@ -16,7 +16,7 @@ from cotune.episodes.rollout import EpisodeBatch, run_batch
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
 from cotune.recording.recorder import Sink
-from cotune.records.blame import Blame
+from cotune.records.failure_cause import FailureCause
 from cotune.records.ids import new_id
 from cotune.records.structs import Episode, Record, Task
 from cotune.records.wire import unpack
@@ -147,7 +147,7 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: Blame) -> Episode:
+    def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: FailureCause) -> Episode:
         """The record of an episode that no worker brought to its end."""
         live = live_episode(self._workflow, request.task, sink, request.options)
         return live.end("error", error=cause, blame=blame)

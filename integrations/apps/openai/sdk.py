@@ -43,7 +43,7 @@ from cotune.recording.model_calls import (
 )
 from cotune.recording.recorder import INTERRUPTED, LiveCall, LiveEpisode
 from cotune.records.answers import Answer
-from cotune.records.blame import refusal
+from cotune.records.failure_cause import refusal
 from cotune.records.structs import CallStatus
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")

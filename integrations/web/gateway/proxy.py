@@ -33,7 +33,7 @@ from cotune.integrations.web.http.requests import (
 )
 from cotune.recording.model_calls import answer, failed
 from cotune.recording.recorder import LiveEpisode
-from cotune.records.blame import refusal
+from cotune.records.failure_cause import refusal
 from cotune.runtime.bounded_cache import INLINE
 
 KEYS = (b"authorization", b"x-api-key")

@@ -11,13 +11,13 @@ from typing import Literal
 
 from cotune.errors import CotuneError, ReplayDiverged, RequestRefused, WorkflowError
 
-Blame = Literal["policy", "infrastructure", "divergence"]
+FailureCause = Literal["policy", "infrastructure", "divergence"]
 
 _NOT_ASKED = frozenset({401, 402, 403, 404, 408, 425, 429})
 """HTTP statuses of a provider below 500 that say nothing about what was asked: keys, quotas, limits, time-outs."""
 
 
-def blame(error: BaseException, outages: Iterable[BaseException] = ()) -> Blame:
+def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -> FailureCause:
     """Infrastructure where `error`, or anything that it was raised from, is one of `outages` (what calls to models
     raised and their requests did not cause), of cotune's own engines, store or set-up, or an `Outage`; else the policy:
     bad output, a tool that failed, a prompt that is too long, too many calls, a time-out."""

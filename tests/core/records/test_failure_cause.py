@@ -8,7 +8,7 @@ import pytest
 
 import cotune
 from cotune.errors import EngineLost, RecordError, ReplayDiverged, RequestRefused, SampleTimeout, WorkflowError
-from cotune.records.blame import blame, refused
+from cotune.records.failure_cause import failure_cause, refused
 
 REQUEST = httpx.Request("POST", "http://tool.test")
 
@@ -44,13 +44,13 @@ def wrappings(error: Exception) -> list[BaseException]:
 @pytest.mark.parametrize("error", [ValueError("no JSON"), RecursionError(), TimeoutError(), *REFUSED, *OUTAGES])
 def test_what_the_applications_code_raises_is_the_policys(error: Exception) -> None:
     """A tool that cannot be reached or finds nothing may have been called with an invented address."""
-    assert [blame(found) for found in wrappings(error)] == ["policy"] * 3
+    assert [failure_cause(found) for found in wrappings(error)] == ["policy"] * 3
 
 
 @pytest.mark.parametrize("error", OUTAGES)
 def test_the_same_from_a_call_to_a_model_is_the_infrastructures(error: Exception) -> None:
     assert not refused(error)
-    assert [blame(found, [error]) for found in wrappings(error)] == ["infrastructure"] * 3
+    assert [failure_cause(found, [error]) for found in wrappings(error)] == ["infrastructure"] * 3
 
 
 @pytest.mark.parametrize("error", [*REFUSED, ReplayDiverged("a", 0, "It asks something else.")])
@@ -62,13 +62,13 @@ def test_a_request_that_is_refused_is_no_outage(error: Exception) -> None:
     "error", [EngineLost("gone"), SampleTimeout("300 s"), RecordError("ended"), cotune.Outage("the shop is down")]
 )
 def test_engines_stores_and_declared_outages_are_known_by_themselves(error: Exception) -> None:
-    assert [blame(found) for found in wrappings(error)] == ["infrastructure"] * 3
+    assert [failure_cause(found) for found in wrappings(error)] == ["infrastructure"] * 3
 
 
 def test_a_cause_that_was_replaced_on_purpose_does_not_count_and_a_circle_ends() -> None:
     error = ValueError("no JSON")
     error.__context__ = ConnectionResetError()
     error.__suppress_context__ = True
-    assert blame(error) == "policy"
+    assert failure_cause(error) == "policy"
     error.__cause__ = error
-    assert blame(error) == "policy"
+    assert failure_cause(error) == "policy"
