@@ -1,4 +1,4 @@
-"""What an evaluation goes by: the reward that a run trains on, of single samples, failed episodes included."""
+"""What an evaluation measures: the reward that a run trains on, of single samples, failed episodes included."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TELLING = 6
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that counts, by default the plain sum of the outcome, and for which roles (None: all).
 
-    `on_failure` is what a failed episode counts, as in training; with `by_seat` it counts for the role alone whose call
-    ended last. `others` are the goals of the roles whose policies are trained on something else. `taught` are roles
-    whose policies learn from a teacher instead of rewards: each counts what the episode is worth to the other roles.
-    `bounds` are those that the scorers of roles declare.
+    `on_failure` is the reward of a failed episode, as in training; with `by_seat` only the role whose call ended last
+    gets it. `others` are the goals of roles whose policies are trained on other rewards. `taught` are roles whose
+    policies learn from a teacher instead of rewards: each has the reward that the episode has for the other roles.
+    `bounds` are the bounds that scorers declare, by role.
     """
 
     method: Method = Outcome()
@@ -52,8 +52,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         """The goal of one role alone; of a taught role, the goal of all."""
         if role in self.taught:
             return self
-        part = next((one for one in self.others if role in (one.roles or ())), self)
-        return msgspec.structs.replace(part, roles=[role], others=(), taught=(), bounds=self.bounds)
+        goal = next((other for other in self.others if role in (other.roles or ())), self)
+        return msgspec.structs.replace(goal, roles=[role], others=(), taught=(), bounds=self.bounds)
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,19 +63,18 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Mapping[str, float]
     samples: Sequence[Sample] = ()
     timed_out: Collection[str] = ()
-    """Roles of which a call timed out."""
+    """Roles with a call that timed out."""
     last: str = NO_ROLE
     """The role whose call ended last, answered or not."""
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
-    """What some episodes are worth, aligned with them.
+    """The rewards of some episodes. The lists have one entry for each episode, in their order.
 
-    `reward` is the mean over an episode's trained roles of what each has in `by_role`; None where it has none.
-    `failed` marks the failed episodes without an outcome of their own, which count the lowest reward of those that
-    ended well, or 0: `floor`. `opposed` names the
-    trained roles whose rewards add up to the same in every episode: one's gain is another's loss, and their mean says
-    nothing.
+    `by_role` has the reward of each trained role, and `reward` is their mean; None for an episode without rewards.
+    `failed` marks the failed episodes without an outcome of their own. They have `floor`, the lowest reward of the
+    episodes that ended well, but at most 0. `opposed` names trained roles whose rewards add up to the same number in
+    every episode: one role's gain is another's loss, so their mean says nothing.
     """
 
     reward: list[float | None]
@@ -86,7 +85,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def goal_of(recipe: Method | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
-    """What a run with this recipe goes by.
+    """The goal of a run with this recipe.
 
     It is the plain sum of the outcome without a recipe, and the outcome by the recipe's weights if the recipe learns
     from a teacher.
@@ -109,12 +108,12 @@ def _weighted_outcome(recipe: Method) -> Method:
 def goal_of_policies(
     recipes: Recipes, on_failure: str, players: Mapping[str, str], bounds: Mapping[str, tuple[float, float]] = {}
 ) -> Goal:
-    """What a run goes by whose policies may have recipes of their own; `players` are the trained roles with the
-    policies that play them, and `bounds` those that the scorers of roles declare.
+    """The goal of a run whose policies may have recipes of their own. `players` are the trained roles with the policies
+    that play them, and `bounds` the bounds that scorers declare, by role.
 
     Each role is judged by the rewards that its policy is trained on. A role whose policy learns from a teacher has no
-    such rewards: it is judged by those of the other roles. If all policies learn from teachers, the outcome counts, by
-    the run's weights.
+    such rewards: it is judged by the rewards of the other roles. If all policies learn from teachers, the outcome
+    counts, by the run's weights.
     """
     taught = tuple(role for role, policy in players.items() if not recipes.of(policy).takes_rewards)
     parts = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
@@ -127,7 +126,7 @@ def goal_of_policies(
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
-    """The chosen answer of a call as a sample, whoever gave it. `worth` adds what its episode tells."""
+    """The chosen answer of a call as a sample, whoever gave it. `worth` adds the task and the outcome."""
     assert call.chosen is not None
     candidate = call.candidates[call.chosen]
     return Sample(
@@ -148,34 +147,47 @@ def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
 
 
 def worth(played: Sequence[Played], goal: Goal) -> Worth:
-    """What each episode is worth.
+    """The rewards of episodes.
 
     Episodes that the infrastructure failed, that were cancelled, or that failed under `on_failure = "exclude"` have no
-    reward. A role's reward in an episode is the mean over its calls, or the return from its first call where the recipe
-    sums rewards up to the end.
+    reward. A role's reward in an episode is the mean over its calls, or the return of its first call if the recipe sums
+    rewards up to the end.
     """
     if goal.taught:
         return _with_taught(worth(played, msgspec.structs.replace(goal, taught=())), goal.taught)
     if goal.others:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
         return _together(played, goals, [worth(played, one) for one in goals])
-    samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
+    samples: list[Sample] = []
+    for one in played:
+        if _has_reward(one.episode, goal):
+            samples += _samples(one, goal)
     step = goal.method.step(samples)
-    found = _by_role(step, goal)
-    sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
+    rewards = _rewards_by_role(step, goal)
+
+    # No failed episode counts more than the worst one that ended well.
+    sound = [rewards[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in rewards]
     floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
-    lacking = step.outcome_missing(later_turns=goal.method.to_go).tolist()
-    told = {
-        s.rollout for s, lacks in zip(samples, lacking, strict=True) if not lacks and s.role in found.get(s.rollout, ())
-    }
-    failed = {s.rollout for s in samples if s.failure == "lowest" and s.rollout in found} - told
+
+    # An episode has failed for good if no role that counts knows its outcome.
+    failed: set[str] = set()
+    with_outcome: set[str] = set()
+    outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
+    for sample, missing in zip(samples, outcome_missing, strict=True):
+        by_role = rewards.get(sample.rollout, {})
+        if by_role and sample.failure == "lowest":
+            failed.add(sample.rollout)
+        if not missing and sample.role in by_role:
+            with_outcome.add(sample.rollout)
+    failed -= with_outcome
     for id in failed:
-        if NO_ROLE in found[id]:
-            found[id] = {NO_ROLE: floor}
+        if NO_ROLE in rewards[id]:
+            rewards[id] = {NO_ROLE: floor}
+
     ids = [one.episode.id for one in played]
     return Worth(
-        reward=[fmean(found[id].values()) if id in found else None for id in ids],
-        by_role=[found.get(id, {}) for id in ids],
+        reward=[fmean(rewards[id].values()) if id in rewards else None for id in ids],
+        by_role=[rewards.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
         opposed=_opposed(sound, dict.fromkeys(_names(sound), goal.method), _components(played)),
@@ -192,61 +204,78 @@ def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
 
 
 def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
-    """What the episodes are worth, where roles go by different goals, each by its part."""
+    """The worth of episodes in which roles go by different goals; each part is the worth by one of them."""
     by_role: list[dict[str, float]] = []
-    for found in zip(*(part.by_role for part in parts), strict=True):
-        own = {role: value for one in found for role, value in one.items()}
-        by_role.append({role: value for role, value in own.items() if role != NO_ROLE} or own)
-    sound = [own for one, own in zip(played, by_role, strict=True) if one.episode.status == "ok" and own]
+    failed: list[bool] = []
+    sound: list[dict[str, float]] = []
+    for i, one in enumerate(played):
+        rewards: dict[str, float] = {}
+        for part in parts:
+            rewards |= part.by_role[i]
+        # NO_ROLE stands for an episode without a call, so it says nothing if a role has a reward.
+        rewards = {role: reward for role, reward in rewards.items() if role != NO_ROLE} or rewards
+        by_role.append(rewards)
+        failed.append(any(part.failed[i] for part in parts))
+        if one.episode.status == "ok" and rewards:
+            sound.append(rewards)
+
     opposed = tuple(role for part in parts for role in part.opposed)
     if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
         methods = {role: goal.method for goal in goals for role in goal.roles or ()}
         opposed = _opposed(sound, methods, _components(played))
     return Worth(
-        reward=[fmean(own.values()) if own else None for own in by_role],
+        reward=[fmean(rewards.values()) if rewards else None for rewards in by_role],
         by_role=by_role,
-        failed=[any(marks) for marks in zip(*(part.failed for part in parts), strict=True)],
-        floor=min([0.0, *(fmean(own.values()) for own in sound)]),
+        failed=failed,
+        floor=min([0.0, *(fmean(rewards.values()) for rewards in sound)]),
         opposed=opposed,
     )
 
 
-def _by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
-    """The reward of each role that counts, by episode."""
-    values: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for sample, value in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
-        if math.isfinite(value) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
-            values[sample.rollout][sample.role].append((sample.turn, value))
-    whole = goal.method.to_go
-    return {
-        id: {role: min(of)[1] if whole else fmean(value for _, value in of) for role, of in by_role.items()}
-        for id, by_role in values.items()
-    }
+def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
+    """By episode, the reward of each role that counts."""
+    turns: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for sample, reward in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
+        if math.isfinite(reward) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
+            turns[sample.rollout][sample.role].append((sample.turn, reward))
+
+    rewards: dict[str, dict[str, float]] = {}
+    for episode, turns_of_role in turns.items():
+        rewards[episode] = {}
+        for role, rewards_of_turns in turns_of_role.items():
+            if goal.method.to_go:  # the return of the first turn covers the later ones
+                _, rewards[episode][role] = min(rewards_of_turns)
+            else:
+                rewards[episode][role] = fmean(reward for _, reward in rewards_of_turns)
+    return rewards
 
 
-def _counts(episode: Episode, goal: Goal) -> bool:
+def _has_reward(episode: Episode, goal: Goal) -> bool:
     return episode.status == "ok" or (episode.is_outcome and goal.on_failure != "exclude")
 
 
-def _samples(one: Played, goal: Goal) -> list[Sample]:
-    """The samples of an episode with what it tells; one for its outcome alone where it has no answered call."""
-    episode, place, found = one.episode, one.episode.id, one.samples
-    blamed = one.last if goal.by_seat and episode.status != "ok" else NO_ROLE
-    if blamed != NO_ROLE:
-        found = [sample for sample in found if sample.role == blamed]
-    alone = Sample(
-        id=f"{place}.0", task="", rollout=place, role=blamed, turn=0, step=0, branch=place, prompt=place,
-        policy=PolicyRef(blamed), tokens=0,
-    )  # fmt: skip
+def _samples(played: Played, goal: Goal) -> list[Sample]:
+    """The samples of an episode with what the episode tells of them. An episode without an answered call has one sample
+    for its outcome alone."""
+    episode, samples = played.episode, played.samples
+    role = NO_ROLE
+    if goal.by_seat and episode.status != "ok" and played.last != NO_ROLE:
+        # In a game, a failure is the failure of the seat that called last.
+        role = played.last
+        samples = [sample for sample in samples if sample.role == role]
+    if not samples:
+        outcome_alone = Sample(
+            id=f"{episode.id}.0", task="", rollout=episode.id, role=role, turn=0, step=0, branch=episode.id,
+            prompt=episode.id, policy=PolicyRef(role), tokens=0,
+        )  # fmt: skip
+        samples = [outcome_alone]
+    timed_out = any(goal.roles is None or role in goal.roles for role in played.timed_out)
+    failure = failure_of(episode, goal.on_failure)
     return [
         msgspec.structs.replace(
-            sample,
-            task=episode.task.id,
-            outcome=one.outcome,
-            failure=failure_of(episode, goal.on_failure),
-            timed_out=any(goal.roles is None or role in goal.roles for role in one.timed_out),
+            sample, task=episode.task.id, outcome=played.outcome, failure=failure, timed_out=timed_out
         )
-        for sample in found or [alone]
+        for sample in samples
     ]
 
 
@@ -261,10 +290,11 @@ def _components(played: Sequence[Played]) -> list[str]:
 def _opposed(
     sound: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
 ) -> tuple[str, ...]:
-    """The roles whose rewards always add up to the same, although the outcome weighs differently for each.
+    """The roles whose rewards always add up to the same, although each weighs the outcome differently.
 
-    `methods` are those of the roles; without one of a role (that of an episode without calls) nobody is opposed.
+    `methods` are the methods of the roles. If a role has none (`NO_ROLE`), nobody is opposed.
     """
+    # Roles that weigh each component of the outcome alike do not play against each other.
     roles = _names(sound)
     weights = set()
     for role in roles:
@@ -274,9 +304,14 @@ def _opposed(
         weights.add(tuple(weight_of(name, role, method.attribution, outcome=True) for name in components))
     if len(weights) < 2:
         return ()
+
+    # Some episode must tell the roles apart, and the sum of all roles must never change. A sum of 0 is enough; another
+    # constant sum may be chance in a few episodes.
     totals = [sum(by_role.values()) for by_role in sound]
-    size = max(abs(value) for by_role in sound for value in by_role.values())
-    unlike = any(max(by_role.values()) - min(by_role.values()) > 1e-9 * size for by_role in sound)
-    nothing = max(map(abs, totals)) <= 1e-9 * size
-    steady = len(sound) >= TELLING and max(totals) - min(totals) <= 1e-9 * size
-    return tuple(roles) if unlike and (nothing or steady) else ()
+    rounding = 1e-9 * max(abs(reward) for by_role in sound for reward in by_role.values())
+    roles_differ = any(max(by_role.values()) - min(by_role.values()) > rounding for by_role in sound)
+    sum_is_zero = max(map(abs, totals)) <= rounding
+    sum_is_constant = len(sound) >= TELLING and max(totals) - min(totals) <= rounding
+    if roles_differ and (sum_is_zero or sum_is_constant):
+        return tuple(roles)
+    return ()

@@ -1,5 +1,5 @@
-"""The recipe of each policy: that of the run, or one of its own. Policies with the same recipe are compared and weighed
-together, others by themselves."""
+"""The recipe of each policy: the run's, or one of its own. Policies with the same recipe are compared and weighed
+together, other policies by themselves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.collect import Collected, RoleRules
+from cotune.algorithms.groups import Group
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import rewards_of
-from cotune.algorithms.prepare import Prepared, StepContext, prepare
+from cotune.algorithms.prepare import Prepared, Reached, RoleStats, StepContext, prepare
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Floats, Sample
 from cotune.algorithms.step import AdvantageState
@@ -20,20 +21,22 @@ from cotune.errors import ConfigError
 
 
 def by_equal(recipes: Iterable[tuple[Method, str]]) -> list[tuple[Method, list[str]]]:
-    """The different ones of named recipes in order of first appearance, each with the names that it has; an empty name
-    is none."""
-    found: list[tuple[Method, list[str]]] = []
+    """The different recipes in order of first appearance, each with the names that come with it. An empty name adds the
+    recipe alone."""
+    different: list[tuple[Method, list[str]]] = []
     for recipe, name in recipes:
-        names = next((names for other, names in found if other == recipe), None)
+        names = next((names for other, names in different if other == recipe), None)
         if names is None:
-            found.append((recipe, names := []))
-        names += filter(None, [name])
-    return found
+            names = []
+            different.append((recipe, names))
+        if name:
+            names.append(name)
+    return different
 
 
 class Recipes(msgspec.Struct, frozen=True, kw_only=True):
-    """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of the [[policy]]
-    tables."""
+    """The recipe of each policy: `own` has the policies with a recipe of their own, and `run` is the recipe of all
+    others. `roles` has the policy of each role that a [[policy]] table names."""
 
     run: Method
     own: Mapping[str, Method] = {}
@@ -44,54 +47,61 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return self.own.get(policy, self.run)
 
     def of_role(self, role: str) -> Method:
-        """The recipe of the policy that plays a role, as the configuration has it."""
+        """The recipe of the policy that plays a role by the configuration."""
         return self.of(self.roles.get(role, ""))
 
     @property
     def every(self) -> list[Method]:
-        """The different recipes, that of the run first."""
+        """The different recipes, the run's first."""
         return [recipe for recipe, _ in self.parts]
 
     @property
     def names(self) -> str:
-        """The recipes by name, with the policies of those that are not the run's."""
-        first, *rest = self.parts
-        return ", ".join([f"recipe {first[0].name}", *(f"{r.name} for {', '.join(of)}" for r, of in rest)])
+        """The recipes by name. Each but the run's is named with its policies."""
+        (of_run, _), *others = self.parts
+        texts = [f"recipe {of_run.name}"]
+        texts += [f"{recipe.name} for {', '.join(policies)}" for recipe, policies in others]
+        return ", ".join(texts)
 
     @property
     def joins_calls(self) -> bool:
-        """Whether any takes rewards of other calls of an episode into those of a candidate."""
+        """Whether any recipe adds rewards of other calls of the episode to the reward of a candidate."""
         return any(recipe.joins_calls for recipe in self.every)
 
     def attributions(self, players: Mapping[str, str]) -> dict[str, Attribution]:
-        """What the candidates of each role are compared by where that is not the run's; `players` are the policies by
-        role."""
+        """The attribution of each role whose policy has a recipe of its own. `players` are the policies by role."""
         return {role: self.own[name].attribution for role, name in players.items() if name in self.own}
 
     def by_recipe(self, roles: Iterable[str]) -> list[tuple[Method, list[str]]]:
-        """The different recipes of `roles`, each with those that have it."""
+        """The different recipes of `roles`, each with its roles."""
         return by_equal((self.of_role(role), role) for role in roles)
 
     def able(self, scorers: Iterable[str]) -> list[str] | None:
-        """The roles that can be trained, None for all: under a tree plan those with a scorer, and those whose policies
-        take no rewards."""
+        """The roles that can be trained; None if all can. Under a tree plan a role needs a scorer, or a policy that
+        takes no rewards."""
         if self.run.plan != "tree" or not any(recipe.takes_rewards for recipe in self.every):
             return None
-        return list(dict.fromkeys([*scorers, *(role for role in self.roles if not self.of_role(role).takes_rewards)]))
+        without_rewards = [role for role in self.roles if not self.of_role(role).takes_rewards]
+        return list(dict.fromkeys([*scorers, *without_rewards]))
 
     @property
     def parts(self) -> list[tuple[Method, list[str]]]:
-        """Each recipe with the policies that name it; that of the run has all others too."""
-        return by_equal([(self.run, ""), *((recipe, name) for name, recipe in self.own.items())])
+        """Each recipe with the policies that name it, the run's first. Policies that name none have the run's."""
+        named = [(recipe, policy) for policy, recipe in self.own.items()]
+        return by_equal([(self.run, ""), *named])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
-        """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""
-        parts = self.parts
-        number = {name: i for i, (_, policies) in enumerate(parts) for name in policies}
-        places: list[list[int]] = [[] for _ in parts]
+        """The samples by recipe: a name of the part ("" for the run's recipe), the recipe, and places in `samples`."""
+        parts: list[tuple[str, Method, list[int]]] = []
+        places_of_policy: dict[str, list[int]] = {}
+        for recipe, policies in self.parts:
+            places: list[int] = []
+            parts.append(("+".join(policies) if parts else "", recipe, places))
+            places_of_policy |= dict.fromkeys(policies, places)
+        of_run = parts[0][2]
         for i, sample in enumerate(samples):
-            places[number.get(sample.policy.name, 0)].append(i)
-        return [("+".join(policies) if i else "", recipe, places[i]) for i, (recipe, policies) in enumerate(parts)]
+            places_of_policy.get(sample.policy.name, of_run).append(i)
+        return parts
 
 
 def collecting_rules(recipes: Recipes, method_of: Callable[[str], Method | None]) -> RoleRules:
@@ -114,7 +124,7 @@ def collecting_rules(recipes: Recipes, method_of: Callable[[str], Method | None]
 
 
 def check_together(recipes: Recipes) -> None:
-    """Raises ConfigError for a recipe that needs the advantages of the other roles, where these have another one."""
+    """Raise ConfigError for a recipe that needs the advantages of all roles while other roles have another recipe."""
     if len(recipes.every) > 1:
         for recipe, policies in recipes.parts:
             if recipe.needs_all_roles:
@@ -124,13 +134,13 @@ def check_together(recipes: Recipes) -> None:
 
 
 def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
-    """[n] reward of each sample by its policy's recipe, with those of other calls that have a part in it."""
-    reward = np.full(len(collected.samples), np.nan)
+    """The reward of each sample by its policy's recipe. [n]"""
+    rewards = np.full(len(collected.samples), np.nan)
     for _, recipe, places in recipes.split(collected.samples):
-        own = [collected.samples[i] for i in places]
-        around = list(_around(collected.samples, own, recipe, collected.others))
-        reward[places] = rewards_of(recipe, recipe.step([*own, *around]))[: len(own)]
-    return reward
+        samples = [collected.samples[i] for i in places]
+        around = _around(collected.samples, samples, recipe, collected.others)
+        rewards[places] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
+    return rewards
 
 
 def prepare_each(
@@ -145,44 +155,65 @@ def prepare_each(
 
     Each policy gets the advantages that it would get if the run trained only the policies with its recipe.
     """
-    found: list[Prepared] = []
+    parts: list[Prepared] = []
     state = state or AdvantageState()
     for part, recipe, places in recipes.split(samples):
-        own = [samples[i] for i in places]
-        if not own and part:
+        of_recipe = [samples[i] for i in places]
+        if not of_recipe and part:
             continue
-        around = _around(samples, own, recipe, others)
-        prepared = prepare(own, recipe, state, context=context, others=around, part=part)
-        found.append(prepared)
+        around = _around(samples, of_recipe, recipe, others)
+        prepared = prepare(of_recipe, recipe, state, context=context, others=around, part=part)
+        parts.append(prepared)
         state = prepared.state
-    if len(found) == 1:
-        return found[0]
-    rewarded = sum(one.rewarded for one in found)
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: Sequence[Prepared]) -> Prepared:
+    """The parts of a step as one."""
+    samples: list[Sample] = []
+    trained: list[Sample] = []
+    groups: list[Group] = []
+    left_out: Counter[str] = Counter()
+    roles: dict[str, RoleStats] = {}
+    reached: dict[str, Reached] = {}
+    warnings: dict[str, None] = {}  # each once, in order
+    rewards = 0.0
+    rewarded = 0
+    for part in parts:
+        samples += part.samples
+        trained += part.trained
+        groups += part.groups
+        left_out += Counter(part.left_out)
+        roles |= part.roles
+        reached |= part.reached
+        warnings |= dict.fromkeys(part.warnings)
+        if part.reward is not None:
+            rewards += part.reward * part.rewarded
+        rewarded += part.rewarded
     return Prepared(
-        samples=tuple(sample for one in found for sample in one.samples),
-        advantages=np.concatenate([one.advantages for one in found]),
-        trained=tuple(sample for one in found for sample in one.trained),
-        groups=tuple(group for one in found for group in one.groups),
-        left_out=dict(sum((Counter(one.left_out) for one in found), Counter())),
-        roles={role: stats for one in found for role, stats in one.roles.items()},
-        reward=sum(one.reward * one.rewarded for one in found if one.reward is not None) / rewarded
-        if rewarded
-        else None,
+        samples=tuple(samples),
+        advantages=np.concatenate([part.advantages for part in parts]),
+        trained=tuple(trained),
+        groups=tuple(groups),
+        left_out=dict(left_out),
+        roles=roles,
+        reward=rewards / rewarded if rewarded else None,
         rewarded=rewarded,
-        reached={name: how for one in found for name, how in one.reached.items()},
-        warnings=tuple(dict.fromkeys(text for one in found for text in one.warnings)),
-        state=state,
+        reached=reached,
+        warnings=tuple(warnings),
+        state=parts[-1].state,
     )
 
 
 def _around(
-    samples: Sequence[Sample], own: Sequence[Sample], recipe: Method, others: Sequence[Sample]
+    samples: Sequence[Sample], of_recipe: Sequence[Sample], recipe: Method, others: Sequence[Sample]
 ) -> Sequence[Sample]:
-    """The chosen answers of other calls of the episodes of `own`, where the recipe takes their rewards in."""
+    """The chosen answers of other calls in the same episodes, if the recipe adds their rewards to its samples'."""
     if not recipe.joins_calls:
         return ()
-    if len(own) == len(samples):
+    if len(of_recipe) == len(samples):
         return others
-    mine, rollouts = {sample.id for sample in own}, {sample.rollout for sample in own}
-    among = [sample for sample in samples if sample.chosen and sample.id not in mine]
-    return [sample for sample in [*others, *among] if sample.rollout in rollouts]
+    ids = {sample.id for sample in of_recipe}
+    episodes = {sample.rollout for sample in of_recipe}
+    of_other_recipes = [sample for sample in samples if sample.chosen and sample.id not in ids]
+    return [sample for sample in [*others, *of_other_recipes] if sample.rollout in episodes]

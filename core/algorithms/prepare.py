@@ -200,7 +200,7 @@ def prepare(
         groups=_of_these(groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
         roles=_role_stats(samples, shown, members, numbers, stats, trained, recipe.attribution, context.task_weights),
-        reward=mean_over_tasks(_means_by_task(samples, shown), context.task_weights),
+        reward=mean_over_tasks(means_by_task(samples, shown), context.task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
         reached=_reached(samples, has_reward, ties, members, stats.flat[numbers]),
         warnings=tuple(warnings),
@@ -397,7 +397,7 @@ def _role_stats(
     result: dict[str, RoleStats] = {}
     for role, places in of_role.items():
         groups = sorted(groups_of_role.get(role, ()))
-        means = _means_by_task([samples[i] for i in places], reward[places])
+        means = means_by_task([samples[i] for i in places], reward[places])
         mean = mean_over_tasks(means, task_weights)
         result[role] = RoleStats(
             samples=len(places),
@@ -412,7 +412,7 @@ def _role_stats(
     return result
 
 
-def _means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float]:
+def means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float]:
     """The mean reward of each task over its samples that have one; tasks without any are left out."""
     of_task: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards.tolist(), strict=True):

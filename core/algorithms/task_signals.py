@@ -1,7 +1,8 @@
-"""What the groups of each task show: whether their rewards differ, and so how often the task is worth drawing again."""
+"""How much each task teaches: whether the rewards of its groups differ, and so how often it is drawn again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -11,13 +12,13 @@ from cotune.algorithms.collect import Collected
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.policy_recipes import Recipes, attributed_each
-from cotune.algorithms.prepare import group_spread
-from cotune.algorithms.samples import Floats, codes
+from cotune.algorithms.prepare import group_spread, means_by_task
+from cotune.algorithms.samples import Floats, Sample
 
 HALF = 0.5
-"""What a try leaves of the weight of those before it, as the policies have changed since."""
+"""A new try halves the weight of earlier tries, because the policies have changed since."""
 PRIOR = 2.0
-"""Rewards that the average of all tasks counts as, beside those that a task has shown."""
+"""The average of all tasks weighs as much as this number of rewards of the task itself."""
 
 EVEN_SHARE = 0.1
 """Share of an adaptive pool's draws that takes all tasks alike. Without it, a task whose first groups had equal rewards
@@ -25,9 +26,9 @@ might never be tried again. The pool's gain was measured with this share."""
 
 
 class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of a task: its roles, its episodes, the rewards that it has and their variance (population).
+    """One group of a task: its roles, its episodes, the number of its rewards and their variance (population).
 
-    `spread`: whether the group teaches something: its rewards differ, and no filter of groups leaves it out.
+    `spread` says whether the group teaches something: its rewards differ, and no filter of groups leaves it out.
     """
 
     task: str
@@ -39,14 +40,15 @@ class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What a role has shown on a task: how many rewards, older ones weighing less, and the mean variance of a group."""
+    """What is known of a role on a task: its number of rewards, older ones weighing less, and the mean variance of a
+    group."""
 
     rewards: float
     variance: float
 
 
 class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What a run knows of a task: its mean reward when it was last tried, and each role's facts over all tries."""
+    """What is known of a task: its mean reward when it was last tried, and the facts of each role over all tries."""
 
     reward: float
     roles: dict[str, RoleFacts] = {}
@@ -58,53 +60,52 @@ def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
     return _signals(collected, recipes, attributed_each(collected, recipes))
 
 
-def _signals(collected: Collected, recipes: Recipes, reward: Floats) -> list[GroupSignal]:
-    """`group_signals`; `reward` is what each sample has by its policy's recipe, [n]."""
-    reward_of = {s.id: r for s, r in zip(collected.samples, reward.tolist(), strict=True)}
-    usable = [s for s in collected.samples if not s.continues and reward_of[s.id] == reward_of[s.id]]
-    found: list[GroupSignal] = []
+def _signals(collected: Collected, recipes: Recipes, rewards: Floats) -> list[GroupSignal]:
+    """`group_signals`, with the reward of each sample by its policy's recipe, [n], NaN if it is not known."""
+    reward_of: dict[str, float] = {}
+    usable: list[Sample] = []
+    for sample, reward in zip(collected.samples, rewards.tolist(), strict=True):
+        if not sample.continues and not math.isnan(reward):
+            usable.append(sample)
+            reward_of[sample.id] = reward
+
+    signals: list[GroupSignal] = []
     for part, recipe, places in recipes.split(usable):
         groups = build_groups([usable[i] for i in places], recipe, part).groups
         members = [sample for group in groups for sample in group.samples]
         number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
         stats = group_spread(members, np.array([reward_of[s.id] for s in members]), number, recipe, len(groups))
         reasons = group_reasons(groups, stats, recipe.filters, ())
-        found += [
-            GroupSignal(
+        for i, group in enumerate(groups):
+            flat = bool(stats.flat[i])
+            signal = GroupSignal(
                 task=group.samples[0].task,
-                roles=frozenset(s.role for s in group.samples),
-                episodes=frozenset(s.rollout for s in group.samples),
+                roles=frozenset(sample.role for sample in group.samples),
+                episodes=frozenset(sample.rollout for sample in group.samples),
                 rewards=len(group.samples),
-                variance=0.0 if stats.flat[i] else float(stats.variance[i]),
-                spread=reasons[i] is None and not stats.flat[i],
+                variance=0.0 if flat else float(stats.variance[i]),
+                spread=reasons[i] is None and not flat,
             )
-            for i, group in enumerate(groups)
-        ]
-    return found
-
-
-def _task_rewards(collected: Collected, reward: Floats) -> dict[str, float]:
-    """Mean reward of each task's samples; tasks without one are left out."""
-    task, names = codes([sample.task for sample in collected.samples])
-    having = ~np.isnan(reward)
-    counts = np.bincount(task, having, minlength=len(names))
-    sums = np.bincount(task, np.nan_to_num(reward), minlength=len(names))
-    return {str(name): float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i]}
+            signals.append(signal)
+    return signals
 
 
 def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
-    """What is known of the tasks after a step: those that it tried have a new mean reward, and for each role the
-    rewards of its groups, pooled with what was known before at half its weight."""
-    reward = attributed_each(collected, recipes)
-    shown: dict[str, dict[str, list[GroupSignal]]] = {}
-    for signal in _signals(collected, recipes, reward):
+    """What is known of the tasks after a step. Tasks that it tried have a new mean reward, and facts of each role that
+    pool the step's groups with half the weight of what was known before."""
+    rewards = attributed_each(collected, recipes)
+    signals: dict[str, dict[str, list[GroupSignal]]] = {}
+    for signal in _signals(collected, recipes, rewards):
         for role in sorted(signal.roles):
-            shown.setdefault(signal.task, {}).setdefault(role, []).append(signal)
+            signals.setdefault(signal.task, {}).setdefault(role, []).append(signal)
     after = dict(known)
-    for task, mean in _task_rewards(collected, reward).items():
-        before, now = known[task].roles if task in known else {}, shown.get(task, {})
-        pooled = {role: _pooled(before.get(role), now.get(role, ())) for role in sorted({*before, *now})}
-        after[task] = TaskFacts(mean, pooled)
+    for task, mean in means_by_task(collected.samples, rewards).items():
+        before = known[task].roles if task in known else {}
+        now = signals.get(task, {})
+        roles: dict[str, RoleFacts] = {}
+        for role in sorted({*before, *now}):
+            roles[role] = _pooled(before.get(role), now.get(role, ()))
+        after[task] = TaskFacts(mean, roles)
     return after
 
 
@@ -118,30 +119,34 @@ def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFac
 
 
 def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float) -> Floats:
-    """[tasks] the chance of each in a draw, at its place.
+    """The chance of each task in a draw, [tasks]; `places` are the places of the tasks in it.
 
-    `floor` is spread evenly over all tasks, the rest evenly over the roles, and what a role has over the tasks by the
-    variance that its groups are expected to have there. That is the mean of what a task has shown and of the average
-    task, which weighs as much as `PRIOR` rewards; a task that was never tried counts as the average one. The variance
-    of a group of rewards 0 and 1 is p (1 - p). Where a role did not act in a task that was tried, its rewards count as
-    equal. A role that has never shown a variance has no share.
+    A share of `floor` goes to all tasks alike. The rest is divided evenly among the roles, and the part of a role among
+    the tasks in proportion to the variance that its groups are expected to have: with rewards 0 and 1 that is
+    p (1 - p). The expected variance is the mean of the task's own and the average task's, which weighs as much as
+    `PRIOR` rewards. A task that was never tried counts as the average task. If a role did not act in a task that was
+    tried, its rewards there count as equal. A role that has never shown a variance has no part.
     """
-    tried = [(places[name], facts.roles) for name, facts in known.items() if name in places]
-    index = np.array([place for place, _ in tried], np.int64)
-    shares = []
+    tried = [name for name in known if name in places]
+    shares: list[Floats] = []
     for role in sorted(roles):
-        shown = [_shown(of, role) for _, of in tried]
+        shown = [_shown(known[name].roles, role) for name in tried]
         average = sum(variance for _, variance in shown) / max(len(shown), 1)
-        if average > 0.0:
-            expected = np.full(len(places), average)
-            expected[index] = [(n * variance + PRIOR * average) / (n + PRIOR) for n, variance in shown]
-            shares.append(expected / expected.sum())
-    even = np.full(len(places), 1.0 / len(places))
-    return np.asarray(floor * even + (1.0 - floor) * np.mean(shares, axis=0)) if shares else even
+        if average <= 0.0:
+            continue
+        expected = np.full(len(places), average)
+        for name, (count, variance) in zip(tried, shown, strict=True):
+            expected[places[name]] = (count * variance + PRIOR * average) / (count + PRIOR)
+        shares.append(expected / expected.sum())
+    even: Floats = np.full(len(places), 1.0 / len(places))
+    if not shares:
+        return even
+    return np.asarray(floor * even + (1.0 - floor) * np.mean(shares, axis=0))
 
 
 def _shown(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
-    """How many rewards a role has had on a task that was tried, and their variance."""
-    if (own := roles.get(role)) is not None:
-        return own.rewards, own.variance
+    """The number of rewards of a role on a task that was tried, and their variance."""
+    if role in roles:
+        return roles[role].rewards, roles[role].variance
+    # It did not act there. Its rewards count as equal, as many as the role with the most has.
     return max((other.rewards for other in roles.values()), default=0.0), 0.0
