@@ -6,7 +6,7 @@
           └ candidate ── own rewards         id, rewards, tokens, entropy, chosen
 
 Every candidate either becomes a `Sample` or is counted in `left_out` under one of `REASONS`. Samples hold no token ids:
-`train_rows` reads them from `Collected.calls` for those that are trained on.
+`train_rows` reads the token ids of trained samples by `Collected.calls`.
 """
 
 from __future__ import annotations
@@ -88,22 +88,22 @@ def collect(
 
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
-    the candidates of its calls are compared with each other all the same. `exclude` leaves out all episodes that
-    failed. A call that failed is left out of every episode. `rules` are what the methods of the roles require.
+    the candidates of its calls are still compared with each other. `exclude` leaves out all episodes that failed. A
+    call that failed is left out of every episode. `rules` say what the methods of the roles require.
     """
     rules = rules or RoleRules()
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
-    around: list[tuple[Episode, CallRecord]] = []
+    answered: list[tuple[Episode, CallRecord]] = []  # whose rewards count for others, trained on or not
     timed_out: set[str] = set()
-    seen: set[str] = set()
+    calling_roles: set[str] = set()
     turns: dict[str, int] = {}
     images: dict[str, bytes] = {}
     episodes = list(episodes)
     # The trunk's call that was forked, by the call in its place in a branch: siblings have the same one.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
 
-    # Calls whose candidates are asked for; the first reason against a call counts for all of its candidates.
+    # Calls to train on; the first reason against a call counts for all of its candidates.
     for episode in episodes:
         if episode.blame == "divergence":
             left_out["diverged"] += 1
@@ -113,24 +113,20 @@ def collect(
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
             if rules.others and call.status == "ok" and call.chosen is not None:
-                around.append((episode, call))
-            if call.replayed is not None:
+                answered.append((episode, call))
+            if call.replayed is not None:  # repeated from the record
                 continue
             turns[call.id] = call.turn
-            seen.add(call.role)
+            calling_roles.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
-            reason = (
-                _episode_reason(episode, plan, on_failure)
-                or _call_reason(call, roles, versions or {}, max_lag)
-                or (
-                    _replay_reason(episode, call, trunk_calls, rules.continuations(call.role))
-                    if plan == "replay"
-                    else None
-                )
-                or ("opponent_failed" if failed and call.role != culprit and rules.seats(call.role) else None)
-                or _image_reason(store, call, images)
-            )
+            reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
+            if reason is None and plan == "replay":
+                reason = _replay_reason(episode, call, trunk_calls, rules.continuations(call.role))
+            if reason is None and failed and call.role != culprit and rules.seats(call.role):
+                reason = "opponent_failed"
+            if reason is None:
+                reason = _load_images(store, call, images)
             if reason is None:
                 usable.append((episode, call))
             else:
@@ -139,11 +135,11 @@ def collect(
     # All rewards in one query.
     targets = [episode.id for episode in episodes]
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
-    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in around]
+    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in answered]
     rewards = store.rewards(targets)
 
-    def sample(episode: Episode, call: CallRecord, candidate: Candidate) -> Sample:
-        """A candidate with what its call and its episode tell."""
+    def make_sample(episode: Episode, call: CallRecord, candidate: Candidate) -> Sample:
+        """A candidate, with the fields that its call and its episode give it."""
         prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
         return Sample(
             id=candidate_id(call.id, candidate.index),
@@ -175,42 +171,49 @@ def collect(
         for candidate in call.candidates:
             reason = _candidate_reason(candidate, call, plan)
             if reason is None:
-                made = sample(episode, call, candidate)
-                reason = _reward_reason(made, call, plan) if rules.rewarded(call.role) else None
-            if reason is None:
-                if plan == "replay":
-                    trunk = trunk_calls.get(call.id)
-                    place = (
-                        {"continues": True} if trunk is None else {"branch": trunk, "turn": turns.get(trunk, call.turn)}
-                    )
-                    made = msgspec.structs.replace(made, **place)
-                samples.append(made)
-            else:
+                sample = make_sample(episode, call, candidate)
+                if rules.rewarded(call.role):
+                    reason = _reward_reason(sample, call, plan)
+            if reason is not None:
                 left_out[reason] += 1
                 if reason == "missing_reward" and call.policy is not None:
                     unrewarded.add(call.policy.name)
+                continue
+            if plan == "replay":
+                sample = _placed(sample, trunk_calls.get(call.id), turns)
+            samples.append(sample)
 
     # The chosen answers of the other calls of these episodes, for their rewards.
-    taken, trained = {sample.id for sample in samples}, {sample.rollout for sample in samples}
-    chosen = ((e, call, next((c for c in call.candidates if c.index == call.chosen), None)) for e, call in around)
+    sampled = {sample.id for sample in samples}
+    sampled_episodes = {sample.rollout for sample in samples}
+    others: list[Sample] = []
+    for episode, call in answered:
+        answer = next((candidate for candidate in call.candidates if candidate.index == call.chosen), None)
+        if answer is None or episode.id not in sampled_episodes or candidate_id(call.id, answer.index) in sampled:
+            continue
+        others.append(make_sample(episode, call, answer))
     return Collected(
         samples=samples,
-        others=[
-            sample(episode, call, answer)
-            for episode, call, answer in chosen
-            if answer is not None and episode.id in trained and candidate_id(call.id, answer.index) not in taken
-        ],
+        others=others,
         calls={call.id: call for _, call in usable},
         left_out=dict(left_out),
-        roles=frozenset(seen),
+        roles=frozenset(calling_roles),
         unrewarded=frozenset(unrewarded),
         images=images,
         outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
 
 
+def _placed(sample: Sample, trunk_call: str | None, turns: Mapping[str, int]) -> Sample:
+    """A sample of a branch in its place: beside its siblings, which have the branch and the turn of the trunk's call
+    that was forked, or after the fork."""
+    if trunk_call is None:
+        return msgspec.structs.replace(sample, continues=True)
+    return msgspec.structs.replace(sample, branch=trunk_call, turn=turns.get(trunk_call, sample.turn))
+
+
 def temperature(call: CallRecord) -> float:
-    """The temperature that a call was sampled at: what was really used, else what was asked, else 1."""
+    """The temperature of a call: the sampler's, else the application's, else 1."""
     for params in (call.sampling, call.params):
         asked = params.get("temperature")
         if isinstance(asked, int | float) and 0 <= asked < math.inf:  # an application may send anything
@@ -219,21 +222,29 @@ def temperature(call: CallRecord) -> float:
 
 
 def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[tuple[Episode, bool]]:
-    """Episodes, and whether each solved its task; empty if none reports `success`. An episode that failed or reports
-    none did not. Episodes with an unknown outcome, with neither `success` nor a reward, are left out."""
+    """Episodes, and whether each solved its task; empty if none reports `success`.
+
+    An episode that failed, or does not report it, did not solve its task. Episodes with neither `success` nor a reward
+    have an unknown outcome and are left out.
+    """
     if all(episode.solved is None for episode in episodes):
         return []
-    ended = [episode for episode in episodes if episode.is_outcome]
-    return [(e, e.solved is True) for e in ended if e.status != "ok" or e.solved is not None or rewards.get(e.id)]
+    solved: list[tuple[Episode, bool]] = []
+    for episode in episodes:
+        has_outcome = episode.status != "ok" or episode.solved is not None or rewards.get(episode.id)
+        if episode.is_outcome and has_outcome:
+            solved.append((episode, episode.solved is True))
+    return solved
 
 
 def failed_seat(calls: Iterable[CallRecord]) -> str | None:
-    """The role that failed an episode of roles that play against each other: whose call ended last, answered or not."""
-    return max(calls, key=lambda call: (call.started + call.latency, call.step)).role if calls else None
+    """The role that failed a game between roles: the role whose call ended last, answered or not."""
+    last = max(calls, key=lambda call: (call.started + call.latency, call.step), default=None)
+    return None if last is None else last.role
 
 
 def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:
-    """What stands for the outcome of an episode: None where it ended well, or the policy did not fail it."""
+    """The failure that stands for an episode's outcome; None if it ended well, or if the policy did not fail it."""
     failed = episode.status != "ok" and episode.blame != "infrastructure"
     return on_failure if failed and on_failure != "exclude" else None
 
@@ -276,12 +287,12 @@ def _replay_reason(
     return None if continuations or call.id in trunk_calls else "not_forked"
 
 
-def _image_reason(store: Store, call: CallRecord, found: dict[str, bytes]) -> str | None:
-    """Why a call lacks an image; those that it has are put into `found`."""
+def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> str | None:
+    """Load the images of a call into `images`. Returns a reason to leave the call out if one is lost."""
     try:
         for image in call.sampling.get("images") or ():
-            if image not in found:
-                found[image] = store.image(image)
+            if image not in images:
+                images[image] = store.image(image)
     except RecordError:
         return "redacted" if call.redacted else "lost_image"
     return None
