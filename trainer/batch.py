@@ -22,26 +22,26 @@ UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
     "opponent_failed", "frozen_step", "no_hint",
 )  # fmt: skip
-"""Reasons to leave out sound candidates: a step with such candidates alone makes no update."""
+"""Reasons to leave out candidates without a fault: if a step has no others, it makes no update."""
 FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "trunk")
-"""Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
+"""Reasons that are no fault: a step with no other reason had no call of a trained role."""
 
-NO_OUTCOME = "Nobody knows the outcome of any episode of this step, so nothing is learned from outcomes."
+NO_OUTCOME = "No episode of this step has an outcome, so nothing is learned from outcomes."
 GIVE_OUTCOMES = "Have {name} return a number where it returns None, or add @{name}.judge"
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The episodes of a step and what is trained on of them."""
+    """The episodes of a step, and the rows that are trained on."""
 
     episodes: Sequence[Episode]
     collected: Collected
     prepared: Prepared
     rows: Mapping[str, Sequence[TrainRow]]
-    """By policy: those of all the roles that it plays; policies without rows are not in it."""
+    """By policy, the rows of all roles that it plays. Policies without rows are left out."""
     versions: Mapping[str, int]
     """The version of each policy that trains on them."""
     unknown: int
-    """Episodes that ended well and whose outcome nobody knows."""
+    """Number of episodes that ended without an error and have no outcome."""
 
     @property
     def left_out(self) -> Counter[str]:
@@ -50,7 +50,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | None = None) -> Collected:
-    """The candidates of episodes that can be trained on in the step in hand; in a later `step`, as far as is known."""
+    """The candidates of episodes that can be trained on in the present step, or in a later `step`.
+
+    Samples that are too old are left out only in the present step: the versions of a later one are not known.
+    """
     roles = run.trained_roles(run.state.steps if step is None else step)
     recipes = {role: run.recipes.of(policy) for role, policy in roles.items()}
     return collect(
@@ -129,12 +132,12 @@ def make_batch(
 
 
 def ended_well(episodes: Iterable[Episode]) -> list[Episode]:
-    """The episodes of the application that came to a good end."""
+    """Episodes of the application that finished without an error."""
     return [episode for episode in episodes if episode.status == "ok" and episode.phase != JUDGING]
 
 
 def misses_outcomes(run: RolloutRun, batch: Batch) -> bool:
-    """Whether a step would learn from outcomes, and nobody knows one."""
+    """Whether a step would learn from outcomes, but no episode has one."""
     return learns_from_outcomes(run) and 0 < batch.unknown == len(ended_well(batch.episodes))
 
 
@@ -145,33 +148,42 @@ def learns_from_outcomes(run: RolloutRun) -> bool:
 
 
 def _require_soundness(run: RolloutRun, batch: Batch) -> None:
-    """Raise GroupError with the commonest causes where a step has no row because of faults; a step in which trained
-    roles had no call, or nothing to compare, is sound."""
+    """Raise GroupError, with the commonest causes, if faults have left a step without a row.
+
+    A step in which trained roles had no call, or nothing to compare, has no fault.
+    """
     episodes, left_out = batch.episodes, batch.left_out
-    faults = left_out.keys() - set(FAULTLESS)
-    broken = [episode for episode in episodes if episode.status != "ok"]
-    if left_out.keys() & set(UNEVENTFUL) or not (faults or len(broken) == len(episodes)):
+    failed = [episode for episode in episodes if episode.status != "ok"]
+    has_uneventful = any(reason in UNEVENTFUL for reason in left_out)
+    has_faults = any(reason not in FAULTLESS for reason in left_out)
+    if has_uneventful or not (has_faults or len(failed) == len(episodes)):
         return
-    counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items()))
-    call_errors = (call.error for episode in episodes for call in run.store.calls(episode.id))
+
+    counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(left_out.items())) or "no calls at all"
+    sentences = [f"Step {run.state.steps + 1} has no usable sample ({counts})."]
+    call_errors: list[str | None] = []
+    for episode in episodes:
+        call_errors += [call.error for call in run.store.calls(episode.id)]
     causes = [
-        *_commonest(f"of {len(episodes)} episodes failed", (episode.error for episode in broken)),
-        *_commonest("calls failed or were not scored", call_errors),
+        _commonest_error(f"of {len(episodes)} episodes failed", [episode.error for episode in failed]),
+        _commonest_error("calls failed or were not scored", call_errors),
     ]
-    missed = misses_outcomes(run, batch)
-    first = GIVE_OUTCOMES.format(name=run.workflow.name) if missed else "Put that right"
-    causes += [NO_OUTCOME] if missed else []
+    sentences += [cause for cause in causes if cause]
+    fix = "Fix this"
+    if misses_outcomes(run, batch):
+        sentences.append(NO_OUTCOME)
+        fix = GIVE_OUTCOMES.format(name=run.workflow.name)
     raise GroupError(
-        " ".join([f"Step {run.state.steps + 1} has no usable sample ({counts or 'no calls at all'}).", *causes]),
-        f"{first}, then go on with --resume; see the episodes with: cotune show {run.folder.path}.",
+        " ".join(sentences),
+        f"{fix}, then continue with --resume; see the episodes with: cotune show {run.folder.path}.",
     )
 
 
-def _commonest(what: str, errors: Iterable[str | None]) -> list[str]:
-    """How many errors there are, and the text of the commonest; nothing where there is none."""
-    found = Counter(error for error in errors if error)
-    if not found:
-        return []
-    (text, count), total = found.most_common(1)[0], found.total()
-    often = "" if len(found) == 1 else f", {count} of them"
-    return [f"{total} {what}{often} with: {text}"]
+def _commonest_error(failures: str, errors: Sequence[str | None]) -> str:
+    """How many errors there are, with the text of the commonest; "" if there is none."""
+    counts = Counter(error for error in errors if error)
+    if not counts:
+        return ""
+    text, count = counts.most_common(1)[0]
+    share = "" if len(counts) == 1 else f", {count} of them"
+    return f"{counts.total()} {failures}{share} with: {text}"

@@ -117,15 +117,15 @@ def _metrics(
     tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())
     rates = throughput(updates, seconds) | {"tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)}
 
-    held_out_figures = {}
+    held_out_figures: dict[str, dict[str, float]] = {}
     for policy, losses in held_out.items():
         held_out_figures[policy] = {f"held_out_{name}": value for name, value in losses.items()}
-    roles = {}
+    roles: dict[str, dict[str, float]] = {}
     for role, policy in run.trained.items():
         if policy in rows:
             rows_of_role = [row for row in rows[policy] if row.role == role]
             roles[role] = _role_figures(rows_of_role, updates[policy]) | held_out_figures.get(policy, {})
-    policies = {}
+    policies: dict[str, dict[str, float]] = {}
     for policy, figures in updates.items():
         version = run.state.versions.get(policy, 0)
         policies[policy] = {"version": version, **figures, **held_out_figures.get(policy, {})}

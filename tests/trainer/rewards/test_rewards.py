@@ -186,7 +186,7 @@ async def unrated(task: Any) -> dict[str, None]:
     return {"team": None}
 
 
-MISSED = "Nobody knows the outcome of any episode of this step, so nothing is learned from outcomes."
+MISSED = "No episode of this step has an outcome, so nothing is learned from outcomes."
 
 
 def test_a_step_in_which_nobody_knows_an_outcome_stops_the_run_and_is_tried_again(trainer: Trainer) -> None:
