@@ -27,9 +27,9 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams, Weights
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.word_problems.demo import pretrained
+from tests.trainer.learner.forced import ForcedSettings
 
 SHAPES = ((576, 576), (1536, 576), (576, 49152))
 TEXTS = (
@@ -87,7 +87,7 @@ def gaps() -> None:
     policies, chance = policies_for("lora", ["a"], LORA), np.random.default_rng(0)
     learners = {}
     for dtype in ("float32", "bfloat16"):
-        settings = LearnerSettings(device="cpu", threads=1, dtype=dtype)
+        settings = ForcedSettings(device="cpu", threads=1, dtype=dtype)
         learners[dtype] = LocalLearner.open(folder, policies, settings, recipe("at_grpo").loss)
     weights = {
         name: array if "lora_A" in name else (0.02 * chance.standard_normal(array.shape)).astype(np.float32)

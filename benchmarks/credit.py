@@ -43,9 +43,9 @@ from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import CallRecord, PolicyRef
 from cotune.replay.forks import choose_forks, fork_rule
 from cotune.sampling.responder import choose
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.plan_path import rewards
+from tests.trainer.learner.forced import ForcedSettings
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 ROLES = ("navigator", "driver")
@@ -102,7 +102,7 @@ class Team:
 
     def __init__(self, model: Path, method: str, seed: int) -> None:
         self.recipe = recipe(method, clip_high=0.28, entropy=0.03)
-        settings = LearnerSettings(lr=3e-3, betas=(0.9, 0.95), threads=1)
+        settings = ForcedSettings(lr=3e-3, betas=(0.9, 0.95), threads=1)
         policies = policies_for("lora", ROLES, LoraSpec(rank=16, alpha=32.0))
         self.learner = LocalLearner.open(str(model), policies, settings, self.recipe.loss, seed=seed)
         self.tokenizer = AutoTokenizer.from_pretrained(model)

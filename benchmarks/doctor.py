@@ -41,18 +41,21 @@ def configuration(model: str, layout: str, **learner: Any) -> Any:
 
     settings = {"lr": 1e-4, "mini_batch": 64, **learner}
     return convert({"model": model, "policies": layout, "lora": {"rank": 16}, "learner": settings,
-                    "sampling": {"max_tokens": RESPONSE, "prefix_cache": "0B"}})  # fmt: skip
+                    "sampling": {"max_tokens": RESPONSE, "repeatable": True}})  # fmt: skip
 
 
 def learn(model: str, layout: str, rows: int) -> int:
     """Two updates, each with the copy that a publication makes; the largest resident size in bytes."""
+    import torch
+
     from benchmarks.memory import make_rows
     from benchmarks.peak_memory import peak_memory
     from cotune.algorithms.catalogue import recipe
     from cotune.records.policies import policies_for
     from cotune.trainer.learner.local import LocalLearner
 
-    settings = configuration(model, layout, device="cpu", threads=1, mini_batch=rows).learner
+    settings = configuration(model, layout, device="cpu", mini_batch=rows).learner
+    torch.set_num_threads(1)
     made = make_rows(model, rows)
     policies = policies_for(layout, ["a"], LORA)  # type: ignore[arg-type]
     learner = LocalLearner.open(model, policies, settings, recipe("at_grpo").loss)

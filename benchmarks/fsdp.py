@@ -25,10 +25,10 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.protocol import Learner
+from tests.trainer.learner.forced import ForcedSettings
 
 
 def build(folder: Path, args: argparse.Namespace) -> str:
@@ -85,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = make_rows(args)
     policies = Policies({"a": PolicySpec(name="a", kind=args.kind, lora=LoraSpec())}, {"a": "a"})
-    settings = LearnerSettings(
+    settings = ForcedSettings(
         mini_batch=len(rows), micro_batch_tokens=args.micro_batch_tokens, dtype=args.dtype, threads=1
     )
     loss = recipe("at_grpo").loss

@@ -34,11 +34,11 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.publish import LONGER, PROBE, Probe, probe_prompts, prove_publish, sampled_gaps
 from examples.word_problems.demo import pretrained
+from tests.trainer.learner.forced import ForcedSettings
 
 TOPICS = [
     "rivers",
@@ -131,7 +131,7 @@ async def measure(args: argparse.Namespace) -> None:
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     folder = str(locate_model(pretrained()))
     chat = ChatTemplate.load(folder)
-    settings = LearnerSettings(device="cpu", threads=1, dtype=args.learner)
+    settings = ForcedSettings(device="cpu", threads=1, dtype=args.learner)
     learner = LocalLearner.open(folder, policies_for("lora", ["a"], LORA), settings, recipe("at_grpo").loss)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     sampler = await TransformersSampler.open(network, host="thread", end_token_ids=(2,), threads=1)

@@ -178,7 +178,6 @@ def configuration(training: Training, model: Path, settings: Settings, seed: int
             "lr": FULL_LR if training.layout == "full" else LORA_LR,
             "betas": [0.9, 0.95],
             "seed": seed,
-            "threads": 1,
         },
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},

@@ -34,9 +34,9 @@ from cotune.integrations.models.transformers.wire import ModelSource
 from cotune.records.policies import policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.word_problems.demo import pretrained
+from tests.trainer.learner.forced import ForcedSettings
 
 K, PROMPT, ROWS, ANSWER = 8, 64, 32, 32
 PRODUCTS = {"mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
@@ -93,7 +93,7 @@ class Engine:
 
 def update(folder: str, dtype: str) -> tuple[float, float, float]:
     """Seconds of an update of 32 rows in groups of 8, its tokens, and those with logits."""
-    settings = LearnerSettings(lr=1e-4, mini_batch=ROWS, device="cpu", dtype=dtype, threads=torch.get_num_threads())
+    settings = ForcedSettings(lr=1e-4, mini_batch=ROWS, device="cpu", dtype=dtype, threads=torch.get_num_threads())
     learner = LocalLearner.open(folder, policies_for("lora", ["a"], LORA), settings, recipe("at_grpo").loss)
     rows, metrics = make_rows(folder, ROWS), dict[str, Any]()
     spent = seconds(lambda: metrics.update(learner.update("a", rows)), 3)

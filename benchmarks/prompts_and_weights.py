@@ -167,7 +167,7 @@ def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         "seed": seed,
         "plan": {"kind": "tree", "k": 8},
         "lora": {"rank": 16, "alpha": 32.0},
-        "learner": {"lr": options.lr, "betas": [0.9, 0.95], "threads": 1},
+        "learner": {"lr": options.lr, "betas": [0.9, 0.95]},
         "sampling": {"max_tokens": 3},
         "evaluation": {"tasks": "none"},
         "checkpoint_every": 100,

@@ -111,7 +111,7 @@ APPLICATIONS = {
         pool=lambda seed, options: make_pool(options.pool, TRAIN_SEED + seed, options.size),
         fresh=lambda options: list(grid.make_tasks(options.tasks, FRESH_SEED, options.size)),
         settings={
-            "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
+            "learner": {"lr": 3e-3, "betas": [0.9, 0.95]},
             "sampling": {"max_tokens": MAX_TOKENS},
         },
     ),
@@ -122,7 +122,7 @@ APPLICATIONS = {
         fresh=lambda options: make_tasks(options.tasks, seed=FRESH_SEED),
         settings={
             "lora": {"rank": 16, "alpha": 32.0},
-            "learner": {"lr": 4e-4, "betas": [0.9, 0.95], "mini_batch": 32, "threads": 1},
+            "learner": {"lr": 4e-4, "betas": [0.9, 0.95], "mini_batch": 32},
             "sampling": {"max_tokens": 24},
         },
     ),

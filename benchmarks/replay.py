@@ -43,7 +43,7 @@ OUTCOME = dataclasses.replace(SCORED, scorers={})
 WAYS: Mapping[str, tuple[Workflow, Mapping[str, Any]]] = {
     "tree": (SCORED, {"plan": {"kind": "tree", "k": 8}}),
     "dr_mas": (OUTCOME, {"plan": {"kind": "independent", "k": 8}}),
-    "replay": (OUTCOME, {"plan": {"kind": "replay", "k": 4}, "replay": {"forks_per_episode": 4}}),
+    "replay": (OUTCOME, {"plan": {"kind": "replay", "k": 4}, "replay": {"budget": 4}}),
 }
 _SAMPLED = """
     SELECT coalesce(sum(completion_tokens), 0) FROM calls JOIN episodes ON episodes.id = calls.episode
@@ -62,7 +62,7 @@ def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, f
         "seed": seed,
         "checkpoint_every": 10,
         "loss": {"clip_high": 0.28, "entropy": 0.03},
-        "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
+        "learner": {"lr": 3e-3, "betas": [0.9, 0.95]},
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},
         **plan,

@@ -56,7 +56,7 @@ def trained(model: Path, select: str, seed: int, options: argparse.Namespace) ->
         "checkpoint_every": 10,
         "plan": {"kind": "tree", "k": 8, "select": select},
         "loss": {"clip_high": 0.28, "entropy": 0.03},
-        "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
+        "learner": {"lr": 3e-3, "betas": [0.9, 0.95]},
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},
     }

@@ -33,9 +33,9 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.from_records import DpoConfig
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 LR, BETA, END = 1e-4, 0.1, 0
 
@@ -61,7 +61,7 @@ class Ours:
     """cotune's learner; seconds and the loss of each step."""
 
     def __init__(self, folder: Path, rows: Sequence[TrainRow], recipe: str, start: Path, threads: int) -> None:
-        settings = LearnerSettings(lr=LR, mini_batch=len(rows), device="cpu", threads=threads, grad_clip=0.0)
+        settings = ForcedSettings(lr=LR, mini_batch=len(rows), device="cpu", threads=threads, grad_clip=0.0)
         policies = policies_for("full", ["agent"], LoraSpec())
         learner = LocalLearner.open(str(folder), policies, settings, FROM_RECORDS[recipe])
         self.learner: Objective = Likelihood(learner)

@@ -20,8 +20,8 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import UNTRAINED, LoraSpec, policies_for
 from cotune.sampling.protocol import SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 
 def sizes(pid: int | str) -> tuple[float, float]:
@@ -41,7 +41,7 @@ def sizes(pid: int | str) -> tuple[float, float]:
 
 async def measure(model: str) -> dict[str, float]:
     folder = str(locate_model(model))
-    settings = LearnerSettings(device="cpu", threads=1, micro_batch_tokens=128)
+    settings = ForcedSettings(device="cpu", threads=1, micro_batch_tokens=128)
     sampler = await TransformersSampler.open(folder, threads=1, prefix_cache=0)
     try:
         await sampler.sample((1, 2, 3), 1, SamplingParams(max_tokens=2), UNTRAINED)

@@ -48,8 +48,8 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 LOSS = msgspec.structs.replace(recipe("at_grpo").loss, tis_cap=None)
 """Without the correction for the sampler's log-probabilities, which TRL does not keep here."""
@@ -83,7 +83,7 @@ class OurStep:
         self.clock = Clock(self.sampler._host._process.pid)
         self.lora = LORA if args.model else None
         policies = policies_for("lora" if args.model else "full", ["agent"], LORA)
-        settings = LearnerSettings(lr=LR, mini_batch=rows, device="cpu", threads=args.threads, dtype=args.dtype)
+        settings = ForcedSettings(lr=LR, mini_batch=rows, device="cpu", threads=args.threads, dtype=args.dtype)
         self.learner = LocalLearner.open(str(folder), policies, settings, LOSS)
         self.version = PolicyRef("agent", 0)
         self.first: dict[str, float] = {}

@@ -87,7 +87,7 @@ def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
         "seed": seed,
         "plan": {"kind": "tree", "k": 8},
         "loss": {"clip_high": 0.28, "entropy": 0.03},
-        "learner": {"lr": LR, "betas": [0.9, 0.95], "threads": 1},
+        "learner": {"lr": LR, "betas": [0.9, 0.95]},
         "sampling": {"max_tokens": MAX_TOKENS},
     }
     train_once(run, WORKFLOWS["team"], tasks, settings, STEPS, console)

@@ -33,9 +33,9 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.word_problems.demo import pretrained
+from tests.trainer.learner.forced import ForcedSettings
 
 ROLES = ("planner", "checker")
 TURNS = 3
@@ -52,7 +52,7 @@ class Team:
         self.args, self.chance = args, np.random.default_rng(0)
         self.vocabulary = AutoConfig.from_pretrained(folder).vocab_size
         self.runner = asyncio.Runner()
-        settings = LearnerSettings(
+        settings = ForcedSettings(
             lr=1e-4, mini_batch=TURNS * args.k, device="cpu", threads=args.threads, dtype=args.dtype
         )
         opening = TransformersSampler.open(

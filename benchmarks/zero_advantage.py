@@ -28,8 +28,8 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 
 def rows_of(run: Path, step: int) -> dict[str, list[TrainRow]]:
@@ -66,7 +66,7 @@ def main() -> None:
     assert checkpoint is not None
     lora = next(policy.lora for policy in read_policies(checkpoint) if policy.lora is not None)
     given = {**read_run_json(args.run)["config"]["learner"], "threads": args.threads, "device": "cpu"}
-    settings = msgspec.convert(given, LearnerSettings)
+    settings = msgspec.convert(given, ForcedSettings)
     model = read_run(args.run).model
     assert model is not None
     policies = policies_for("lora", sorted(rows), lora)

@@ -78,7 +78,7 @@ async def train(options: Options) -> list[StepResult]:
     chat = ChatTemplate.load(options.model)
     sampler = await TransformersSampler.open(options.model)
     policies = policies_for("lora", ROLES, LORA)
-    settings = LearnerSettings(lr=options.lr, betas=(0.9, 0.95), threads=1)
+    settings = LearnerSettings(lr=options.lr, betas=(0.9, 0.95))
     learner = LocalLearner.open(options.model, policies, settings, METHOD.loss)
     served = {role: PolicyRef(role, version=0) for role in ROLES}  # version 0 is the base model
 

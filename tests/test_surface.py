@@ -12,7 +12,7 @@ from cotune.config.prompts import SearchSettings
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig
 
-LIMITS = {"commands": 16, "forms": 28, "flags": 230, "settings": 130}
+LIMITS = {"commands": 16, "forms": 28, "flags": 230, "settings": 124}
 """Lower a limit when you remove something. Raise one only for a use that the documentation shows."""
 
 REPEATED = ("model", "tool_format", "recipe", "rewards", "loss", "lora", "lr", "schedule", "weight_decay", "teacher")

@@ -197,7 +197,7 @@ def improve(name: str, wrong: Wrong, erring_in: float = 0.5) -> None:
         (out / f"{file}.jsonl").write_text("".join(lines))
     build(records, out / "base", WARM_STEPS, seed)
     of_model = ("--lr", "3e-3", "--set", "sampling.max_tokens=48", "--set", "lora.rank=16", "--set", "lora.alpha=32")
-    of_machine = ("--set", "learner.threads=1", "--set", "sampling.threads=1", "--set", "evaluation.tasks=none")
+    of_machine = ("--set", "evaluation.tasks=none")
     workflow, run = f"{name}:solve", str(out / "run")
     tasks = ("--tasks", str(out / "tasks.jsonl"), "--tasks-per-step", "24", "--steps", str(options.steps), "-k", "8")
     cotune("train", workflow, *tasks, "--model", str(out / "base"), "--out", run, *of_model, *of_machine)

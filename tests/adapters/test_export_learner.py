@@ -36,7 +36,7 @@ ROWS = [
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_an_exported_checkpoint_computes_what_the_learner_does(layout: str, base: Path, tmp_path: Path) -> None:
     policies = policies_for(layout, ["planner", "writer"], LoraSpec(rank=4, alpha=8.0))
-    settings = LearnerSettings(threads=1, lr=1e-2)
+    settings = LearnerSettings(lr=1e-2)
     learner = LocalLearner.open(str(base), policies, settings, RECIPES["at_grpo"].loss)
     for _ in range(3):
         learner.update("planner", ROWS)

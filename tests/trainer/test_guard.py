@@ -148,7 +148,7 @@ def test_fewer_episodes_of_easy_tasks_change_nothing(trainer: Trainer) -> None:
         await ask("first", f"say {task['letter']}")
         return float(task["id"] == "a")
 
-    curriculum = {"k_easy": 2, "easy": 1.0}
+    curriculum = {"k_easy": 2}
     trainer(application(first_alone), plan={"kind": "independent", "k": 4}, curriculum=curriculum)
     figures = [line["roles"]["first"] for line in trainer.metrics()]
     assert [round(found["reward"], 9) for found in figures] == [round(1 / 3, 9)] * 2

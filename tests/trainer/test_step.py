@@ -327,7 +327,7 @@ class StopsOnce:
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "update"), (signal.SIGTERM, "rollout")])
 def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch, number, moment):
     stop = StopsOnce(number)
-    sampling = {"prefix_cache": "0B"}  # what a warm cache gives is rounded otherwise than what a cold one gives
+    sampling = {"repeatable": True}  # what a warm cache gives is rounded otherwise than what a cold one gives
     settings = {
         "steps": 3,
         "rewards": {"team_weight": 0.0},
@@ -407,7 +407,7 @@ def judged(run):
     ids=["independent", "judge", "replay", "replay-judge"],
 )
 def test_a_step_that_was_stopped_has_the_figures_of_one_without_a_stop(trainer, run, app, plan):
-    settings = {"plan": plan, "concurrency": 1, "sampling": {"prefix_cache": "0B"}}
+    settings = {"plan": plan, "concurrency": 1, "sampling": {"repeatable": True}}
     trainer(app(run), to="whole", **settings)
     with_step = EpisodeFilters(phase="train", training_step=1)
     with SqliteStore.open(trainer.folder / "whole" / "records.db", read_only=True) as store:

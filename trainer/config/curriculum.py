@@ -21,9 +21,7 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
     expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
     k_easy: int | None = None
-    """Episodes of a task that was easy the last time; default: plan.k. For independent rollouts."""
-    easy: float = 0.6
-    """A task is easy if the mean reward of its episodes is at least this."""
+    """Episodes of a task whose mean reward was 0.6 or more the last time; default: plan.k. For independent rollouts."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")

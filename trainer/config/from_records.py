@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
-from cotune.errors import ConfigError, check_bounds
+from cotune.errors import ConfigError
 from cotune.storage.episode_filters import moment
 from cotune.storage.open_store import without_password
 from cotune.storage.run_config import RunDistill, RunRecords
@@ -25,13 +25,10 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     since: str = ""
     """Learn only from what came later: a time ago (7d), a day (2026-11-30), or last: new episodes and newly rewarded
     ones since the last run in the same folder of runs that learned from these records."""
-    version: int | None = None
-    """Learn only from episodes in which a policy of this version answered."""
     held_out: float = 0.1
     """Share of the tasks that are held out, to measure the loss on; 0 for none."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "version", least=0, table="records.")
         if (shown := without_password(self.path)) != self.path:
             remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."
             raise ConfigError("records.path", shown, "has a password, which run.json would keep", remedy)
@@ -48,8 +45,6 @@ class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     beta: float = 0.1
     """How strongly the policy is held to the one that it starts from."""
-    length_normalised: bool = False
-    """Compare means over an answer's tokens instead of sums."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.beta < math.inf:

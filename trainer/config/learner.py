@@ -55,11 +55,10 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str = "auto"
     """torch device; "auto" takes the first GPU, or the CPU where there is none."""
 
-    threads: int | None = None
-    """CPU threads of torch; None leaves torch's own setting."""
-
     # Not settings: a learner decides these by itself. Tests and benchmarks force them in a subclass.
 
+    threads: ClassVar[int | None] = None
+    """CPU threads of torch. Without a value one if all models are small, else torch's own number."""
     shared_prompts: ClassVar[bool] = True
     """Compute what rows have in common once: gradients are the same, and it takes less time and memory. Models whose
     layers are not all full attention compute each row whole."""
@@ -70,7 +69,7 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     """A few calls of SDPA with masks. FlexAttention, which computes the same on a GPU, waits for a measurement."""
 
     def __post_init__(self) -> None:
-        counts = ("mini_batch", "epochs", "micro_batch_tokens", "threads")
+        counts = ("mini_batch", "epochs", "micro_batch_tokens")
         check_bounds(self, *counts, least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
         check_bounds(self, "grad_clip", "weight_decay", least=0, table="learner.")

@@ -52,6 +52,16 @@ REMOVED: dict[str, str] = {
     "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",
     "guard.max_gap": "Leave it out: the bound is 0.25 nats a token.",
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
+    "evaluation.best_by": "Leave it out: success judges, or where it is not known what each policy is trained on.",
+    "sampling.threads": "Leave it out: a core each, or one thread for a model of less than 16 million parameters. "
+    "OMP_NUM_THREADS sets another number.",
+    "learner.threads": "Leave it out: a core each, or one thread for a model of less than 16 million parameters. "
+    "OMP_NUM_THREADS sets another number.",
+    "sampling.prefix_cache": "Use sampling.repeatable = true for a run that can be repeated exactly.",
+    "records.version": "Leave it out, and choose by time with records.since.",
+    "dpo.length_normalised": "Leave it out: sums over an answer's tokens are compared.",
+    "curriculum.easy": "Leave it out: a task with a mean reward of 0.6 or more is easy.",
+    "replay.forks_per_episode": "Use replay.budget.",
     "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",
 }
 """By dotted name, such as "learner.seed" ("policy.NAME" for a field of [[policy]], "prompts.NAME" for an option of a

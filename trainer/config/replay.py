@@ -12,7 +12,7 @@ from cotune.storage.run_config import RunReplay
 class ReplayConfig(RunReplay, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/how-to/replay.md."""
 
-    forks_per_episode: int = 4
+    budget: int = 4
     """At most this many calls of an episode are forked. If `forks` takes more, each step draws from them; the chance of
     a call is proportional to 1 / (calls from it to the end), as is the information of its outcomes per token."""
 
@@ -24,4 +24,4 @@ class ReplayConfig(RunReplay, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         fork_rule(self.forks)
-        check_bounds(self, "forks_per_episode", least=1, table="replay.")
+        check_bounds(self, "budget", least=1, table="replay.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cotune.errors import ConfigError, check_bounds
-from cotune.trainer.config.sizes import parse_size
+from cotune.errors import check_bounds
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,22 +16,15 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most new tokens per candidate where the application names no limit."""
     timeout: float = 300.0
     """Seconds until a request fails."""
-    threads: int | None = None
-    """CPU threads of the in-process sampler; without a value one for each core, or one in all for a model of less than
-    16 million parameters, whose passes are too short to divide."""
-    prefix_cache: str = ""
-    """Memory in which the in-process sampler keeps keys and values of earlier prompts ("512MiB"; "0B": it keeps none);
-    without a value a 32nd of the machine's, or of the GPU's."""
+    repeatable: bool = False
+    """The same seed gives the same run, also after an interruption: episodes run one at a time, whatever `concurrency`
+    is, and the in-process sampler keeps no earlier prompts. Otherwise batches and caches depend on timing, and so do
+    the last digits of log-probabilities."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "temperature", "max_tokens", "timeout", "threads", table="sampling.")
-        try:
-            self.prefix_bytes()
-        except ValueError:
-            raise ConfigError(
-                "sampling.prefix_cache", self.prefix_cache, "is not a size such as 512MiB, or 0B for none"
-            ) from None
+        check_bounds(self, "temperature", "max_tokens", "timeout", table="sampling.")
 
+    @property
     def prefix_bytes(self) -> int | None:
-        """`prefix_cache` in bytes, None without a value."""
-        return parse_size(self.prefix_cache) if self.prefix_cache else None
+        """Memory for earlier prompts in the in-process sampler, in bytes; None for its own choice."""
+        return 0 if self.repeatable else None

@@ -61,11 +61,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: int = 10
     """Steps between evaluations; there is one before the first step and one after the last too."""
     keep_best: bool = False
-    """Also keep the checkpoint of the best evaluation; `cotune export --step best` takes it."""
-    best_by: str = ""
-    """Held-out figure that says which is best: success (without a value, or else reward) | reward, by which each policy
-    is judged by what the recipe trains its own roles on | outcome, the plain sum of the outcome | ROLE/NAME, a reward
-    of a role's scorer."""
+    """Also keep the checkpoint of the best evaluation, by `success`, or where that is not known by what each policy is
+    trained on; `cotune export --step best` takes it."""
     patience: int | None = None
     """End the run after so many evaluations without a better one."""
 
@@ -239,6 +236,11 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "refill.budget": self.refill.budget,
         }
         return [name for name, value in given.items() if value]
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes in flight."""
+        return 1 if self.sampling.repeatable else self.concurrency
 
     @property
     def ahead(self) -> int:

@@ -15,18 +15,16 @@ from cotune.trainer.run.checkpoint import write_best
 from cotune.trainer.run.run import RolloutRun
 
 
-def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], by: str) -> dict[str, float]:
+def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], seats: bool) -> dict[str, float]:
     """What an evaluation says of each policy (by name; `policies` has their roles), as far as it says anything.
 
-    `by` is empty for `success`, or the trained reward where that is not told; `reward` for each policy's mean of what
-    its roles are trained on; or another figure of the evaluation, the same for all policies. Roles that play against
-    each other are judged by what they win against the untrained model.
+    All policies are judged by `success`. Without it, or if each role has an outcome of its own (`seats`), a policy is
+    judged by the mean of what its roles are trained on. Roles that play against each other are judged by what they win
+    against the untrained model.
     """
     game = is_game(held_out)
-    if not by and not game and "success" in held_out:
-        by = "success"
-    if by not in ("", "reward"):
-        return dict.fromkeys(policies, held_out[by]) if by in held_out else {}
+    if "success" in held_out and not seats and not game:
+        return dict.fromkeys(policies, held_out["success"])
     kind = AGAINST_UNTRAINED if game else "reward"
     found = {
         name: [held_out[f"{kind}/{role}"] for role in of if f"{kind}/{role}" in held_out]
@@ -59,10 +57,9 @@ def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress
         return False
     if not _figures(run, held_out):
         known = ", ".join(name for name in held_out if name not in ("episodes", "failed")) or "none"
-        what = f"evaluation.best_by = {config.best_by!r} is no held-out figure"
-        if config.best_by in ("", "reward"):
-            what = "the held-out episodes have no reward that is trained on"
-        progress.say_once(f"{what}, so no checkpoint is best; known: {known}")
+        progress.say_once(
+            f"the held-out episodes have no reward that is trained on, so no checkpoint is best; known: {known}"
+        )
         return False
     here = checkpoint_name(run.state.steps)
     run.best = {**run.best, **_best_of(run, lines, here)}
@@ -129,5 +126,5 @@ def _figures(run: RolloutRun, held_out: Mapping[str, float]) -> dict[str, float]
     """What an evaluation says of each policy, in the roles that it has in evaluations."""
     policies = run.state.policies
     roles = {name: of for name in policies.trained if (of := policies.roles_of(name))}
-    by, seats = run.config.evaluation.best_by, any(recipe.attribution.seats for recipe in run.recipes_of_training)
-    return judged_figures(held_out, roles, by or ("reward" if seats else ""))
+    seats = any(recipe.attribution.seats for recipe in run.recipes_of_training)
+    return judged_figures(held_out, roles, seats)

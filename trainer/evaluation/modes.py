@@ -77,7 +77,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """A call at the same place draws the same random numbers in every mode."""
     threads: int | None = None
-    """CPU threads of the sampler; without a value as `sampling.threads` has it."""
+    """CPU threads of the sampler; without a value one for each core, or one for a model of less than 16 million
+    parameters."""
     out: str | Path | None = None
     """New folder for the records and evaluation.json; without a value RUN/eval, or RUN/eval-2, ... after it. Of an
     export nothing is stored without it."""

@@ -49,10 +49,8 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
         held |= {"since": since, "until": store.figures().marks(), "after": name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
-    filters = EpisodeFilters(app=settings.app, version=settings.version)
+    filters = EpisodeFilters(app=settings.app)
     said = [f"app {settings.app}"] if settings.app else []
-    if settings.version is not None:
-        said.append(f"version {settings.version}")
     if settings.since == "last":
         filters = msgspec.structs.replace(filters, new=(since, until))
         said.append(f"what is new since {held['after']}" if held["after"] else "everything, as no run came before")

@@ -108,9 +108,9 @@ class PreferenceLearner(LearnerAround):
         return preferences(gained[::2], gained[1::2], self._settings.beta)
 
     def _answers(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
-        """log pi of each whole answer, or the mean over its tokens."""
+        """log pi of each whole answer."""
         found = [values.astype(np.float64) for values in self.inner.logprobs(policy, rows)]
-        return [float(values.mean() if self._settings.length_normalised else values.sum()) for values in found]
+        return [float(values.sum()) for values in found]
 
 
 def _counted(row: TrainRow, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

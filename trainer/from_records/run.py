@@ -188,10 +188,7 @@ def _check_same(folder: RunFolder, recorded: Recorded) -> None:
 
 
 def _loss(config: TrainConfig) -> LossSpec:
-    loss = FROM_RECORDS[config.recipe or ""]
-    if config.recipe == "dpo" and config.dpo.length_normalised:
-        return msgspec.structs.replace(loss, aggregation="sequence_mean")
-    return loss
+    return FROM_RECORDS[config.recipe or ""]
 
 
 def _objective(config: TrainConfig, learner: Learner) -> Objective:

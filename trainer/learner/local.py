@@ -23,6 +23,7 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
+from cotune.integrations.models.bfloat16 import LARGE
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
@@ -52,6 +53,18 @@ from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.update_tokens import Update, UpdateTokens
 
 Batches = Sequence[Sequence[int]]
+
+
+def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings) -> None:
+    """Let torch compute with one thread on the CPU if the models are small: their passes are too short to divide."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    elif all(_parameters(model) < LARGE for model in models.values()):
+        torch.set_num_threads(1)
+
+
+def _parameters(model: PolicyModel) -> int:
+    return sum(parameter.numel() for parameter in model.network.parameters())
 
 
 class LocalLearner:
@@ -103,9 +116,8 @@ class LocalLearner:
         """
         check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
         models = open_joined(model, policies, settings, needing_untrained(policies, loss, own), seed)
+        use_threads_for(models, settings)
         return cls(models, settings, loss, own=own, seed=seed)
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:

@@ -20,7 +20,7 @@ from cotune.trainer.run.run_folder import RunFolder
 
 MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "probe_bound",
-    "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
+    "sampling.timeout", "learner.device",
     "learner.dtype", "learner.micro_batch_tokens",
     "learner.memory",
     "evaluation", "guard", "engine", "engine_url", "engine_args", "cluster",

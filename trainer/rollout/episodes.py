@@ -34,7 +34,7 @@ async def run_episodes(
     """
     responder = answering(run, plan, run.served() if policies is None else policies, stream)
     batch = msgspec.structs.replace(
-        batch, concurrency=run.config.concurrency, timeout=run.config.episode_timeout, max_calls=run.max_calls
+        batch, concurrency=run.config.episodes_at_once, timeout=run.config.episode_timeout, max_calls=run.max_calls
     )
     return await run.runner.run(batch, responder)
 

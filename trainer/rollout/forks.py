@@ -43,7 +43,7 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
-    chosen = choose_forks(forkable, fork_rule(config.forks), config.forks_per_episode, seed)
+    chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed)
     return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
 
 
@@ -109,7 +109,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
     for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
         able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
-        forks = choose_forks(able, rule, config.replay.forks_per_episode, 0)
+        forks = choose_forks(able, rule, config.replay.budget, 0)
         seen.append((len(calls), len(forks), budget(calls, forks, k)))
     count = max(1, len(seen))
     calls_mean = sum(calls for calls, _, _ in seen) / count

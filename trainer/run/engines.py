@@ -134,8 +134,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         url=url,
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
         gpus=math.ceil(config.cluster.gpus_per_engine),
-        threads=config.sampling.threads,
-        prefix_cache=config.sampling.prefix_bytes(),
+        prefix_cache=config.sampling.prefix_bytes,
         dtype=None if "full" in kinds or config.cluster.on_ray else _dtype(config),
         weights=one.weights,
         policies=policy_count(config, one.model),
@@ -149,7 +148,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 
 def sequences_at_once(config: TrainConfig) -> int:
     """How many candidates one engine is asked for at once, if every episode in flight makes one call."""
-    return -(-config.concurrency * candidates_of_call(config) // max(1, config.cluster.engines))
+    return -(-config.episodes_at_once * candidates_of_call(config) // max(1, config.cluster.engines))
 
 
 def candidates_of_call(config: TrainConfig) -> int:

@@ -12,6 +12,9 @@ from cotune.records.structs import Task
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
+EASY = 0.6
+"""Mean reward of its episodes from which on a task is easy."""
+
 
 class Curriculum:
     """The tasks of each step (from 0): those of one level after the other, from the easiest, each level for
@@ -72,7 +75,7 @@ def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], known: Map
     arXiv 2509.23866: dynamic rollout number)."""
     if config.k_easy is None:
         return {}
-    return {task.id: config.k_easy for task in tasks if task.id in known and known[task.id].reward >= config.easy}
+    return {task.id: config.k_easy for task in tasks if task.id in known and known[task.id].reward >= EASY}
 
 
 def _level(task: Task, by: str) -> float:

@@ -32,7 +32,7 @@ async def solve(task):
 def varied(candidate, call, task):
     return sum(map(ord, candidate.text)) % 7
 """
-SMALL = "--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=3 --set learner.device=cpu --set learner.threads=1"
+SMALL = "--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=3 --set learner.device=cpu"
 
 
 @pytest.fixture(scope="module")

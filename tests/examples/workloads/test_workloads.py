@@ -180,7 +180,7 @@ def trained(workload: Workload, base: Path, tasks: Path, plan: str, *options: st
         "--set",
         "sampling.max_tokens=4",
     ]
-    words += ["--lr", "1e-3", "--set", "learner.threads=1", *workload.options, *options, "--out", str(out)]
+    words += ["--lr", "1e-3", *workload.options, *options, "--out", str(out)]
     assert main(words) == 0
     return out
 

@@ -35,7 +35,7 @@ def make_run(
     settings = {"model": str(model), "sampling": {"max_tokens": 4}, **settings}
     run = RunFolder.create(folder, convert(settings), workflow="app:solve", tasks=tasks)
     run.close()
-    learner = LocalLearner.open(str(model), policies, LearnerSettings(threads=1), LossSpec())
+    learner = LocalLearner.open(str(model), policies, LearnerSettings(), LossSpec())
     generator = np.random.default_rng(seed)
     for name in policies.trained:
         moved = {

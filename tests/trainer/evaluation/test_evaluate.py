@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def learner(model: Path) -> LocalLearner:
-    return LocalLearner.open(str(model), policies_for("lora", ROLES, LORA), LearnerSettings(threads=1), LossSpec())
+    return LocalLearner.open(str(model), policies_for("lora", ROLES, LORA), LearnerSettings(), LossSpec())
 
 
 def run_of(settings: dict[str, Any], learner: LocalLearner, folder: Path) -> RunFolder:

@@ -210,7 +210,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
                 signal.raise_signal(signal.SIGINT)
 
     learn(trainer, records, to="straight")
-    settings = {"model": str(trainer.base), "learner": {"lr": 3e-3, "threads": 1, "device": "cpu"}, **STEPS}
+    settings = {"model": str(trainer.base), "learner": {"lr": 3e-3, "device": "cpu"}, **STEPS}
     run = tmp_path / "stopped"
     summary = train(
         application(converse), None, settings, out=run, console=Impatient(), recipe="sft", records=str(records)

@@ -10,6 +10,7 @@ from cotune.trainer.config.learner import LearnerSettings
 class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):
     """The constants of `LearnerSettings` as fields."""
 
+    threads: int | None = LearnerSettings.threads
     shared_prompts: bool = LearnerSettings.shared_prompts
     activation_checkpointing: bool | Literal["auto"] = LearnerSettings.activation_checkpointing
     tree_attention: Literal["blocks", "flex"] = LearnerSettings.tree_attention

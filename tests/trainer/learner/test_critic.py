@@ -24,7 +24,7 @@ from tests.trainer.learner.learner_rows import change, make_rows
 from tests.trainer.tiny_app import application, converse
 
 LOSS = msgspec.structs.replace(recipe("cory").loss, kl=0.0)
-SETTINGS = LearnerSettings(lr=1e-3, threads=1, device="cpu")
+SETTINGS = LearnerSettings(lr=1e-3, device="cpu")
 
 
 def test_gae_by_hand():

@@ -25,7 +25,7 @@ from tests.integrations import tiny_models
 from tests.trainer.learner.learner_rows import make_rows
 
 pytestmark = pytest.mark.slow
-SETTINGS = LearnerSettings(threads=1, dtype="float32")
+SETTINGS = LearnerSettings(dtype="float32")
 RANKS = 2
 
 

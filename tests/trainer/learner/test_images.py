@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 LORA = LoraSpec(rank=4, alpha=8.0)
 POLICY = PolicyRef("p")
 SIGHT = ("vision", "connector", "projector")
-SETTINGS = LearnerSettings(lr=1e-2, threads=1, device="cpu")
+SETTINGS = LearnerSettings(lr=1e-2, device="cpu")
 
 
 @pytest.fixture(scope="module", params=["llava", "idefics3"])

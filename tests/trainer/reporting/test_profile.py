@@ -36,7 +36,7 @@ def test_the_second_step_of_a_command_is_traced_and_its_path_printed(
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     run = tmp_path / "run"
-    words = new_run(tiny_base, run, 3, "--profile", "-k", "4", "--set", "learner.threads=1")
+    words = new_run(tiny_base, run, 3, "--profile", "-k", "4")
     assert cli.main(["train", *words]) == 0
     file = run / "profile" / "step-000002.trace.json.gz"
     said = "".join(capsys.readouterr())

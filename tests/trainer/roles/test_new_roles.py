@@ -130,7 +130,7 @@ def test_the_learner_before_is_gone_when_one_with_a_new_role_is_opened(
 def test_a_run_resumed_where_a_role_was_first_seen_goes_on_with_its_policy(trainer: Trainer) -> None:
     """The checkpoint after the step knows the role; the resumed run ends as the whole one."""
     settings = {"tasks_per_step": 4, "plan": {"kind": "independent", "k": 8}, "concurrency": 1}
-    settings["sampling"] = {"prefix_cache": "0B"}  # which is cold after an interruption
+    settings["sampling"] = {"repeatable": True}  # which is cold after an interruption
     whole = trainer(application(run), LATE, steps=3, to="whole", **settings)
     trainer(application(run), LATE, steps=1, **settings)
     saved = load_checkpoint(trainer.folder / "run" / "checkpoints")[0]

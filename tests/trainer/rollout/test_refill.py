@@ -25,7 +25,7 @@ SETTINGS = {
     "plan": {"k": 8},
     "learner": {"lr": 1e-4},
     "concurrency": 1,
-    "sampling": {"prefix_cache": "0B"},
+    "sampling": {"repeatable": True},
 }
 
 

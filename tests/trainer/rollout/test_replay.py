@@ -52,7 +52,7 @@ class Records:
 
 @pytest.fixture(scope="module")
 def ran(module_trainer: Trainer) -> tuple[Trainer, Records]:
-    module_trainer(application(relay), steps=2, replay={"forks_per_episode": 2}, to="ran", **SETTINGS)
+    module_trainer(application(relay), steps=2, replay={"budget": 2}, to="ran", **SETTINGS)
     return module_trainer, Records(module_trainer, "ran")
 
 
@@ -112,7 +112,7 @@ def test_what_is_shown_of_a_step_is_what_it_was_trained_on(ran: tuple[Trainer, R
 
 
 def test_recipe_c3_trains_on_the_candidates_of_forks_alone(trainer: Trainer):
-    trainer(application(relay), steps=1, recipe="c3", replay={"forks_per_episode": 2}, **SETTINGS)
+    trainer(application(relay), steps=1, recipe="c3", replay={"budget": 2}, **SETTINGS)
     (line,) = trainer.metrics()
     _, branches = Records(trainer).of(0)
     calls = Records(trainer).calls
@@ -253,7 +253,7 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
         ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' is not one of all, first:N"),
         ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
-        ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0 must be 1 or more"),
+        ({"replay": {"budget": 0}}, "replay.budget = 0 must be 1 or more"),
         ({"recipe": "dr_mas"}, "plan = 'replay' cannot be used with dr_mas"),
         ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent' cannot be used with recipe c3"),
     ],

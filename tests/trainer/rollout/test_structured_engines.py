@@ -77,7 +77,7 @@ def test_every_reply_is_valid_and_its_probabilities_are_the_learners(
         for i, (_, prompt, grammar, reply) in enumerate(drawn)
     ]  # fmt: skip
     policies = Policies({"p": PolicySpec(name="p")}, {"r": "p"})
-    learner = LocalLearner.open(str(spoken), policies, LearnerSettings(device="cpu", threads=1), recipe("dr_mas").loss)
+    learner = LocalLearner.open(str(spoken), policies, LearnerSettings(device="cpu"), recipe("dr_mas").loss)
     found = learner.logprobs("p", rows)
     gaps = [float(np.abs(mine - np.array(row.logprobs)).max()) for mine, row in zip(found, rows, strict=True)]
     assert max(gaps) < 1e-4

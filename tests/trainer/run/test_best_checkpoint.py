@@ -26,7 +26,8 @@ from tests.trainer.tiny_app import application, ask, letters
 
 
 class Scripted:
-    """Outcomes of the held-out task, one after the other, in a new run that of the base first."""
+    """Outcomes of the held-out task, one after the other, in a new run that of the base first. `score` is the same for
+    each role."""
 
     def __init__(self, held_out: Sequence[float]) -> None:
         self.left = list(held_out)
@@ -38,6 +39,14 @@ class Scripted:
         await ask("first", f"say {task['letter']}")
         await ask("second", f"say {task['letter']}")
         return self.now if task["id"] == "held" else 0.0
+
+    def score(self, candidate: Any, call: Any, task: Any) -> float:
+        return self.now if task["id"] == "held" else letters(candidate, call, task)
+
+
+def scripted_app(held_out: Sequence[float], *roles: str) -> Any:
+    script = Scripted(held_out)
+    return application(script, **dict.fromkeys(roles, script.score))
 
 
 def held_out(trainer: Trainer, **settings: Any) -> dict[str, Any]:
@@ -53,8 +62,8 @@ def steps_kept(trainer: Trainer) -> list[str]:
 def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app = application(Scripted([0.0, 0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
-    evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
+    app = scripted_app([0.0, 0.2, 0.8, 0.5, 0.8, 0.7], "first", "second")
+    evaluation = held_out(trainer, keep_best=True, patience=2)
     settings = {"steps": 9, "checkpoint_every": 3, "policies": "full"}
     summary = trainer(app, evaluation=evaluation, **settings)
     assert (summary.finished, summary.steps) == (True, 4)
@@ -63,7 +72,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == dict.fromkeys(("first", "second"), Best("step-000002", 0.8))
     assert steps_kept(trainer) == ["step-000002", "step-000003", "step-000004"]
-    assert [line["held_out"]["outcome"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
+    assert [line["held_out"]["reward"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
     assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
 
     assert main(["export", str(run), "--out", str(trainer.folder / "best"), "--step", "best"]) == 0
@@ -72,7 +81,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     exported = json.loads((trainer.folder / "best" / "roles.json").read_text())
     assert {policy["version"] for policy in exported["policies"]} == {2}
 
-    again = trainer.resume(application(Scripted([0.9, 0.1]), first=letters, second=letters), steps=6)
+    again = trainer.resume(scripted_app([0.9, 0.1], "first", "second"), steps=6)
     assert (again.finished, again.steps, again.ended) == (True, 6, "")
     assert read_best(run / "checkpoints")["first"] == Best("step-000005", 0.9)
     assert steps_kept(trainer) == ["step-000005", "step-000006"]
@@ -94,13 +103,13 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
 
     checkpoints = trainer.folder / "run" / "checkpoints"
     monkeypatch.setattr(checkpoint, "KEPT_CHECKPOINTS", 1)
-    evaluation = held_out(trainer, keep_best=True, best_by="outcome")
+    evaluation = held_out(trainer, keep_best=True)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("cotune.trainer.run.checkpoint.shutil.rmtree", killed)
-        trainer(application(Scripted([0.0, 0.2, 0.8]), first=letters), evaluation=evaluation, steps=4)
+        trainer(scripted_app([0.0, 0.2, 0.8], "first"), evaluation=evaluation, steps=4)
     best = {"first": Best("step-000002", 0.8)}
     assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002"]
-    again = application(Scripted([0.5]), first=letters)
+    again = scripted_app([0.5], "first")
     trainer.resume(again, steps=3)
     assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002", "step-000003"]
 
@@ -147,7 +156,7 @@ def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: 
 
     file, run = trainer.folder / "held.jsonl", trainer.folder / "run"
     file.write_text("".join(json.dumps({"id": f"held{i}", "letter": "h"}) + "\n" for i in range(2)))
-    evaluation = {"tasks": str(file), "every": 1, "keep_best": True, "patience": 2, "best_by": "reward"}
+    evaluation = {"tasks": str(file), "every": 1, "keep_best": True, "patience": 2}
     settings = {"plan": {"kind": "independent"}, "concurrency": 1, "steps": 9}
     summary = trainer(application(solve), evaluation=evaluation, **settings)
     assert figures("reward") == figures("reward/first") == pytest.approx([-1.0, 0.4, -1.0, 0.3])
@@ -182,7 +191,7 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(
 
     app = application(Scripted([0.0] * 4), first=scripted("first"), second=scripted("second"))
     settings = {"steps": 3, "policies": "full"}
-    trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="reward"), **settings)
+    trainer(app, evaluation=held_out(trainer, keep_best=True), **settings)
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == {"first": Best("step-000001", 0.9), "second": Best("step-000003", 0.8)}
     assert steps_kept(trainer) == ["step-000001", "step-000002", "step-000003"]
@@ -205,9 +214,9 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(
     ("held", "best"), [([0.9, 0.5, 0.4], Best("step-000000", 0.9)), ([0.2, 0.5, 0.4], Best("step-000001", 0.5))]
 )
 def test_the_policies_that_a_run_starts_from_may_be_its_best(trainer: Trainer, held: list[float], best: Best) -> None:
-    trainer(application(Scripted([0.0]), first=letters), to="earlier", steps=1)
-    evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
-    app = application(Scripted([*held, 0.3]), first=letters)
+    trainer(scripted_app([0.0], "first"), to="earlier", steps=1)
+    evaluation = held_out(trainer, keep_best=True, patience=2)
+    app = scripted_app([*held, 0.3], "first")
     trainer(app, init=str(trainer.folder / "earlier"), evaluation=evaluation, steps=2)
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == {"first": best}
@@ -225,13 +234,11 @@ def test_what_an_evaluation_says_of_each_policy() -> None:
     held = {"success": 0.5, "reward": 2.0, "reward/a": 1.0, "reward/b": 4.0, "b/x": 3.0, "episodes": 9.0}
     policies = {"one": ["a", "b"], "two": ["b"], "three": ["c"]}
     own = {"one": 2.5, "two": 4.0}
-    assert judged_figures(held, policies, "") == dict.fromkeys(policies, 0.5)
-    assert judged_figures(held, policies, "reward") == own, "nothing is known of a policy without a call"
-    assert judged_figures({name: x for name, x in held.items() if name != "success"}, policies, "") == own
-    assert judged_figures(held, policies, "b/x") == dict.fromkeys(policies, 3.0)
-    assert judged_figures(held, policies, "none") == {}
+    assert judged_figures(held, policies, False) == dict.fromkeys(policies, 0.5)
+    assert judged_figures(held, policies, True) == own, "nothing is known of a policy without a call"
+    assert judged_figures({name: x for name, x in held.items() if name != "success"}, policies, False) == own
     game = {**held, "against_untrained/a": -1.0, "against_untrained/b": 0.0}
-    assert judged_figures(game, policies, "") == judged_figures(game, policies, "reward") == {"one": -0.5, "two": 0.0}
+    assert judged_figures(game, policies, False) == judged_figures(game, policies, True) == {"one": -0.5, "two": 0.0}
 
 
 def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> None:

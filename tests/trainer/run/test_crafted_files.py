@@ -103,7 +103,7 @@ def test_the_metadata_of_a_distributed_checkpoint(trainer: Trainer, run: Path, e
 
 def test_a_learner_alone(tiny_base: Path, tmp_path: Path, evil: bytes, mark: Path) -> None:
     policies = policies_for("shared", ["first"], LoraSpec(rank=4))
-    learner = LocalLearner.open(str(tiny_base), policies, LearnerSettings(device="cpu", threads=1), LossSpec())
+    learner = LocalLearner.open(str(tiny_base), policies, LearnerSettings(device="cpu"), LossSpec())
     learner.save(tmp_path)
     for file in [path for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")]:
         whole = file.read_bytes()

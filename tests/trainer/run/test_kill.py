@@ -108,8 +108,8 @@ def test_killed_and_resumed(
     seed = random.randrange(10**6)
     record_property("seed", seed)
     first, *others = moments_of(run, kills, random.Random(seed))
-    settings = ["learner.threads=1", "learner.device=cpu", "concurrency=1"]
-    settings.append("sampling.prefix_cache=0B")  # which is cold after a kill, and rounds otherwise when it is warm
+    settings = ["learner.device=cpu", "concurrency=1"]
+    settings.append("sampling.repeatable=true")  # which is cold after a kill, and rounds otherwise when it is warm
     begin = [
         *("app.py:solve", "--tasks", "tasks.jsonl", "--model", str(tiny_base), "--out", "run", "--lr", "3e-3"),
         *("--steps", str(steps), "--tasks-per-step", "3", "-k", str(K)),

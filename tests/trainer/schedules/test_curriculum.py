@@ -53,7 +53,7 @@ def test_a_lowered_number_of_tasks_holds_in_the_levels_after_it():
 
 
 def test_easy_tasks_get_fewer_episodes():
-    config = CurriculumConfig(k_easy=2, easy=0.6)
+    config = CurriculumConfig(k_easy=2)
     assert fewer_episodes(config, tasks(0, 0, 0), {"0": TaskFacts(0.6), "1": TaskFacts(0.5)}) == {"0": 2}
     assert fewer_episodes(CurriculumConfig(), tasks(0), {"0": TaskFacts(1.0)}) == {}
 

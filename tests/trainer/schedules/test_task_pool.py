@@ -203,7 +203,7 @@ def test_a_run_comes_to_draw_the_tasks_that_differ(trainer):
 
 
 def test_a_resumed_run_is_equal_to_the_bit(trainer):
-    app, alone = application(graded), {"concurrency": 1, "sampling": {"prefix_cache": "0B"}}
+    app, alone = application(graded), {"concurrency": 1, "sampling": {"repeatable": True}}
     trainer(app, GRADED, to="whole", steps=4, **SETTINGS, **alone)
     trainer(app, GRADED, to="broken", steps=2, **SETTINGS, **alone)
     trainer.resume(app, GRADED, to="broken", steps=4)

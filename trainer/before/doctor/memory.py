@@ -124,7 +124,7 @@ def measure_bases(
 def _episodes_at_once(config: TrainConfig) -> int:
     """Episodes that run at a time: no more than those of a step, and in mode async of the steps ahead too."""
     of_step = config.tasks_per_step * (config.plan.k if config.plan.kind == "independent" else 1)
-    return min(config.concurrency, of_step * (1 + config.ahead))
+    return min(config.episodes_at_once, of_step * (1 + config.ahead))
 
 
 def trained_policies(config: TrainConfig, names: Collection[str]) -> int:
@@ -280,7 +280,7 @@ def sampler_memory(
     trained = size.adapter or size.parameters
     published = load.policies * (1 + config.ahead) * trained * each
     published += trained * (8 + each) if load.policies else 0  # one arrives, is read and copied
-    kept = config.sampling.prefix_bytes()
+    kept = config.sampling.prefix_bytes
     parts = {
         **_libraries("sampler", device),
         "weights": size.rounded_bytes(1) - 4.0 * _untied(size) if size.rounded else float(size.parameters * each),
@@ -397,8 +397,6 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
             found.append("shorten prompts or lower sampling.max_tokens")
         elif name == PAGES:
             found.append("set learner.memory, under which no pages are kept")
-        elif name.startswith("earlier"):
-            found.append("lower sampling.prefix_cache")
         elif name.startswith(("gradients", "published")) and not lora:
             found.append('policies = "lora"')
             found += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []

@@ -76,7 +76,7 @@ def estimate_step(
     obstacle = _obstacle(config)
     if obstacle:
         raise NoEstimateError(obstacle)
-    sampling_rates, learning_rates = _find_rates(config, machine)
+    sampling_rates, learning_rates = _find_rates(config, machine, max(size.parameters for size, _ in bases.values()))
     calls = calls or count_calls(config)
     answer = config.sampling.max_tokens
     learner = next((process for process in plan if process.process == "learner"), None)
@@ -139,16 +139,20 @@ def _share_of_calls(config: TrainConfig, base: int) -> float:
     return sum(len(policy.roles) for policy in config.policy if policy.name in names) / roles
 
 
-def _find_rates(config: TrainConfig, machine: Machine) -> tuple[Rates, Rates]:
-    """The rates of sampler and learner. Raises NoEstimateError for a GPU that is not known by its name."""
+def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple[Rates, Rates]:
+    """The rates of sampler and learner for a model of so many parameters. Raises NoEstimateError for a GPU that is not
+    known by its name."""
+    from cotune.integrations.models.bfloat16 import LARGE
+
     settings = config.learner
+    threads = None if parameters >= LARGE else 1  # as sampler and learner choose them
     if samples_on_gpu(config, machine):
         sampling = _published_rates(machine.gpus[0].name, "bfloat16")
     else:
-        sampling = measure_cpu("float32", config.sampling.threads)
+        sampling = measure_cpu("float32", threads)
     if learns_on_gpu(config, machine):
         return sampling, _published_rates(machine.gpus[0].name, settings.precision)
-    return sampling, measure_cpu(settings.precision, settings.threads)
+    return sampling, measure_cpu(settings.precision, threads)
 
 
 def _published_rates(name: str, dtype: str) -> Rates:

@@ -29,7 +29,7 @@ from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings, PolicyTraining
 from cotune.trainer.learner.fsdp.loading import open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
-from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.local import LocalLearner, use_threads_for
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -129,8 +129,6 @@ class FsdpWorker:
     ) -> None:
         """Load the trained policies, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
         allow_tf32(torch.device(self._device))
         # Rank 0 has whole models, in the memory of the CPU. The others get their part of the weights from it.
         whole = msgspec.structs.replace(settings, device="cpu")
@@ -141,6 +139,7 @@ class FsdpWorker:
 
         mesh = init_device_mesh(self._device, (self._size,))
         opened = open_divided(load, lambda models: shard(models, mesh, settings.precision), self._device)
+        use_threads_for(opened, settings)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:

@@ -66,7 +66,7 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
 
 
 def run(base: Path, url: str, folder: Path, address: str = "local", **settings: Any) -> list[dict[str, Any]]:
-    learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
+    learner = {"lr": 3e-3, "device": "cpu"}
     given = {
         "model": str(base),
         "steps": 2,
