@@ -15,7 +15,6 @@ from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.prompts import prompts_for
-from cotune.episodes.episode import activators
 from cotune.episodes.later_feedback import check_key
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.tracing import Trace
@@ -24,6 +23,7 @@ from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.carrying import carry_context
 from cotune.recording.context import current_episode, recording
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor
 from cotune.recording.roles import RolesFunction, roles_function
@@ -196,7 +196,7 @@ class Deployment:
         if local is not None:
             self.served = local.served
             self._responder = LocalResponder(local, self._override)
-        for activate in activators:
+        for activate in hooks.activators:
             activate()
         carry_context(callers=self._roles is not None)
         self._entered = current_episode.set(self._episode())

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from cotune.episodes.episode import activators, starters
-from cotune.episodes.workflows import runners, workflow
+from cotune.episodes.workflows import workflow
 from cotune.errors import CotuneError, Outage
 from cotune.lazy_names import opener
-from cotune.recording.chance import freezers
+from cotune.recording.hooks import hooks
 from cotune.recording.role import role
 from cotune.replay.tools import recorded
 from cotune.sampling.scoring import Feedback
@@ -105,9 +104,9 @@ def _be_quiet() -> None:
     be_quiet()
 
 
-activators.append(_activate)
-starters.append(_be_quiet)
-freezers.append(_freeze)
-runners.append(_graph_runner)
+hooks.activators.append(_activate)
+hooks.starters.append(_be_quiet)
+hooks.freezers.append(_freeze)
+hooks.runners.append(_graph_runner)
 # Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import.
 _activate_on_import()

@@ -23,7 +23,7 @@ PRINTS = {
     "tables.py",
     *(
         f"cli/printing/{name}.py"
-        for name in ("episode", "first_page", "groups", "overview", "prompts", "runs", "steps")
+        for name in ("by_setting", "episode", "first_page", "groups", "overview", "prompts", "runs", "steps")
     ),
     "cli/trace.py",
 }

@@ -23,6 +23,7 @@ from cotune.records.ids import address
 from cotune.records.structs import Record
 from cotune.records.wire import pack
 from cotune.runtime.forks import survives_fork
+from cotune.runtime.process_state import ProcessState
 from cotune.storage.state_folder import state_folder
 
 log = logging.getLogger("cotune.collect")
@@ -312,26 +313,30 @@ def spool_bound() -> int:
     return int(text) << 20
 
 
-_senders: dict[tuple[str, str], Sender] = {}
-_lock = threading.Lock()
+class Senders(ProcessState):
+    """The senders of this process, by address and application."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[tuple[str, str], Sender] = {}
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked child, another thread of the parent may have held it."""
+        self.lock = threading.Lock()
 
 
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_fresh_lock)
+_senders = Senders()
+os.register_at_fork(after_in_child=_senders.renew_lock)
 
 
 def sender(url: str, app: str = "") -> Sender:
     """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError."""
     app = app or os.environ.get("COTUNE_APP", "")
-    with _lock:
-        found = _senders.get((url, app))
-        if found is None:
-            found = _senders[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
-        return found
+    with _senders.lock:
+        known = _senders.by_address.get((url, app))
+        if known is None:
+            known = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
+        return known
 
 
 def is_collector(path: object) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -18,6 +18,7 @@ from cotune.recording.app_parts import Parts
 from cotune.recording.carrying import carry_context
 from cotune.recording.chance import Chance, start_freezing
 from cotune.recording.context import recording
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.failure_cause import FailureCause, failure_cause
 from cotune.records.structs import Episode, Task
@@ -26,11 +27,6 @@ from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, setting, user_code
 from cotune.sampling.scoring import components, parted
 from cotune.user_objects import remedy_of
-
-activators: list[Callable[[], None]] = []
-"""Run before every episode, cheaply: it installs the integrations."""
-starters: list[Callable[[], None]] = []
-"""Run before every episode of a workflow that cotune runs itself, cheaply: it keeps frameworks from asking the user."""
 
 _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
 """What frameworks say of a crew or team that is asked to run twice at once."""
@@ -101,7 +97,7 @@ async def run_episode(
     `responder` answers the calls in place of the application's provider. Cancelling records the episode as cancelled.
     Raises ConfigError where clock, uuid and random cannot be recorded.
     """
-    for start in (*activators, *starters):
+    for start in (*hooks.activators, *hooks.starters):
         start()
     if options.freeze:
         start_freezing()

@@ -16,7 +16,6 @@ import msgspec
 
 from cotune.collecting.sender import Sender, is_collector, sender
 from cotune.collecting.sink import CollectorRecords, Rates, check_rates
-from cotune.episodes.episode import activators
 from cotune.episodes.later_feedback import check_key
 from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
 from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
@@ -25,6 +24,7 @@ from cotune.prompts.file import read_prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.carrying import carry_context
 from cotune.recording.context import current_episode
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.rewards import reward_records
@@ -196,7 +196,7 @@ class Trace:
     def __enter__(self) -> Self:
         if self._live is not None:
             raise WorkflowError("This trace has been used.", "Make another one: with cotune.trace(...) as t.")
-        for activate in activators:
+        for activate in hooks.activators:
             activate()
         outer = current_episode.get()
         inherited = outer.redaction.redactors if outer and outer.redaction else ()

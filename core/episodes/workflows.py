@@ -15,6 +15,7 @@ from cotune.judging.episodes import EpisodeJudge
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.context import current_episode
+from cotune.recording.hooks import GraphRunner, hooks
 from cotune.recording.redaction import Redaction, Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
 from cotune.runtime.user_code import setting
@@ -29,10 +30,6 @@ ScorerT = TypeVar("ScorerT", bound=Scorer)
 GroupScorerT = TypeVar("GroupScorerT", bound=GroupScorer)
 JudgeT = TypeVar("JudgeT", bound=EpisodeJudge)
 RedactorT = TypeVar("RedactorT", bound=Redactor)
-GraphRunner = Callable[[Any], Awaitable[Any]]
-
-runners: list[Callable[[object], GraphRunner | None]] = []
-"""Integrations that run an application object: each returns a coroutine function of its input, or None."""
 
 _ACCEPTED = "a function of a task, or a compiled LangGraph graph, AutoGen team or Crew with inputs= and reward="
 _ABSENT: Any = object()
@@ -227,7 +224,7 @@ def workflow(
     naming = roles_function(roles)
     if app is _ABSENT:
         return partial(workflow, inputs=inputs, reward=reward, roles=roles)
-    runner = next((run for make in runners if (run := make(app)) is not None), None)
+    runner = next((run for make in hooks.runners if (run := make(app)) is not None), None)
     if runner is not None:
         return _attach(_of_graph(runner, inputs, reward), _called(app), naming)
     if not callable(app) or isinstance(app, type):

@@ -10,18 +10,17 @@ from typing import Any
 
 import msgspec
 
+from cotune.recording.hooks import hooks
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Message
 
 KEPT = 50_000
 """Values that are kept of one episode; further ones are not given again."""
-freezers: list[Callable[[], None]] = []
-"""Run before an episode that is frozen, cheaply: it hooks clock, uuid and random."""
 
 
 def start_freezing() -> None:
     """Hook clock, uuid and random for all frozen episodes to come. Raises ConfigError where that cannot be."""
-    for hook in freezers:
+    for hook in hooks.freezers:
         hook()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NamedTuple, TypeVar
 
 from cotune.recording.call_records import CallerContext
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redaction
 from cotune.runtime.user_code import setting
@@ -43,8 +44,6 @@ for the calls of its consumer. So its roles hold for calls that have the generat
 """
 
 current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)
-scope_finders: list[Callable[[], CallerContext | None]] = []
-"""How integrations find a scope that is not entered by `entered`, for example the node of a graph."""
 
 
 class RoleOverride(NamedTuple):
@@ -154,7 +153,7 @@ def _enclosing() -> CallerContext | None:
 
 def _found_scope() -> CallerContext | None:
     try:
-        return next((found for find in scope_finders if (found := find()) is not None), None)
+        return next((found for find in hooks.scope_finders if (found := find()) is not None), None)
     except Exception as error:  # noqa: BLE001
         _count_unidentified(error)
         return None

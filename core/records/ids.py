@@ -14,17 +14,31 @@ from typing import Any
 
 import msgspec
 
+from cotune.runtime.process_state import ProcessState
+
 _PAIRS = [a + b for a in "0123456789ABCDEFGHJKMNPQRSTVWXYZ" for b in "0123456789ABCDEFGHJKMNPQRSTVWXYZ"]
-_lock = threading.Lock()
-_last = 0
+
+
+class LastId(ProcessState):
+    """The last id that this process has made."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A forked child has a lock of its own, and does not count on from its parent's last id."""
+        self.lock, self.value = threading.Lock(), 0
+
+
+_last = LastId()
+os.register_at_fork(after_in_child=_last.reset)
 
 
 def new_id() -> str:
     """A 26-character ULID, strictly increasing within this process: ids of one millisecond count up from the first."""
-    global _last
     new = time.time_ns() // 1_000_000 << 80 | int.from_bytes(os.urandom(10))
-    with _lock:
-        _last = value = new if new >> 80 > _last >> 80 else _last + 1
+    with _last.lock:
+        _last.value = value = new if new >> 80 > _last.value >> 80 else _last.value + 1
     return ulid(value)
 
 
@@ -34,15 +48,6 @@ def ulid(value: int) -> str:
     for shift in range(120, -1, -10):
         text += _PAIRS[value >> shift & 1023]
     return text
-
-
-def _after_fork() -> None:
-    """A child has a lock of its own, and does not count on from its parent's last id."""
-    global _lock, _last
-    _lock, _last = threading.Lock(), 0
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def candidate_id(call_id: str, index: int) -> str:

@@ -7,7 +7,7 @@ import random
 import sys
 import uuid
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -30,15 +30,11 @@ _STARTS = ("asyncio", "threading", "concurrent")
 _urandom = os.urandom
 _seed = random.Random.seed
 _uuid_time: Callable[[], tuple[bytes, int]] | None = getattr(uuid, "_generate_time_safe", None)
-_installed = False
 
 
+@cache
 def install() -> None:
     """Hook them, also where a module has taken `random.random` and the like by name. Idempotent."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     shared: Any = random._inst
     originals = (random.random, random.getrandbits, _urandom)
     shared.__class__ = _Shared  # the other functions of the module are methods of it

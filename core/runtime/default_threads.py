@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+from cotune.runtime.process_state import state_of_loop
+
 _THREADS = 1024
-_grown: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 class _Threads(ThreadPoolExecutor):
@@ -23,9 +23,10 @@ def grow_threads(loop: asyncio.AbstractEventLoop) -> None:
     Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
     threads per core) would lock up.
     """
-    if loop in _grown:
-        return
-    _grown.add(loop)
+    state_of_loop(loop, "default threads", lambda: _grow(loop))
+
+
+def _grow(loop: asyncio.AbstractEventLoop) -> None:
     default = getattr(loop, "_default_executor", None)
     if default is None or getattr(default, "_thread_name_prefix", "") == "asyncio":
         loop.set_default_executor(_Threads(_THREADS, thread_name_prefix="cotune"))

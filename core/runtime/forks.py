@@ -9,6 +9,8 @@ import traceback
 import weakref
 from typing import NoReturn, Protocol
 
+from cotune.runtime.process_state import ProcessState
+
 
 class Forkable(Protocol):
     def after_fork(self) -> None:
@@ -16,12 +18,27 @@ class Forkable(Protocol):
         ...
 
 
-_known: weakref.WeakSet[Forkable] = weakref.WeakSet()
+class OpenThings(ProcessState):
+    """What this process has open, as far as its children or later openings must know."""
+
+    def __init__(self) -> None:
+        self.forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
+        """Told in a forked child."""
+        self.never_closed: list[object] = []
+        """Connections that are kept, as closing them would harm another process."""
+
+
+_open = OpenThings()
+
+
+def leave_open(*connections: object) -> None:
+    """Keep connections for the life of this process: closing them would harm others, such as the parent process."""
+    _open.never_closed.extend(connections)
 
 
 def survives_fork(thing: Forkable) -> None:
     """Have `thing.after_fork()` called in every child that is forked while `thing` lives."""
-    _known.add(thing)
+    _open.forkable.add(thing)
 
 
 def end_child(error: BaseException | None) -> NoReturn:
@@ -38,7 +55,7 @@ def end_child(error: BaseException | None) -> NoReturn:
 
 
 def _in_child() -> None:
-    for thing in list(_known):
+    for thing in list(_open.forkable):
         thing.after_fork()
 
 

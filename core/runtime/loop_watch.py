@@ -15,12 +15,12 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Iterator
 from types import FrameType
 from typing import TypeVar
 
 from cotune.runtime.process_exit import end_process
+from cotune.runtime.process_state import state_of_loop
 from cotune.runtime.user_code import Stopped, contained, place, user_code
 
 log = logging.getLogger("cotune")
@@ -54,9 +54,7 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    watch = _watches.get(loop)
-    if watch is None:
-        watch = _watches[loop] = _Watch()
+    watch = state_of_loop(loop, "watch", _Watch)
     with watch.over(limit, seconds):
         yield
 
@@ -67,9 +65,8 @@ async def interruptible(work: Awaitable[T]) -> T:
     try:
         return await contained(work)
     except Stopped as error:
-        watch = _watches.get(asyncio.get_running_loop())
-        if watch is not None and isinstance(error.__cause__, Blocked):
-            watch.extend(error.__cause__.seconds)
+        if isinstance(error.__cause__, Blocked):
+            state_of_loop(asyncio.get_running_loop(), "watch", _Watch).extend(error.__cause__.seconds)
         raise
 
 
@@ -152,6 +149,3 @@ def running_context(frame: FrameType | None) -> contextvars.Context | None:
     while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
         frame = frame.f_back
     return getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None
-
-
-_watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -25,12 +24,12 @@ from typing import Any, TypeVar
 
 from cotune.errors import error_text
 from cotune.runtime.forks import end_child
+from cotune.runtime.process_state import state_of_loop
 
 T = TypeVar("T")
 
 MOST_THREADS = 256
 """Pooled functions that run at once on an event loop. More wait."""
-_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 _idle: list[AppThread] = []
 os.register_at_fork(after_in_child=_idle.clear)
 _STANDARD = str(Path(os.__file__).parent)
@@ -123,7 +122,7 @@ async def pooled_thread() -> AsyncIterator[AppThread]:
     """A thread of the pool, once one is free. If it is left while its function still runs, the pool gives it up and
     starts another in its place."""
     loop = asyncio.get_running_loop()
-    gate = _gates.get(loop) or _gates.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
+    gate = state_of_loop(loop, "threads of functions", lambda: asyncio.Semaphore(MOST_THREADS))
     async with gate:
         try:
             thread = _idle.pop()

@@ -6,7 +6,6 @@ A line is `{"id": "<call>.<candidate>", "score": 1.0, "note": "...", "at": ...}`
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import msgspec
 
 from cotune.errors import RecordError
 from cotune.storage.run_layout import RECORDS
-from cotune.storage.whole_file import whole_file
+from cotune.storage.whole_file import REWRITING, whole_file
 
 FILE = "notes.jsonl"
 """Name of the file in a folder with records."""
 LONGEST = 10_000
 """Characters of a note."""
-_lock = threading.Lock()
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +57,7 @@ def read_notes(file: Path) -> dict[str, Note]:
 def write_note(file: Path, note: Note) -> Note | None:
     """Keep a note in place of the earlier one of the same id; one that says nothing only removes that. Returns what is
     kept. Raises OSError where the file cannot be written."""
-    with _lock:
+    with REWRITING:
         notes = read_notes(file)
         notes.pop(note.id, None)
         kept = None

@@ -10,7 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from cotune.runtime.forks import leave_open
 from cotune.runtime.last_flush import flush_at_signals, forget
+from cotune.runtime.process_state import ProcessState
 from cotune.storage.open_store import is_path, open_store, records_file
 from cotune.storage.protocol import Store
 from cotune.storage.sql.store import SqlStore
@@ -32,12 +34,27 @@ class _SharedStore:
     unused_since: float = 0.0
 
 
-_lock = threading.Lock()
-_shared: dict[str, _SharedStore] = {}
-"""By address. The unused ones are in the order in which their last trace ended."""
-_closer: threading.Thread | None = None
-_inherited: list[_SharedStore] = []
-"""Unused stores of the parent process. A forked child must neither use nor close their connections."""
+class SharedStores(ProcessState):
+    """The stores that traces of this process have open, or had a moment ago."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.by_address: dict[str, _SharedStore] = {}
+        """The unused ones are in the order in which their last trace ended."""
+        self.closer: threading.Thread | None = None
+        """Closes stores that stay unused."""
+
+    def in_child(self) -> None:
+        """A forked child has neither the thread nor the file locks of its parent, and opens stores of its own."""
+        self.lock = threading.Lock()
+        self.closer = None
+        for address, shared in list(self.by_address.items()):
+            if not shared.users:
+                leave_open(self.by_address.pop(address))
+
+
+_stores = SharedStores()
+os.register_at_fork(after_in_child=_stores.in_child)
 
 
 def shared_address(address: str | Path) -> str:
@@ -48,18 +65,18 @@ def shared_address(address: str | Path) -> str:
 def acquire_store(address: str) -> Store:
     """The store at a `shared_address`, opened if no trace of this process has it open. Give it back with
     `release_store`. Raises RunError, ConfigError."""
-    with _lock:
-        shared = _shared.get(address)
+    with _stores.lock:
+        shared = _stores.by_address.get(address)
         if shared is None or not shared.users:
             shared = _SharedStore(_open_or_resume(address))
-            _shared[address] = shared
+            _stores.by_address[address] = shared
             flush_at_signals(shared.store.flush)
         shared.users += 1
         return shared.store
 
 
 def _open_or_resume(address: str) -> Store:
-    unused = _shared.pop(address, None)
+    unused = _stores.by_address.pop(address, None)
     if unused is not None:
         resumed = False
         try:
@@ -74,61 +91,46 @@ def _open_or_resume(address: str) -> Store:
 
 def release_store(address: str) -> None:
     """Return when everything written to the store is durable. After its last user, other processes may write to it."""
-    with _lock:
-        store = _shared[address].store
+    with _stores.lock:
+        store = _stores.by_address[address].store
     store.flush()  # outside of the lock, as it may take long
-    with _lock:
-        shared = _shared[address]
+    with _stores.lock:
+        shared = _stores.by_address[address]
         shared.users -= 1
         if shared.users:
             return
         forget(store.flush)
-        del _shared[address]
+        del _stores.by_address[address]
         if not isinstance(store, SqlStore) or not store.pause():
             store.close()
             return
         shared.unused_since = time.monotonic()
-        _shared[address] = shared
-        unused = [name for name, other in _shared.items() if not other.users]
+        _stores.by_address[address] = shared
+        unused = [name for name, other in _stores.by_address.items() if not other.users]
         if len(unused) > MOST_UNUSED:
-            _shared.pop(unused[0]).store.close()
+            _stores.by_address.pop(unused[0]).store.close()
         _start_closer()
 
 
 def _start_closer() -> None:
-    global _closer
-    if _closer is None:
-        _closer = threading.Thread(target=_close_unused, name="cotune-unused-stores", daemon=True)
-        _closer.start()
+    if _stores.closer is None:
+        _stores.closer = threading.Thread(target=_close_unused, name="cotune-unused-stores", daemon=True)
+        _stores.closer.start()
 
 
 def _close_unused() -> None:
     """Close stores that have been unused for long enough, until there are no unused ones."""
-    global _closer
     while True:
         time.sleep(UNUSED_SECONDS)
-        with _lock:
-            unused = [(address, shared) for address, shared in _shared.items() if not shared.users]
+        with _stores.lock:
+            unused = [(address, shared) for address, shared in _stores.by_address.items() if not shared.users]
             for address, shared in unused:
                 if time.monotonic() - shared.unused_since >= UNUSED_SECONDS:
-                    del _shared[address]
+                    del _stores.by_address[address]
                     try:
                         shared.store.close()
                     except Exception:  # the thread must go on, as other stores wait for it
                         log.exception("The store %s could not be closed.", shared.store.address)
-            if all(shared.users for shared in _shared.values()):
-                _closer = None
+            if all(shared.users for shared in _stores.by_address.values()):
+                _stores.closer = None
                 return
-
-
-def _in_child() -> None:
-    """A forked child has neither the thread nor the file locks of its parent, and opens stores of its own."""
-    global _closer, _lock
-    _lock = threading.Lock()
-    _closer = None
-    for address, shared in list(_shared.items()):
-        if not shared.users:
-            _inherited.append(_shared.pop(address))
-
-
-os.register_at_fork(after_in_child=_in_child)

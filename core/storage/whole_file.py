@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+REWRITING = threading.Lock()
+"""Hold it to read a small file, change it, and write it again: a thread that writes meanwhile would be undone."""
 _PARTIAL = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from cotune.errors import CotuneError
 from cotune.integrations.versions import require, unhooked
 from cotune.recording.context import current_episode
+from cotune.runtime.process_state import ProcessState
 
 _SWITCH = "COTUNE_ACTIVATE"
 NO_ACTIVATION = {_SWITCH: "0"}
@@ -96,8 +97,17 @@ _QUIET = {
     "CREWAI_TRACING_ENABLED": "false",
     "CREWAI_DISABLE_VERSION_CHECK": "true",
 }
-_waiting = dict(INTEGRATIONS)
-_refused: list[CotuneError] = []
+
+
+class Installations(ProcessState):
+    """Which integrations are still to be installed, and which could not be."""
+
+    def __init__(self) -> None:
+        self.waiting = dict(INTEGRATIONS)
+        self.refused: list[CotuneError] = []
+
+
+_installations = Installations()
 
 
 def activate() -> None:
@@ -105,12 +115,12 @@ def activate() -> None:
 
     Raises UnsupportedVersion for a loaded framework that cannot be recorded.
     """
-    for module in [name for name in _waiting if name in sys.modules]:
+    for module in [name for name in _installations.waiting if name in sys.modules]:
         _install(module)
-    if _waiting and _WATCH not in sys.meta_path:
+    if _installations.waiting and _WATCH not in sys.meta_path:
         sys.meta_path.insert(0, _WATCH)
-    if _refused:
-        raise _refused[0]
+    if _installations.refused:
+        raise _installations.refused[0]
 
 
 def be_quiet() -> None:
@@ -145,7 +155,7 @@ def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
 
 def _install(module: str) -> None:
     """Never raises into the application's own import: `activate` raises what is refused, and the episode fails."""
-    name, distributions = _waiting.pop(module, ("", ()))
+    name, distributions = _installations.waiting.pop(module, ("", ()))
     if not name:
         return
     try:
@@ -160,7 +170,7 @@ def _install(module: str) -> None:
 
 
 def _refuse(error: CotuneError) -> None:
-    _refused.append(error)
+    _installations.refused.append(error)
     episode = current_episode.get()
     if episode is not None:
         episode.fatal = error
@@ -170,7 +180,7 @@ class _Watch(importlib.abc.MetaPathFinder):
     """Finds nothing itself: it adds an installation to the loading of a module that integrations wait for."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _waiting:
+        if name not in _installations.waiting:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)

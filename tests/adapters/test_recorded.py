@@ -21,7 +21,7 @@ from tests.adapters.test_serve import HELLO, scripted
 @pytest.fixture(autouse=True)
 def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("COTUNE_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setattr(senders, "_senders", {})
+    monkeypatch.setattr(senders._senders, "by_address", {})
     monkeypatch.setattr(senders, "LINGER", 0.02)
     yield
 

@@ -25,6 +25,7 @@ from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Trac
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
+from cotune.storage.whole_file import REWRITING
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.config.withheld import written
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
@@ -44,7 +45,6 @@ EXPORT = "export"
 LONGEST = 2000
 """Characters of a cell."""
 _END_SECONDS = 30.0
-_ids = threading.Lock()
 
 
 class Loggers:
@@ -184,7 +184,7 @@ def _opened(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
         settings = ((name, public(value)) for name, value in leaves(written(config)))
         tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
     if known is None:
-        with _ids:
+        with REWRITING:
             ids = json.loads(file.read_text()) if file.is_file() else {}
             write_atomically(file, json.dumps({**ids, tool: tracker.id}).encode())
     return tracker

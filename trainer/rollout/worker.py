@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cotune.episodes.episode import Outcome, activators, run_episode
+from cotune.episodes.episode import Outcome, run_episode
 from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.recording.context import current_episode
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.records.structs import Record
 from cotune.records.wire import pack
@@ -79,7 +80,7 @@ class RolloutWorker:
     def _start(self, setup: Setup) -> Started:
         start_reaper()
         workflow = setup.app.load()
-        for activate in activators:  # here, where what it imports is on no episode's time
+        for activate in hooks.activators:  # here, where what it imports is on no episode's time
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:

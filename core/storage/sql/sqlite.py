@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.errors import RunError
+from cotune.runtime.forks import leave_open
 from cotune.storage.damage import unusable
 from cotune.storage.run_layout import EARLIER
 from cotune.storage.schema import APPLICATION, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION, Row
@@ -154,7 +155,7 @@ class SqliteDatabase:
         told = self._fold() if self._version_at_pause is None else []
         if not self._is_in_place() and Path(self.name + "-wal").exists():
             # The log of another file with the same name, perhaps in use: SQLite would delete it.
-            _left_open.append(self._db)
+            leave_open(self._db)
         else:
             self._db.close()
         return told
@@ -171,10 +172,6 @@ class SqliteDatabase:
         except sqlite3.Error as error:
             told.append(f"records are left in its -wal file: copy both ({error})")
         return told
-
-
-_left_open: list[sqlite3.Connection] = []
-"""Connections to files that were replaced, which must not be closed: see `SqliteDatabase.close`."""
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:

@@ -16,7 +16,7 @@ import msgspec
 from cotune.errors import RecordError, RunError
 from cotune.records.images import image_id, join_images
 from cotune.records.structs import CallRecord, Episode, Record
-from cotune.runtime.forks import survives_fork
+from cotune.runtime.forks import leave_open, survives_fork
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.file_lock import FileLock
 from cotune.storage.protocol import Store, StoreHealth
@@ -40,10 +40,6 @@ WITH RECURSIVE path (id) AS (
     UNION
     SELECT parent FROM path JOIN segments USING (id) WHERE parent IS NOT NULL)
 SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
-
-
-_inherited: list[Any] = []
-"""Connections of the parent process, which must stay open in its child: to close one would tell the server."""
 
 
 class Connection(Protocol):
@@ -250,7 +246,7 @@ class SqlStore(Store, Generic[Reader]):
 
     def after_fork(self) -> None:
         """A child process may read with connections of its own; what is open belongs to the parent."""
-        _inherited.extend(self._readers)
+        leave_open(*self._readers)  # to close one would tell the server
         self._readers.clear()
         if self._writer:
             self._writer.abandon()

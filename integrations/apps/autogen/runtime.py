@@ -27,6 +27,7 @@ from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode, entered, recording
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.tape import tool_at_work
+from cotune.runtime.process_state import ProcessState
 from cotune.runtime.user_code import setting
 
 
@@ -41,10 +42,19 @@ class Running:
 _OF_TEAM = re.compile("_[0-9a-f]{8}-[0-9a-f]{4}-")
 """In the type of a member of agentchat's teams."""
 _STOPPED = "_cotune_stopped"
-running: dict[str, Running] = {}
-"""By team id."""
-_carried: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
-"""By message id: the episode that it was sent in."""
+
+
+class AtWork(ProcessState):
+    """Which episode an agent works in: AutoGen's runtimes handle messages in tasks of their own."""
+
+    def __init__(self) -> None:
+        self.teams: dict[str, Running] = {}
+        """By team id."""
+        self.messages: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
+        """By message id: the episode that it was sent in."""
+
+
+at_work = AtWork()
 
 
 def install() -> None:
@@ -72,7 +82,7 @@ def _sent(original: Any) -> Any:
         episode = current_episode.get()
         if episode is not None:
             message_id = message_id or str(uuid.uuid4())
-            _carried[message_id] = episode
+            at_work.messages[message_id] = episode
         return await original(self, *args, message_id=message_id, **options)
 
     return send
@@ -80,11 +90,11 @@ def _sent(original: Any) -> Any:
 
 def _on_message(original: Any) -> Any:
     async def on_message(self: Any, message: Any, ctx: Any) -> Any:
-        team = running.get(self.id.key)
+        team = at_work.teams.get(self.id.key)
         if team is not None:
             with recording(team.episode), entered(team.scope_of(self)), _marked(team.episode):
                 return await original(self, message, ctx)
-        episode = _carried.get(ctx.message_id) or current_episode.get()
+        episode = at_work.messages.get(ctx.message_id) or current_episode.get()
         if episode is None:
             return await original(self, message, ctx)
         if episode.parts is not None:

@@ -15,7 +15,7 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 
 from cotune.integrations.apps.autogen.clients import ClientAttribute
 from cotune.integrations.apps.autogen.copies import fresh
-from cotune.integrations.apps.autogen.runtime import Running, running
+from cotune.integrations.apps.autogen.runtime import Running, at_work
 from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
 from cotune.integrations.apps.patching import replace_methods
 from cotune.recording.context import current_episode
@@ -58,16 +58,16 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
         if isinstance(item, TaskResult):
             scope.hand_on()
 
-    before = running.get(team._team_id)
+    before = at_work.teams.get(team._team_id)
     if not team._is_running:
-        running[team._team_id] = Running(episode, functools.partial(_member, scope))
+        at_work.teams[team._team_id] = Running(episode, functools.partial(_member, scope))
     try:
         async with aclosing(stepped(scope, source, seen)) as items:
             async for item in items:
                 yield item
     finally:
         if before is None:
-            running.pop(team._team_id, None)
+            at_work.teams.pop(team._team_id, None)
 
 
 def _member(team: AutogenScope, agent: Any) -> AutogenScope:

@@ -30,7 +30,8 @@ from cotune.integrations.apps.patching import replace_method
 from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.call_records import CallerContext
-from cotune.recording.context import current_caller, current_episode, current_scope, scope_finders
+from cotune.recording.context import current_caller, current_episode, current_scope
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.roles import place_here
 
@@ -74,7 +75,7 @@ def install() -> None:
                 _hook(f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends)
         for event in ("end", "error"):
             _hook(f"{like}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
-    scope_finders.append(_node_scope)
+    hooks.scope_finders.append(_node_scope)
 
 
 def _hook(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], observe: Observer) -> None:

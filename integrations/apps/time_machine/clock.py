@@ -5,29 +5,25 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from cotune.errors import ConfigError
 from cotune.replay.draws import asking, replace_everywhere
 
-_installed = False
 _COUNTERS = ("monotonic", "perf_counter")
 """What measures how long something took. Only the application's own code is given those of the record: event loops and
 connections live by them."""
 
 
+@cache
 def install() -> None:
     """Hook the wall clock for all code, and the clocks that measure durations. Idempotent. Raises ConfigError."""
-    global _installed
-    if _installed:
-        return
     try:
         import time_machine
     except ImportError:
         fault = "needs the package time-machine, which is not installed"
         raise ConfigError("replay.tools", "frozen", fault, "pip install time-machine") from None
-    _installed = True
     generate: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     real = time_machine.escape_hatch.time.time_ns
 

@@ -46,6 +46,7 @@ from cotune.integrations.web.http.requests import (
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.context import current_episode
+from cotune.runtime.process_state import ProcessState
 from cotune.storage.open_store import without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
@@ -180,20 +181,27 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
         asyncio.run_coroutine_threadsafe(episodes.detach(episode.id), loop).result()
 
 
-_opening = threading.Lock()
-_running: dict[GatewayConfig, RunningServer[Gateway]] = {}
+class SharedGateways(ProcessState):
+    """The gateways of this process, by their providers."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running: dict[GatewayConfig, RunningServer[Gateway]] = {}
+
+
+_gateways = SharedGateways()
 
 
 def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
     """The gateway of this process for its providers, started when it is first used and stopped at exit."""
-    with _opening:
-        if config not in _running:
+    with _gateways.lock:
+        if config not in _gateways.running:
             stack = contextlib.ExitStack()
             # In an empty context: the server's thread outlives the episode that happens to start it.
             start = functools.partial(stack.enter_context, running_gateway(config, None))
-            _running[config] = contextvars.Context().run(start)
+            _gateways.running[config] = contextvars.Context().run(start)
             atexit.register(stack.close)
-        return _running[config]
+        return _gateways.running[config]
 
 
 T = TypeVar("T")

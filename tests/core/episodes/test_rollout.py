@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 import cotune
-from cotune.episodes import episode
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import Nowhere
 from cotune.records.structs import Task
 
@@ -22,7 +22,7 @@ def test_a_framework_that_is_refused_is_one_error(monkeypatch: pytest.MonkeyPatc
     async def solve(task: object) -> float:
         return 1.0
 
-    monkeypatch.setattr(episode, "activators", [refuse])
+    monkeypatch.setattr(hooks, "activators", [refuse])
     tasks = [Task(id=str(number), input=number) for number in range(3)]
     batch = EpisodeBatch(tasks=tasks, sink=Nowhere(), phase="trace")
     with pytest.raises(ConfigError, match="too old"):

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from cotune.errors import RecordError, SamplerError
-from cotune.recording import context
 from cotune.recording.context import opened_call, recording
+from cotune.recording.hooks import hooks
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step
 from tests.integrations.recorded import Recorded, answer
 
@@ -45,7 +45,7 @@ def test_a_scope_that_fails_costs_the_role_and_is_counted(record: Recorded, monk
     def broken():
         raise RuntimeError("a framework changed")
 
-    monkeypatch.setattr(context, "scope_finders", [broken])
+    monkeypatch.setattr(hooks, "scope_finders", [broken])
 
     def run(task):
         call = open_call(lambda: BODY)

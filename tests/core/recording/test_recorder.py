@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cotune.errors import RecordError
 from cotune.recording.call_records import CallerContext, PromptTree
-from cotune.recording.context import current_caller, identify, scope_finders
+from cotune.recording.context import current_caller, identify
+from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.role import role
 from cotune.records.answers import Answer
@@ -266,7 +267,7 @@ def test_identity_override_then_mark_then_scope_then_app():
 
     def check():
         assert identify().role == "app"
-        scope_finders.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
+        hooks.scope_finders.extend([lambda: None, lambda: CallerContext("scope", "s", state={"x": 1})])
         assert identify().role == "scope"
         mark = CallerContext("mark", "m", state={"y": 2}, read=("id",))
         current_caller.set(mark)
@@ -280,12 +281,12 @@ def test_identity_override_then_mark_then_scope_then_app():
         mark.done = True
         assert identify().role == "scope"
 
-    kept = list(scope_finders)
-    scope_finders.clear()
+    kept = list(hooks.scope_finders)
+    hooks.scope_finders.clear()
     try:
         copy_context().run(check)
     finally:
-        scope_finders[:] = kept
+        hooks.scope_finders[:] = kept
 
 
 def test_a_mark_ended_in_a_copied_context_is_ended_everywhere():

@@ -34,7 +34,7 @@ def test_ids_are_strictly_increasing_across_characters(monkeypatch: pytest.Monke
     assert numbers == list(range(numbers[0], numbers[0] + 5000))
     assert made == sorted(made)
     monkeypatch.undo()
-    ids._last = 0
+    ids._last.reset()
 
 
 def test_ids_of_many_threads_are_unique() -> None:
@@ -66,4 +66,4 @@ def test_a_forked_process_makes_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs[:10] == ids.new_id()[:10]
     assert abs(value(theirs) - value(ids.new_id())) > 1 << 40
     monkeypatch.undo()
-    ids._last = 0
+    ids._last.reset()

@@ -70,14 +70,14 @@ def other_process(path: Path) -> subprocess.Popen[str]:
 
 
 def unused() -> list[str]:
-    return [address for address, shared in shared_stores._shared.items() if not shared.users]
+    return [address for address, shared in shared_stores._stores.by_address.items() if not shared.users]
 
 
 def wait_until_closed() -> None:
     until = time.monotonic() + 20
-    while (unused() or shared_stores._closer is not None) and time.monotonic() < until:
+    while (unused() or shared_stores._stores.closer is not None) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not unused() and shared_stores._closer is None
+    assert not unused() and shared_stores._stores.closer is None
 
 
 def test_traces_one_after_another_open_the_file_once(tmp_path: Path, opened: list[str]) -> None:
@@ -193,7 +193,7 @@ def test_few_stores_stay_open_when_each_request_has_its_own_folder(
         assert logs == list(range(2 * shared_stores.MOST_UNUSED, 3 * shared_stores.MOST_UNUSED))  # the latest ones
     finally:
         for address in unused():
-            shared_stores._shared.pop(address).store.close()
+            shared_stores._stores.by_address.pop(address).store.close()
 
 
 def test_a_store_that_cannot_be_closed_does_not_keep_others_open(

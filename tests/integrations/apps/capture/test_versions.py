@@ -43,8 +43,8 @@ def test_a_version_in_the_range_passes(found: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(activation, "_waiting", {"openai._base_client": ("openai.sdk", ("openai",))})
-    monkeypatch.setattr(activation, "_refused", [])
+    monkeypatch.setattr(activation._installations, "waiting", {"openai._base_client": ("openai.sdk", ("openai",))})
+    monkeypatch.setattr(activation._installations, "refused", [])
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
     import openai  # noqa: F401
 
@@ -53,12 +53,12 @@ def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Rec
 
 
 def test_a_framework_first_imported_inside_an_episode_fails_it(monkeypatch: pytest.MonkeyPatch, record: Recorded):
-    monkeypatch.setattr(activation, "_waiting", {})
-    monkeypatch.setattr(activation, "_refused", [])
+    monkeypatch.setattr(activation._installations, "waiting", {})
+    monkeypatch.setattr(activation._installations, "refused", [])
     monkeypatch.setattr(versions, "version", lambda _: "2.30.0")
 
     def app(task: object) -> float:
-        activation._waiting["openai._base_client"] = ("openai.sdk", ("openai",))
+        activation._installations.waiting["openai._base_client"] = ("openai.sdk", ("openai",))
         activation._install("openai._base_client")
         return 1.0
 
@@ -105,11 +105,11 @@ def test_a_framework_without_a_hook_is_refused_and_the_application_goes_on(name:
     script = f"""
 import importlib, sys
 from cotune.integrations.apps import activation
-activation._waiting.clear()
+activation._installations.waiting.clear()
 where = importlib.import_module({module!r})
 {owner} = getattr(where, {owner!r})
 delattr({target})
-activation._waiting["x"] = ({name!r}, {distributions!r})
+activation._installations.waiting["x"] = ({name!r}, {distributions!r})
 activation._install("x")
 try:
     activation.activate()

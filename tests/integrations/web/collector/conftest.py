@@ -19,10 +19,10 @@ TOKENS = {"desk": ["desk-token-0123456789"], "shop": ["shop-token-0123456789"]}
 def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A spool of the test's own, and senders that it has to itself."""
     monkeypatch.setenv("COTUNE_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setattr(senders, "_senders", {})
+    monkeypatch.setattr(senders._senders, "by_address", {})
     monkeypatch.setattr(senders, "LINGER", 0.02)
     yield tmp_path / "spool"
-    for sender in senders._senders.values():
+    for sender in senders._senders.by_address.values():
         sender.finish()
 
 

@@ -1,0 +1,27 @@
+"""State that a whole process shares, and state of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ProcessState:
+    """Base of classes with one instance at the top level of a module. docs/internals/architecture.md lists each, with
+    the reason why it is global."""
+
+
+_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def state_of_loop(loop: asyncio.AbstractEventLoop, name: str, make: Callable[[], T]) -> T:
+    """What an event loop has under this name, made when it is first asked for. It goes with the loop."""
+    state = _of_loop.setdefault(loop, {})
+    if name not in state:
+        state[name] = make()
+    value: T = state[name]
+    return value
