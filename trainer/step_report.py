@@ -90,7 +90,7 @@ class RolloutReport(StepReport):
             episodes=len(ran),
             failed=sum(e.status != "ok" and e.blame != "divergence" for e in ran),
             unknown=batch.unknown,
-            calls=sum(episode.calls for episode in batch.episodes),
+            calls=sum(episode.calls for episode in ran),
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),
             rows=len(prepared.trained),

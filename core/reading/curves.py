@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -54,6 +55,8 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         *_by_name(runs, "roles", taught),
         *_by_name(runs, "policies", taught),
         *_outcomes(runs, selected=True),
+        _held_out(runs, "calls", "Calls per held-out episode", False),
+        _calls_per_episode(runs),
         _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
         _table(
@@ -108,8 +111,9 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
-    text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval. Step 0 "
-    text += "is before training."
+    text = "One episode for each held-out task, single samples, nothing selected. Step 0 is before training."
+    if name != "calls":
+        text += " The band is its 95% interval."
     if sets := ", ".join(dict.fromkeys(run.held_out_tasks for run in runs if run.held_out_tasks)):
         text += f" Tasks: {sets}."
     about = {"title": title, "help": text, "section": "Outcome", "percent": percent}
@@ -131,7 +135,11 @@ def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
     found = {end: _by_step(run, "held_out", f"{name}_{end}".rstrip("_")) for end in ("", "low", "high")}
     first = next((one for one in run.evaluations if one.name.startswith(IN_TRAINING) and one.steps == 0), None)
     for mode in first.evaluations.values() if first else ():
-        if interval := getattr(mode, name):
+        if name == "calls":
+            calls = list(mode.calls_by_task.values())
+            if calls:
+                found[""][0] = fmean(calls)
+        elif interval := getattr(mode, name):
             for end in found:
                 found[end][0] = getattr(interval, end or "mean")
     return found
@@ -191,6 +199,20 @@ def _table(
 def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
     lines = [(run.name if len(runs) > 1 else name, run, _by_step(run, name)) for run in runs]
     return _unless_zero(_chart(lines, title=title, help=text, section="The run"))
+
+
+def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
+    """Calls of a training episode. Not under a replay plan, whose forks make only the calls after the fork."""
+    lines = []
+    for run in runs:
+        by_step = {
+            line["step"] + 1: line["calls"] / line["episodes"]
+            for line in run.metrics
+            if line.get("episodes") and not line.get("replay")
+        }
+        lines.append((run.name if len(runs) > 1 else "calls", run, by_step))
+    text = "Calls of all roles in a training episode. Fewer are faster and cheaper, if success does not fall."
+    return _unless_zero(_chart(lines, title="Calls per episode", help=text, section="The run"))
 
 
 def _unless_zero(chart: Chart | None) -> Chart | None:

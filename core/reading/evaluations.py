@@ -54,6 +54,8 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
     outcome: float | None = None
     by_role: dict[str, float] = {}
     outcome_floored: bool = False
+    calls: int | None = None
+    """The number of its calls; None in files that do not have it."""
 
     @property
     def solved(self) -> bool | None:
@@ -166,6 +168,11 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
         return self._means(lambda ending: ending.solved)
 
     @property
+    def calls_by_task(self) -> dict[str, float]:
+        """The number of calls by task: the mean of its episodes that ended without an error, as others end early."""
+        return self._means(lambda ending: None if ending.status != "ok" else ending.calls)
+
+    @property
     def by_task(self) -> dict[str, tuple[TaskEnding, ...]]:
         """How all episodes of each task ended, the first one first."""
         return {task: (first, *self.repeats.get(task, ())) for task, first in self.endings.items()}
@@ -181,13 +188,14 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One mode minus another, over the tasks that both ran, and what that shows, in a sentence. `outcome` is there
-    where it is not the trained reward."""
+    where it is not the trained reward, and `calls` is of the calls of an episode."""
 
     label: str = ""
     against: str = ""
     success: Interval | None = None
     reward: Interval | None = None
     outcome: Interval | None = None
+    calls: Interval | None = None
     verdict: str = ""
 
 

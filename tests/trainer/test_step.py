@@ -193,6 +193,7 @@ def test_without_scorers_whole_episodes_are_compared(trainer):
     ) in trainer.said.splitlines()
     line = trainer.metrics()[0]
     assert (line["episodes"], line["calls"]) == (3 * 4, 3 * 4 * 2)
+    assert {role: figures["turns"] for role, figures in line["roles"].items()} == {"first": 1.0, "second": 1.0}
     assert summary.versions.keys() <= {"first", "second"}
 
 

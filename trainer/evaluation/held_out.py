@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -34,9 +35,10 @@ async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progr
 
     Returns `success`, `reward` (what the recipe trains on) and `outcome` (the plain sum, where it is another) with the
     ends of their 95% intervals and their numbers of tasks, as far as they are known; `reward/ROLE` for each trained
-    role; `ROLE/NAME` for each reward of a role's scorer; `episodes` and `failed`. A failed episode is no success, and
-    counts in rewards as `on_failure` says. Where one role wins what another loses, each plays once more against the
-    untrained model in the other roles: `against_untrained/ROLE`. Nothing where it is not due or the run is stopped.
+    role; `ROLE/NAME` for each reward of a role's scorer; `calls`, the mean of successful episodes, and `turns/ROLE`;
+    `episodes` and `failed`. A failed episode is no success, and counts in rewards as `on_failure` says. Where one role
+    wins what another loses, each plays once more against the untrained model in the other roles:
+    `against_untrained/ROLE`. Nothing where it is not due or the run is stopped.
     """
     config = run.config
     step = run.state.steps + 1
@@ -139,12 +141,15 @@ def _figures(*evaluations: EvaluatedMode) -> dict[str, float]:
             figures |= {name: interval.mean, f"{name}_n": float(interval.n)}
             if interval.low is not None and interval.high is not None:
                 figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    if calls := list(last.calls_by_task.values()):
+        figures["calls"] = fmean(calls)
     for role, own in last.roles.items():
+        figures[f"turns/{role}"] = own.turns
         figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
         if own.reward is not None:
             figures[f"reward/{role}"] = own.reward
     for one in base:
-        figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward")}
+        figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward", "calls")}
     return figures
 
 

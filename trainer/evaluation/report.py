@@ -61,6 +61,7 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
         success=success,
         reward=reward,
         outcome=outcome if after.outcome or before.outcome else None,
+        calls=paired_difference(after.calls_by_task, before.calls_by_task),
         verdict=verdict,
     )
 
@@ -255,7 +256,7 @@ def _roles(report: EvaluationReport) -> Table:
 
 
 def _use(report: EvaluationReport) -> Table:
-    """A row per mode; money only where prices were given."""
+    """A row per mode, and one per comparison for the calls; money only where prices were given."""
     cost = any(e.use.cost is not None for e in report.evaluations.values())
     columns = ["calls>", "tokens>", "seconds>", *(["cost>"] if cost else [])]
     table = grid("", *columns, title="Means per episode")
@@ -267,4 +268,8 @@ def _use(report: EvaluationReport) -> Table:
             money += f" ({e.use.unpriced} calls without a price)"
         seconds = shown(e.use.seconds, ".3f")
         table.add_row(label, f"{e.use.calls / n:.1f}", tokens, seconds, *([money] if cost else []))
+    for c in report.comparisons:
+        # Most applications make the same calls in every episode.
+        if c.calls is not None and (c.calls.mean or c.calls.low or c.calls.high) and not report.assignments:
+            table.add_row(f"{c.label} - {c.against}", shown(c.calls, "+.1f"), "", "", *([""] if cost else []))
     return table

@@ -65,6 +65,7 @@ def summarise(
             by_role=trained.by_role[i],
             floored=trained.failed[i],
             outcome_floored=plain.failed[i],
+            calls=one.episode.calls,
         )
         for i, one in enumerate(played)
     ]

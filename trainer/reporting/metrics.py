@@ -143,6 +143,12 @@ def role_metrics(
         figures["tokens_mean"] = tokens / len(samples)
         figures["entropy"] = sum(sample.entropy * sample.tokens for sample in samples) / tokens
         figures["prompt_tokens_mean"] = sum(collected.calls[s.call].prompt_tokens for s in samples) / len(samples)
+        # The last turn of the role in each episode; turns count from 0.
+        turns: dict[str, int] = {}
+        for sample in samples:
+            call = collected.calls[sample.call]
+            turns[call.episode] = max(turns.get(call.episode, 0), call.turn + 1)
+        figures["turns"] = sum(turns.values()) / len(turns)
     known = [name for name, metric in registry()["roles"].items() if metric.of == "update"]
     for policy, update in updates.items():
         trained = sorted({row.role for row in rows[policy]})

@@ -477,3 +477,35 @@ def test_pass_at_k_of_several_episodes_of_each_task() -> None:
 
     alone = EpisodeBatch(tasks=batch.tasks, sink=Nowhere(), phase="eval")
     assert asyncio.run(evaluate_episodes(Workflow("play", play), alone, label="trained")).pass_at == {}
+
+
+async def until_solved(task: Mapping[str, Any]) -> float:
+    """The untrained model does not answer, so the role is asked again: five calls in place of two."""
+    await ask("ask", "2+2")
+    for _ in range(4):
+        if await ask("solve", "2+2") == "four":
+            return 1.0
+    return 0.0
+
+
+def test_calls_and_turns_of_an_episode_are_compared() -> None:
+    report = modes(Workflow("until", until_solved), tasks(8), TRAINED, modes=["base", "trained"])
+    base, trained = report.evaluations["base"], report.evaluations["trained"]
+    assert set(base.calls_by_task.values()) == {5.0} and set(trained.calls_by_task.values()) == {2.0}
+    assert (base.roles["solve"].turns, trained.roles["solve"].turns) == (4.0, 1.0)
+    (comparison,) = report.comparisons
+    assert comparison.calls is not None and (comparison.calls.mean, comparison.calls.n) == (-3.0, 8)
+    out = io.StringIO()
+    Console(file=out, width=100).print(render(report))
+    use = out.getvalue().partition("Means per episode")[2]
+    assert re.search(r"trained - base +-3\.0 \[", use)
+    same = modes(Workflow("solve", solve), tasks(8), TRAINED, modes=["base", "trained"])
+    out = io.StringIO()
+    Console(file=out, width=100).print(render(same))
+    assert "trained - base" not in out.getvalue().partition("Means per episode")[2], "the calls do not differ"
+
+
+def test_calls_of_failed_episodes_do_not_count() -> None:
+    report = modes(Workflow("solve", solve), tasks(4, broken=2), TRAINED, modes=["base", "trained"])
+    assert report.evaluations["base"].calls_by_task == {"2": 2.0, "3": 2.0}
+    assert report.comparisons[0].calls is not None and report.comparisons[0].calls.n == 2
