@@ -28,8 +28,8 @@ EXTRA = "train"
 def arguments(command: Parser) -> None:
     from cotune.trainer.evaluation.modes import EvaluationOptions
 
-    command.add_argument("workflow", help=APP)
-    command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
+    command.add_argument("workflow", nargs="?", help=f"{APP} (default: the workflow of --run)")
+    command.add_argument("--tasks", metavar="FILE", help=f"{TASKS} (default: the tasks that --run held out)")
     command.add_argument("--run", metavar="RUN", help="run folder (RUN#STEP: one of its checkpoints) or export")
     text = "compare --run with another run (RUN#STEP: one of its checkpoints), export or model, in place of the modes"
     command.add_argument("--against", metavar="RUN", help=text)
@@ -76,11 +76,18 @@ def run(a: argparse.Namespace) -> int:
         fault = f"cannot be combined with {' and '.join(named[1:])}" if named else "is missing"
         remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
         raise ConfigError(named[0] if named else "--run", None, fault, remedy)
-    tell(f"loading {a.workflow} and {a.run or ', '.join(a.use or a.base)} ...")
+    for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
+        if value is None and a.run is None:
+            remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"
+            raise ConfigError(name, None, f"is missing, which {named[0]} needs", remedy)
+    tell(f"loading {a.workflow or 'the workflow'} and {a.run or ', '.join(a.use or a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
     from cotune.trainer.evaluation.sources import split_assignments
+    from cotune.trainer.evaluation.subject import tasks_of_run, workflow_of_run
 
+    tasks = a.tasks or tasks_of_run(a.run)
+    workflow = a.workflow or workflow_of_run(a.run)
     source = split_assignments(a.use, "--use") if a.use else a.run
     settings = {
         "modes": tuple(a.modes.split(",")) if a.modes is not None else None,
@@ -93,7 +100,7 @@ def run(a: argparse.Namespace) -> int:
     }
     if a.pairs is not None:
         settings |= {"pairs": True, "max_episodes": a.pairs}
-    report = evaluate(source, a.workflow, a.tasks, **settings)
+    report = evaluate(source, workflow, tasks, **settings)
     terminal().print(render(report))
     if report.stored:
         tell(f"stored in {report.stored}")

@@ -252,11 +252,11 @@ def contest_of_sides(
             fault = "needs a single run, export or team, and several sides are compared"
             raise ConfigError("modes", mode, fault, "Leave it out. Only today can be added.")
     lineups = {label: Lineup(side.policies, temperature, side.others) for label, side in sides.items()}
-    opponents = list(opponents)
+    compared = list(opponents)
     if "today" in modes:
         lineups["today"] = Lineup(None, "app")
-        opponents += [(label, ["today"]) for label in sides]
-    return Contest(lineups, opponents, list(sides), _note_on_temperatures(lineups))
+        compared += [(label, ["today"]) for label in sides]
+    return Contest(lineups, compared, list(sides), _note_on_temperatures(lineups))
 
 
 def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
@@ -268,11 +268,11 @@ def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperatur
 
 def _note_on_temperatures(lineups: Mapping[str, Lineup]) -> list[str]:
     """A note if `today` is sampled at another temperature than the others."""
-    others = [lineup.temperature for label, lineup in lineups.items() if label != "today"]
-    if "today" not in lineups or not others or others[0] == "app":
+    temperature = next((lineup.temperature for label, lineup in lineups.items() if label != "today"), None)
+    if "today" not in lineups or temperature is None or temperature == "app":
         return []
     return [
-        f"today was sampled as the application asks, the other modes at temperature {others[0]:g}: their "
+        f"today was sampled as the application asks, the other modes at temperature {temperature:g}: their "
         "difference is also one of temperatures. Use --temperature app to sample all alike."
     ]
 

@@ -48,10 +48,7 @@ class Source:
 def read_source(value: str | Path, flag: str) -> Source:
     """The source that a value names. Raises ConfigError, which names `flag`, if it is none of the forms."""
     text = str(value)
-    folder, step = Path(text).expanduser(), None
-    if not folder.exists() and "#" in text:
-        before, _, after = text.rpartition("#")
-        folder, step = Path(before).expanduser(), _read_step(after, text, flag)
+    folder, step = _split_step(text, flag)
     if is_run(folder):
         return Source(text, "run", str(folder), step)
     if step is not None:
@@ -71,10 +68,7 @@ def read_source(value: str | Path, flag: str) -> Source:
 def read_trained(value: str | Path, flag: str) -> Source:
     """The run or the export that a value names; it need not exist. Raises ConfigError for a model."""
     text = str(value)
-    folder, step = Path(text).expanduser(), None
-    if not folder.exists() and "#" in text:
-        before, _, after = text.rpartition("#")
-        folder, step = Path(before).expanduser(), _read_step(after, text, flag)
+    folder, step = _split_step(text, flag)
     if is_export(folder):
         return Source(text, "export", str(folder))
     if (folder / "config.json").is_file() and not is_run(folder):
@@ -113,12 +107,17 @@ def read_sources(named: Mapping[str, str | Path], flag: str) -> dict[str, Source
     return {role: read_source(value, flag) for role, value in named.items()}
 
 
-def _read_step(text: str, value: str, flag: str) -> Step:
-    if text == "best":
-        return "best"
-    if not text.isdecimal():
-        raise ConfigError(flag, value, f"names no checkpoint: {text!r}", "Write RUN#40 or RUN#best.")
-    return int(text)
+def _split_step(text: str, flag: str) -> tuple[Path, Step]:
+    """The folder and the checkpoint of RUN#STEP; a folder whose own name has a # is taken as it is."""
+    folder = Path(text).expanduser()
+    if folder.exists() or "#" not in text:
+        return folder, None
+    before, _, after = text.rpartition("#")
+    if after == "best":
+        return Path(before).expanduser(), "best"
+    if not after.isdecimal():
+        raise ConfigError(flag, text, f"names no checkpoint: {after!r}", "Write RUN#40 or RUN#best.")
+    return Path(before).expanduser(), int(after)
 
 
 def _base_of_adapter(folder: Path) -> str:

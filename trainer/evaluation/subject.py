@@ -6,16 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
+from cotune.adapters.manifest import is_export
 from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
 from cotune.errors import ConfigError
 from cotune.prompts.edits import Prompts
 from cotune.records.structs import PolicyRef, Task
 from cotune.records.tasks import load_tasks
-from cotune.storage.run_layout import read_run_json, relocated
+from cotune.storage.run_code import open_run_code
+from cotune.storage.run_layout import known_workflow, read_run_json, relocated
 from cotune.trainer.evaluation.modes import (
     MODES,
     Contest,
@@ -31,6 +33,7 @@ from cotune.trainer.evaluation.modes import (
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies, open_models
 from cotune.trainer.evaluation.sources import Source, read_source, read_sources, read_trained
+from cotune.trainer.evaluation.split import FILE as HELD_OUT_FILE
 from cotune.trainer.evaluation.split import overlap
 from cotune.trainer.evaluation.team import SharedBases, open_source, open_team, unique_names
 
@@ -191,7 +194,7 @@ def prompts_together(
     return chosen
 
 
-def agreed(field: str, values: Mapping[str | Path, T], said: Callable[[T], str] = str) -> T | None:
+def agreed(field: str, values: Mapping[Any, T], said: Callable[[T], str] = str) -> T | None:
     """The value that all runs and exports have for a setting; None without any.
 
     Raises ConfigError, with two that differ, if they do not agree.
@@ -204,6 +207,32 @@ def agreed(field: str, values: Mapping[str | Path, T], said: Callable[[T], str] 
             fault = f"differs: {first} has {said(value)}, {place} has {said(other)}"
             raise ConfigError(field, None, fault, f"Say which to use: --{field.replace('_', '-')}.")
     return value
+
+
+def workflow_of_run(run: str | Path) -> str:
+    """The workflow that a run was trained with, ready to be loaded. Raises ConfigError if the run names none,
+    UntrustedFolderError if this user may not mean what the folder names, RunError."""
+    folder = Path(read_trained(run, "run").place).absolute()
+    address = None if is_export(folder) else known_workflow(read_run_json(folder), folder)
+    if address is None:
+        fault = f"is missing, and {run} does not name it"
+        raise ConfigError("workflow", None, fault, "Name it: cotune eval app:solve ...")
+    open_run_code(folder, only=("workflow",))
+    return address
+
+
+def tasks_of_run(run: str | Path) -> str:
+    """The file of the tasks that a run held out of training. Raises ConfigError if there is none, RunError."""
+    folder = Path(read_trained(run, "run").place).absolute()
+    if not is_export(folder):
+        described = read_run_json(folder)
+        named = (described.get("config") or {}).get("evaluation", {}).get("tasks") or ""
+        for file in (folder / HELD_OUT_FILE, Path(relocated(named, described, folder)) if named else None):
+            if file is not None and file.is_file():
+                return str(file)
+    raise ConfigError(
+        "--tasks", None, f"is missing, and {run} held out no tasks", "Name a file: --tasks held_out.jsonl"
+    )
 
 
 def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[str]:

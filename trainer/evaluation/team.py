@@ -132,7 +132,8 @@ def _others(
             frozen = policies.other_roles == "frozen"
             answers.setdefault((policies.other_roles, policies.model if frozen else None), source)
     if len(answers) < 2:
-        other_roles, model = next(iter(answers), ("provider", None))
+        without: tuple[OtherRoles, str | None] = ("provider", None)
+        other_roles, model = next(iter(answers), without)
         return other_roles, model, ""
     said = ", ".join(f"{source.text} has {_said(*answer)}" for answer, source in answers.items())
     note = (

@@ -85,6 +85,25 @@ def test_two_runs_have_one_verdict_on_the_same_tasks(
     assert "b: 8 of 8 held-out tasks are trained on too: success on them says little." in written["notes"]
 
 
+def test_the_run_says_what_is_not_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The workflow that it was trained with, and the tasks that it held out."""
+    assert main(["eval", "--run", str(here / "a"), "--against", str(here / "b")]) == 1
+    assert "a held out no tasks. Name a file: --tasks" in capsys.readouterr().err
+    (here / "a" / "held_out.jsonl").write_text((here / "tasks.jsonl").read_text())
+    described = json.loads((here / "a" / "run.json").read_text())
+    (here / "a" / "run.json").write_text(json.dumps({**described, "workflow": None}))
+    assert main(["eval", "--run", str(here / "a"), "--against", str(here / "b")]) == 1
+    assert "a does not name it. Name it: cotune eval app:solve" in capsys.readouterr().err
+    (here / "a" / "run.json").write_text(json.dumps({**described, "workflow": f"{ME}:SOLVE"}))
+    words = ["eval", "--run", str(here / "a"), "--against", str(here / "b")]
+    assert main(words) == 1 and "was not made by you on this machine" in capsys.readouterr().err
+    assert main([*words, "--trust-folder"]) == 0
+    assert re.search("between a and b|than b", capsys.readouterr().out)
+    assert main(["eval", "--base", str(here / "one")]) == 1
+    assert "workflow is missing, which --base needs" in capsys.readouterr().err
+    (here / "a" / "held_out.jsonl").unlink()
+
+
 def test_each_side_plays_as_it_does_alone(here: Path) -> None:
     """Also the untrained model that plays the role without a policy is that of its own run."""
     both = cotune.evaluate(here / "a", SOLVE, TASKS, against=here / "b", threads=1).evaluations
