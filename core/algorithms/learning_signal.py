@@ -1,4 +1,4 @@
-"""What each role learns from, by name: shown before anything is trained."""
+"""The rewards that each role learns from, by name: shown before anything is trained."""
 
 from __future__ import annotations
 
@@ -20,36 +20,44 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
     how = recipe.attribution
     sentences: dict[str, str] = {}
     for role, names in own.items():
-        mine = sorted(names) if how.own else []
-        shared = sorted(set(outcome) - set(mine)) if how.outcome else []
-        scored = _weighed({name: weight_of(name, role, how) for name in mine})
-        ended = _weighed({name: weight_of(name, role, how, outcome=True) for name in shared})
-        parts = [f"{scored} (its scorer)"] if scored else []
-        parts += [f"{ended} (the episode's outcome)"] if ended else []
-        without = [name for name in mine if weight_of(name, role, how) == 0]
-        without += [name for name in shared if weight_of(name, role, how, outcome=True) == 0]
-        sentences[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
-            f"; weight 0: {', '.join(without)}" if without else ""
-        )
+        weights: dict[str, float] = {}
+        if how.own:
+            weights = {name: weight_of(name, role, how) for name in sorted(names)}
+        outcome_weights: dict[str, float] = {}
+        if how.outcome:
+            for name in sorted(set(outcome) - weights.keys()):  # a component of both counts once, as the scorer's
+                outcome_weights[name] = weight_of(name, role, how, outcome=True)
+
+        sources: list[str] = []
+        if scored := _weighted_names(weights):
+            sources.append(f"{scored} (its scorer)")
+        if ended := _weighted_names(outcome_weights):
+            sources.append(f"{ended} (the episode's outcome)")
+        sentence = f"learns from {' and '.join(sources) or 'nothing'}"
+        without_weight = [name for name, weight in [*weights.items(), *outcome_weights.items()] if weight == 0]
+        if without_weight:
+            sentence += f"; weight 0: {', '.join(without_weight)}"
+        sentences[role] = sentence
     return sentences
 
 
 def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> tuple[str, str]:
-    """What to know where scorers reward candidates and nobody is trained on it, and the remedy; empty elsewhere."""
-    how, scored = recipe.attribution, sorted(role for role, names in own.items() if names)
+    """A note that rewards of scorers train no role, and the remedy; both empty if they do, or if there are none."""
+    how = recipe.attribution
+    scored = sorted(role for role, names in own.items() if names)
     if not scored or how.own or how.gates or not recipe.takes_rewards:
         return "", ""
     return (
-        f"what the scorers of {', '.join(scored)} give is shown and trains no role: recipe {recipe.name} takes the "
-        "outcome of whole episodes alone.",
+        f"the rewards of the scorers of {', '.join(scored)} are shown and train no role: recipe {recipe.name} takes "
+        "the outcome of whole episodes alone.",
         "Use --plan tree to train on it, or remove these scorers, for which every call waits.",
     )
 
 
 def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> tuple[str, str]:
-    """What to know where a reward of the workflow's own trains nobody, and the remedy; empty where it does, where a
-    scorer returns a component of that name, or where there is none."""
-    scored = {name for names in own.values() for name in names}
+    """A note that a reward of the workflow trains no role, and the remedy; both empty if it does, if a scorer returns a
+    component of that name, or if there is no such reward."""
+    scored = set().union(*own.values())
     unused = sorted(set(outcome) - scored)
     if not unused or recipe.attribution.outcome:
         return "", ""
@@ -64,11 +72,11 @@ def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str],
 def unknown_names(
     recipe: Method, own: Mapping[str, Collection[str]], outcome: Collection[str], roles: Collection[str]
 ) -> tuple[list[ConfigError], list[str]]:
-    """What is wrong with the rewards and roles that a recipe names: errors for names that are nearly another's and for
-    roles that are none, and notes on rewards that nobody carried. Arguments as for `learns_from`; `roles` are all."""
+    """Check the rewards and roles that a recipe names: errors for misspelt rewards and for roles that do not exist, and
+    notes on rewards that no episode had. The arguments are those of `learns_from`; `roles` are all roles."""
     errors: list[ConfigError] = []
     notes: list[str] = []
-    for setting, name, known in _unknown(recipe, {n for names in own.values() for n in names}, outcome, roles):
+    for setting, name, known in _unknown(recipe, set().union(*own.values()), outcome, roles):
         near = did_you_mean(near_names(name, known))
         seen = ", ".join(known)
         # A user names weights; all other names come with the recipe, and the application has to follow them.
@@ -84,7 +92,7 @@ def unknown_names(
         else:
             metric = "; `success` is a metric, return a reward under another name" if name == "success" else ""
             notes.append(
-                f"{setting} names {name!r}, which nothing carried that was looked at: it changes nothing there{metric}"
+                f"{setting} names {name!r}, a reward that no episode had so far: it changes nothing there{metric}"
             )
     return errors, notes
 
@@ -92,7 +100,7 @@ def unknown_names(
 def _unknown(
     recipe: Method, scored: Collection[str], outcome: Collection[str], roles: Collection[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """(setting, name, those that there are)."""
+    """The names that do not exist: (setting, name, the names that do)."""
     weighing = recipe.loss.entropy_by
     if outcome and weighing and weighing not in outcome:
         yield "entropy_by", weighing, sorted(outcome)
@@ -108,5 +116,12 @@ def _unknown(
             yield "mean_range_roles", role, sorted({*roles})
 
 
-def _weighed(weights: Mapping[str, float]) -> str:
-    return ", ".join(name if w == 1 else f"{w:g} x {name}" for name, w in weights.items() if w)
+def _weighted_names(weights: Mapping[str, float]) -> str:
+    """As `team, 0.5 x local`; without components of weight 0."""
+    texts: list[str] = []
+    for name, weight in weights.items():
+        if weight == 1:
+            texts.append(name)
+        elif weight:
+            texts.append(f"{weight:g} x {name}")
+    return ", ".join(texts)

@@ -23,11 +23,17 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
     """
     if not goal.bounds:
         return None
-    trained = None if goal.roles is None else {role for one in (goal, *goal.others) for role in one.roles or ()}
-    roles = {sample.role for one in played for sample in one.samples}
+    roles: set[str] = set()
+    for episode in played:
+        roles.update(sample.role for sample in episode.samples)
+    if goal.roles is not None:
+        trained: set[str] = set()
+        for part in (goal, *goal.others):
+            trained.update(part.roles or ())
+        roles &= trained
     bounds: list[Bounds] = []
-    for role in sorted(roles if trained is None else roles & trained):
-        if role in goal.taught:  # counts what the episode is worth to the others
+    for role in sorted(roles):
+        if role in goal.taught:  # it has the reward that the episode has for the other roles
             continue
         of_role = _bounds_of_role(role, goal.of_role(role), played)
         if of_role is None:
@@ -41,6 +47,7 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
 
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
+    """Bounds of the reward of one role, whose goal this is."""
     how = goal.attribution
     adds_up = goal.method.to_go or goal.method.joins_roles
     penalties = how.overlong_penalty or how.timeout_penalty
@@ -48,7 +55,9 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
         return None
 
     # 1. The components of its own answers.
-    answers = [sample.rewards for one in played for sample in one.samples if sample.role == role]
+    answers: list[Mapping[str, float]] = []
+    for episode in played:
+        answers += [sample.rewards for sample in episode.samples if sample.role == role]
     own: Bounds | None = (0.0, 0.0)
     if how.own:
         own = _bounds_of_sum(answers, role, how, goal.bounds.get(role), outcome=False)
@@ -56,10 +65,14 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
         return own
 
     # 2. The outcome of its episodes. A component that its answers have too counts once, with them.
-    in_answers = {name for components in answers for name in components} if how.own else set()
-    if any(name not in components for components in answers for name in in_answers):
-        return None
-    outcomes = [{name: one.outcome[name] for name in one.outcome.keys() - in_answers} for one in played]
+    in_answers: set[str] = set()
+    if how.own:
+        in_answers = _names(answers)
+        if any(in_answers - components.keys() for components in answers):
+            return None
+    outcomes: list[Mapping[str, float]] = []
+    for episode in played:
+        outcomes.append({name: value for name, value in episode.outcome.items() if name not in in_answers})
     outcome = _bounds_of_sum(outcomes, role, how, None, outcome=True)
     if outcome is None:
         return None
@@ -70,11 +83,15 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
 
 
 def _failure(goal: Goal) -> float | None:
-    """What a failed episode has as its outcome at most; None if outcomes or failed episodes do not count. "lowest" is
-    at most 0, and no less than the lowest outcome of the others."""
+    """The greatest outcome of a failed episode; None if outcomes or failed episodes do not count. "lowest" is at most
+    0, and no less than the lowest outcome of the other episodes."""
     if goal.on_failure == "exclude" or not goal.attribution.outcome:
         return None
     return 0.0 if goal.on_failure == "lowest" else goal.on_failure
+
+
+def _names(rewards: Sequence[Mapping[str, float]]) -> set[str]:
+    return set().union(*rewards)
 
 
 def _bounds_of_sum(
@@ -82,7 +99,7 @@ def _bounds_of_sum(
 ) -> Bounds | None:
     """Bounds of the weighted sum of components; None if those of a component are not known."""
     low = high = 0.0
-    for name in sorted({name for components in rewards for name in components}):
+    for name in sorted(_names(rewards)):
         weight = weight_of(name, role, how, outcome=outcome)
         if weight == 0.0:
             continue

@@ -49,7 +49,7 @@ def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, s
 
 def test_a_gate_that_nothing_carries_is_told(trainer):
     trainer(application(converse), steps=1, recipe="afm_rl")
-    assert "gates names 'format', which nothing carried that was looked at" in " ".join(trainer.said.split())
+    assert "gates names 'format', a reward that no episode had so far" in " ".join(trainer.said.split())
 
 
 def test_a_weight_of_success_is_told_as_one_of_a_metric(trainer):
@@ -60,7 +60,7 @@ def test_a_weight_of_success_is_told_as_one_of_a_metric(trainer):
 
     trainer(application(run), steps=1, rewards={"weights": {"success": 1.0, "minutes": -0.5}})
     said = " ".join(trainer.said.split())
-    assert "weights names 'success', which nothing carried that was looked at: it changes nothing there; `suc" in said
+    assert "weights names 'success', a reward that no episode had so far: it changes nothing there; `suc" in said
 
 
 def test_a_bonus_of_one_candidate_costs_its_group_unless_absent_says_what_it_counts(trainer):

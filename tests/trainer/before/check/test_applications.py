@@ -195,7 +195,7 @@ def test_scorers_that_train_nobody_are_said() -> None:
 
     def said(plan: str) -> list[str]:
         report = check(solve.cotune, TASKS, convert({"model": "none", "plan": {"kind": plan}}))
-        return [f.text for f in report.findings if f.text.startswith("what the scorers of first give")]
+        return [f.text for f in report.findings if f.text.startswith("the rewards of the scorers of first")]
 
     assert (len(said("independent")), len(said("tree"))) == (1, 0)
 
