@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import ConfigError, CotuneError, error_line, install_extra
@@ -274,7 +274,7 @@ def render(report: Report) -> Group:
     for one in report.findings:
         text = one.text + (f"\n{one.remedy}" if one.remedy else "")
         table.add_row(Text(one.level, style=STYLES[one.level]), *cells((one.about, text)))
-    parts = [table]
+    parts: list[RenderableType] = [table]
     if report.memory:
         parts.append(render_memory(report.memory))
     if report.step is not None:
