@@ -70,14 +70,14 @@ class Sink(Protocol):
     def write(self, records: Sequence[Record]) -> None: ...
 
 
-class Places:
+class TurnCounter:
     """Numbers the calls of an episode from 0: a step is its next call, a turn the next call of one role."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._turns: dict[str, int] = {}
 
-    def next(self, role: str) -> tuple[int, int]:
+    def count_call(self, role: str) -> tuple[int, int]:
         """Step and turn of a call that starts now."""
         step, turn = self.steps, self._turns.get(role, 0)
         self.steps, self._turns[role] = step + 1, turn + 1
@@ -211,7 +211,7 @@ class LiveEpisode:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._ending = 0
-        self._places = Places()
+        self._turns = TurnCounter()
         self._threads: set[str] = set()
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
@@ -260,7 +260,7 @@ class LiveEpisode:
                 raise RecordError(INTERRUPTED)
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
-            if self.max_calls is not None and self._places.steps >= self.max_calls:
+            if self.max_calls is not None and self._turns.steps >= self.max_calls:
                 cause = f"The episode made {self.max_calls} calls and asks for another one: its answers do not end it."
                 remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
                 self.fatal = TooManyCalls(cause, remedy)
@@ -270,7 +270,7 @@ class LiveEpisode:
                     # It catches every error and calls again without giving way to the loop, which could end it.
                     raise asyncio.CancelledError(cause)
                 raise RecordError(cause, remedy)
-            call = LiveCall(self, caller, *self._places.next(caller.role), body)
+            call = LiveCall(self, caller, *self._turns.count_call(caller.role), body)
             self._open[call.id] = call
             caller.calls += 1
             if (tool := tool_at_work.get().use) is not None:
@@ -366,7 +366,7 @@ class LiveEpisode:
             blame=blame,
             started=self.started,
             latency=time.monotonic() - self._began,
-            calls=self._places.steps,
+            calls=self._turns.steps,
             metrics=dict(metrics or {}),
             fork=self.fork,
             results=results,

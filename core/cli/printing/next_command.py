@@ -25,10 +25,13 @@ _OF_TRAINING = {
 
 
 def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
-    """The commands to go on with, the first one usually; none after an error or an interruption that names its own."""
+    """The commands to continue with, the usual one first.
+
+    None for a command without an entry in the table, and after an error or an interruption that names its own.
+    """
     name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
-    found = _NEXT[name](a, status)
-    return [shlex.join(without_password(word) for word in words if word) for words in found]
+    suggest = _NEXT.get(name, _nothing)
+    return [shlex.join(without_password(word) for word in words if word) for words in suggest(a, status)]
 
 
 Words = Sequence[str | None]
@@ -203,10 +206,6 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "replay": _replay,
     "blame": _blame,
     "show": _show,
-    "view": _nothing,
-    "gateway": _nothing,
-    "collect": _nothing,
-    "records list": _nothing,
     "records score": _score,
     "records judge": _judge,
     "records sft": _sft,
@@ -214,14 +213,11 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "records delete": _records_changed,
     "records copy": _records_changed,
     "records upgrade": _records_changed,
-    "otel export": _nothing,
     "otel import": _otel_import,
     "prompts show": _prompts_show,
     "prompts edit": _prompts_edit,
     "prompts improve": _prompts_improve,
     "prompts diff": _prompts_diff,
-    "prompts export": _nothing,
     "export": _export,
-    "serve": _nothing,
     "doctor": _doctor,
 }

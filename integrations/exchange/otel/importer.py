@@ -26,7 +26,7 @@ from cotune.integrations.exchange.otel.files import read
 from cotune.integrations.exchange.otel.messages import json_value
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
-from cotune.recording.recorder import Places, Sink
+from cotune.recording.recorder import Sink, TurnCounter
 from cotune.recording.rewards import feedback_record
 from cotune.records.answers import Answer, clean
 from cotune.records.ids import candidate_id, ulid
@@ -161,7 +161,7 @@ class _Reading:
         self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
         self.calls = 0
-        self.places = Places()
+        self.turns = TurnCounter()
         self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
         self.rewards: list[RewardRecord | FeedbackRecord] = []
 
@@ -207,7 +207,7 @@ class _Reading:
     def _call(self, step: int, chat: Span) -> list[Record]:
         found = chat.attributes
         role = self.tree.role(chat) or "app"
-        _, turn = self.places.next(role)
+        _, turn = self.turns.count_call(role)
         asked, answers = messages_of(chat, self.left_out)
         if not asked:
             self.left_out["call_without_messages"] += 1

@@ -85,7 +85,7 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
     assert groups == {
         "Start": ["doctor", "check", "trace"],
         "Train": ["train", "eval", "prompts"],
-        "Look": ["show", "view", "replay"],
+        "Look": ["show", "view", "blame", "replay"],
         "Use": ["export", "serve"],
         "Collect": ["gateway", "collect", "records", "otel"],
     }
