@@ -195,9 +195,10 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
         return Verdict(kind="undecided", more_tasks=LEAST_TASKS - tasks)
 
     # 1. Roles that stand in for each other: mending any one of them is enough, so leaving one out loses nothing.
-    redundant = [e.role for e in effects if e.alone.least >= least and e.last.mean < least]
-    if len(redundant) > 1:
-        return Verdict(kind="either", roles=tuple(redundant))
+    redundant = [effect for effect in effects if effect.alone.least >= least and effect.last.mean < least]
+    tied = _as_good_alone(outcomes, roles, redundant, span.size)
+    if len(tied) > 1:
+        return Verdict(kind="either", roles=tuple(tied))
 
     # 2. The first role, if it costs enough. Further ones are tested at a stricter level, as they are several.
     first = effects[0]
@@ -219,6 +220,17 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
     if lost.most < least or all(effect.score.most < least for effect in effects):
         return Verdict(kind="nobody")
     return Verdict(kind="undecided", more_tasks=_more_tasks(effects, least))
+
+
+def _as_good_alone(outcomes: Outcomes, roles: Sequence[str], effects: Sequence[RoleEffect], scale: float) -> list[str]:
+    """The roles of which mending one alone may help as much as mending the best of them alone."""
+    ranked = sorted(effects, key=lambda effect: -effect.alone.mean)
+    tied = []
+    for effect in ranked:
+        further = difference(outcomes, only(ranked[0].role, roles), only(effect.role, roles))
+        if effect is ranked[0] or estimate(list(further.values()), scale).least <= 0:
+            tied.append(effect.role)
+    return tied
 
 
 def _bound(score: Estimate, level: float) -> float:

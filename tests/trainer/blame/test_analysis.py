@@ -125,6 +125,36 @@ def failed_first(out: str) -> list[str]:
         return [one.task.id for one in first if store.rewards([one.id])[one.id]["team"] == 0]
 
 
+def test_a_model_on_this_machine_is_a_reference(office: Makes, out: str, tiny_base: Path, in_thread: None) -> None:
+    made = office({"writer": 1.0})
+    reference = (f"writer={tiny_base}",)
+    found = cotune.blame(application(), tasks(2), references=reference, out=out, responder=made, runs=4, max_tokens=3)
+    assert (found.tasks, found.left_out, [one.role for one in found.roles]) == (2, {}, ["writer"])
+    with open_store(out, read_only=True) as store:
+        answered = {
+            (episode.phase, call.role, call.policy is not None)
+            for episode in store.episodes()
+            for call in store.calls(episode.id)
+        }
+    roles = ("planner", "writer", "checker")
+    assert answered == {("blame own", role, False) for role in roles} | {
+        ("blame all", role, role == "writer") for role in roles
+    }
+
+
+def test_a_model_on_this_machine_answers_for_the_application(
+    office: Makes, out: str, tiny_base: Path, in_thread: None
+) -> None:
+    office({})
+    word = {"id": "t", "word": "never said"}
+    model = {"model": str(tiny_base), "temperature": 0.0, "max_tokens": 3}
+    found = cotune.blame(
+        application(("writer",)), [word, {**word, "id": "u"}], references=GOOD, out=out, runs=4, **model
+    )
+    assert found.outcome is not None and found.outcome.mean == 0
+    assert found.swapped is not None and found.swapped.mean == 1
+
+
 def test_without_a_reference_failed_tasks_are_run_again(office: Makes, out: str) -> None:
     made = office({"writer": 0.5})
     found = cotune.blame(application(), tasks(8), out=out, responder=made)

@@ -112,6 +112,17 @@ def test_roles_that_stand_in_for_each_other_are_not_told_apart() -> None:
     assert (verdict.kind, set(verdict.roles)) == ("either", {"planner", "writer"})
 
 
+def test_a_role_that_helps_more_alone_is_told_apart_from_one_that_helps_less() -> None:
+    # Mending the planner alone is enough on every task, mending the writer on every second one.
+    outcomes = outcomes_of(dict.fromkeys([EVERY, *(EVERY - {role} for role in ROLES)], 1.0), tasks=20)
+    for task in range(20):
+        outcomes.add(Arm("only", "planner"), str(task), 2.0)
+        outcomes.add(Arm("only", "writer"), str(task), float(task % 2))
+    assert outcomes.span() == Span(0.0, 2.0)
+    verdict = decide(outcomes, ROLES, ROLES)
+    assert (verdict.kind, verdict.roles[0]) == ("named", "planner")
+
+
 def test_a_reference_that_changes_nothing_does_not_help() -> None:
     assert decide(outcomes_of({}, tasks=20), ROLES, ROLES).kind == "reference"
 
