@@ -41,9 +41,10 @@ from cotune.trainer.blame.estimates import (
     nameable_effect,
     role_effects,
 )
+from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, find_decisive_call
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Reference, open_references, read_references
-from cotune.trainer.blame.result import Blame, RoleBlame
+from cotune.trainer.blame.result import Blame, LostEpisode, RoleBlame
 from cotune.trainer.blame.runs import BudgetReachedError, Runs
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
@@ -51,6 +52,8 @@ from cotune.trainer.run.run_folder import write_atomically
 FILE = "blame.json"
 PILOT = 2
 """Tasks that are run first. They tell the roles, and the calls of a run, on which the budget depends."""
+MOST_DIVERGED = 0.1
+"""Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
 
@@ -101,6 +104,8 @@ def planned(tasks: int, options: BlameOptions) -> str:
     text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
     if options.max_calls is not None:
         text += f", and at most {plural(options.max_calls, 'call')} of models"
+    if options.episodes is not None:
+        return f"{text}; then up to {options.runs} runs for each of {plural(MOST_EPISODES, 'failed episode')}."
     if not options.references:
         return f"{text}."
     effect = nameable_effect(tasks, runs)
@@ -185,7 +190,9 @@ async def _analyse(
 
         analysis = Analysis(runs, tasks, references, options, say)
         try:
-            if not references:
+            if options.episodes is not None:
+                await analysis.find_decisive_calls(options.episodes)
+            elif not references:
                 await analysis.redraw_failures()
             elif options.without:
                 await analysis.remove_roles()
@@ -216,6 +223,7 @@ class Analysis:
         """Roles on which the next round is spent."""
         self.ended = ""
         self.notes: list[str] = []
+        self.episodes: list[LostEpisode] = []
 
     async def swap_roles(self) -> None:
         """Run rounds: every task once in each arm. After every second round, only the better half of the roles goes on.
@@ -277,6 +285,18 @@ class Analysis:
             await self.runs.run(failed, [OWN], number)
         if self.runs.repeats_itself([OWN]):
             self._note_repetition()
+
+    async def find_decisive_calls(self, chosen: str) -> None:
+        """Run each task once, and the failed ones again; then look for the calls that lost the worst failed runs."""
+        await self.redraw_failures()
+        for episode in choose_episodes(self.runs, chosen):
+            self.episodes.append(await find_decisive_call(self.runs, episode))
+        forks = len(self.runs.forks) + self.runs.diverged
+        if self.runs.diverged > MOST_DIVERGED * forks:
+            self.notes.append(
+                f"{self.runs.diverged} of {plural(forks, 'fork')} did not repeat their episode and are left out: the "
+                "application does not ask the same again. docs/how-to/replay.md lists the causes."
+            )
 
     async def _pilot(self, arms: Sequence[Arm]) -> None:
         """Run a few tasks, which tell the roles and the calls of a run. Raises WorkflowError where there is no call."""
@@ -348,7 +368,7 @@ class Analysis:
             references={role: reference.label for role, reference in self.references.items()},
             removes=removes,
             tasks=len(outcomes.means(OWN)),
-            runs=len(runs.runs),
+            runs=len(runs.runs) + len(runs.forks) + runs.diverged,
             calls=runs.calls,
             cost=runs.cost if priced else None,
             outcome=_inside(estimate(list(outcomes.means(OWN).values()), span.size).interval, span),
@@ -360,6 +380,7 @@ class Analysis:
             verdict=verdict.kind,
             at_fault=verdict.roles,
             more_tasks=verdict.more_tasks,
+            episodes=tuple(self.episodes),
             left_out=left_out,
             failed=failed,
             notes=[*self.notes, *self._unpriced(priced)],

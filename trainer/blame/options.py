@@ -17,6 +17,9 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     role alone."""
     without: tuple[str, ...] = ()
     """Test whether a role earns its place: it answers nothing, or with ROLE=TEXT always this text."""
+    episodes: str | None = None
+    """Find the call that lost an episode: failed (the worst failed runs of the application as it is) or the id of one
+    of its runs in the folder."""
     out: str = "runs/blame"
     """Folder of the analysis. The same command continues it."""
     max_calls: int | None = None
@@ -49,6 +52,9 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.references and self.without:
             fault = "cannot be used with without (--without)"
             raise ConfigError("references", ", ".join(self.references), fault, "Ask one question after the other.")
+        if self.episodes is not None and (self.references or self.without):
+            fault = "cannot be used with a reference or without (--without)"
+            raise ConfigError("episodes", self.episodes, fault, "Ask one question after the other.")
         if self.max_cost is not None and not self.prices:
             example = "For example: --price gpt-5=1.25/10 --max-cost 5"
             raise ConfigError("max_cost", self.max_cost, "needs prices", example)

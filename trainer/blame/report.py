@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -28,6 +30,8 @@ def render(blame: Blame) -> Group:
         else:
             lines.append(Text("costs: mean of alone and last, in points of the outcome", style=QUIET))
             lines.append(Text("alone: gain with only this role swapped; last: loss with only it left", style=QUIET))
+    if blame.episodes:
+        lines += _episodes(blame)
     if blame.failed:
         lines.append(Text(f"{plural(blame.failed, 'run')} raised an error, and count as the lowest outcome"))
     if blame.left_out:
@@ -41,6 +45,34 @@ def render(blame: Blame) -> Group:
         lines.append(Text(f"Roles: {', '.join(blame.all_roles)}. Possible references:"))
         lines += [Text(f"  {text}", style=QUIET) for text in _REFERENCES]
     return Group(*lines)
+
+
+def _episodes(blame: Blame) -> list[RenderableType]:
+    """A row per failed episode, and below it what was said at the decisive call."""
+    table = grid("task", "episode", "decisive call", "loss>", title="\nCalls that lost an episode")
+    for number, one in enumerate(blame.episodes):
+        if one.call is None:
+            table.add_row(*cells([one.task, one.episode, one.why, ""]))
+            continue
+        loss = "not measured" if one.loss is None else _points(one.loss)
+        table.add_row(*cells([one.task, one.episode, f"{one.call} {one.role}", loss]))
+        table.below[number] = [Text(f"said: {one.answer}", style=QUIET), Text(f"redraw: {one.redraw}", style=QUIET)]
+    decisive = Counter(one.role for one in blame.episodes if one.call is not None)
+    lines: list[RenderableType] = [table]
+    if decisive:
+        counts = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
+        lines += [
+            Text(f"\ndecided by luck, by role: {counts} of {plural(len(blame.episodes), 'episode')}"),
+            Text("A redraw that wins shows luck, and not who is at fault: compare with a --reference.", style=QUIET),
+        ]
+    return lines
+
+
+def _points(interval: Interval) -> str:
+    """A loss in points: how much more of 100 runs succeed from before the call than from after it."""
+    if interval.low is None or interval.high is None:
+        return f"{100 * interval.mean:.0f}"
+    return f"{100 * interval.mean:.0f} ({100 * interval.low:.0f} to {100 * interval.high:.0f})"
 
 
 def _head(blame: Blame) -> str:

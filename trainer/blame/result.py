@@ -37,6 +37,25 @@ class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
     """Runs on each task in which only this role was swapped."""
 
 
+class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed episode, and the call that lost it."""
+
+    episode: str
+    task: str
+    calls: int
+    call: int | None
+    """The decisive call by its step; None where `why` says why there is none."""
+    why: str = ""
+    role: str = ""
+    loss: Interval | None = None
+    """How much more often the episode succeeds when it runs again from before the call than from after it."""
+    answer: str = ""
+    """What was said at the call."""
+    redraw: str = ""
+    """The answer at the same place of the best fork."""
+    forks: int = 0
+
+
 class Blame(msgspec.Struct, frozen=True, kw_only=True):
     """Which role of an application loses the episodes.
 
@@ -68,6 +87,8 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     at_fault: Sequence[str] = ()
     more_tasks: int | None = None
     """About how many further tasks would decide, where the verdict is `undecided`."""
+    episodes: Sequence[LostEpisode] = ()
+    """Failed episodes whose decisive call was looked for."""
     left_out: Mapping[str, int] = {}
     """Runs that count nowhere, by the reason."""
     failed: int = 0

@@ -16,13 +16,16 @@ from statistics import fmean
 import msgspec
 
 from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord, Episode, Task
+from cotune.replay.script import Replay, Script
 from cotune.storage.protocol import Store
+from cotune.tables import answer_line
 from cotune.trainer.blame.arms import OWN, Arm, arm_of
 from cotune.trainer.blame.estimates import Outcomes, OwnRuns
 from cotune.trainer.blame.options import BlameOptions
@@ -66,6 +69,22 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 Place = tuple[Arm, str, int]
 
+FORK, FRESH_FORK = "blame-fork", "blame-fresh-fork"
+"""Phases of forks: those that look for the decisive call of an episode, and those that measure its loss."""
+
+
+class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that repeats the episode `trunk` up to its call `call`, from which on it is new."""
+
+    trunk: str
+    call: str
+    phase: str
+    outcome: float | None
+    """None where it is not known, and where the run did not repeat the episode."""
+    failed: bool
+    answer: str
+    """What was said at the call."""
+
 
 @dataclass
 class Runs:
@@ -91,6 +110,9 @@ class Runs:
         self._tried: set[Place] = set()
         """What was run in this process. A run that failed through no fault of the application is tried again only by
         the next command: a provider that is down would fail it again."""
+        self.forks: list[FinishedFork] = []
+        self.diverged = 0
+        """Forks that did not repeat their episode."""
         self.calls = 0
         self.cost = 0.0
         self.first_error = ""
@@ -105,6 +127,9 @@ class Runs:
             if arm is not None:
                 await self._judge(episode)
                 self._keep(arm, episode)
+            elif episode.phase in (FORK, FRESH_FORK):
+                await self._judge(episode)
+                self._keep_fork(episode)
 
     async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
         """Run each task in each arm, but what has run before. `number` is that of the run within its task and arm.
@@ -146,7 +171,13 @@ class Runs:
     async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
         """Run a task in an arm; None if that could pass a limit, as earlier runs took more calls than expected."""
         flow = replace(self.workflow, prompts=self.references.prompts(arm))
-        options = EpisodeOptions(phase=arm.phase, rollout=number, timeout=self.options.timeout)
+        options = EpisodeOptions(
+            phase=arm.phase,
+            rollout=number,
+            timeout=self.options.timeout,
+            # So that forks give them again, and no tool runs twice.
+            record_tools=self.options.episodes is not None,
+        )
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 return None
@@ -167,6 +198,57 @@ class Runs:
             self.first_error = of_call or outcome.episode.error or ""
         self.on_run()
         return run
+
+    async def fork(self, script: Script, call: str, task: Task, phase: str) -> FinishedFork | None:
+        """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode.
+
+        Raises BudgetReachedError if it could pass a limit.
+        """
+        flow = replace(self.workflow, prompts=self.references.prompts(OWN))
+        flow, responder = repeating(flow, Replay(script=script, fork=call), self.references.responder(OWN))
+        options = EpisodeOptions(
+            phase=phase,
+            timeout=self.options.timeout,
+            record_tools=bool(script.results),
+            freeze=bool(script.reads),
+        )
+        async with self._gate:
+            if self._running + 1 > self.affordable_runs():
+                raise self._budget_reached(1)
+            self._running += 1
+            try:
+                outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+                await asyncio.to_thread(self.store.flush)
+                await self._judge(outcome.episode)
+            finally:
+                self._running -= 1
+        self.on_run()
+        return self._keep_fork(outcome.episode)
+
+    def _keep_fork(self, episode: Episode) -> FinishedFork | None:
+        calls = self.store.calls(episode.id)
+        # What is answered from the record costs nothing.
+        new_calls = [call for call in calls if call.replayed is None]
+        self.calls += len(new_calls)
+        self.cost += self._cost(OWN, new_calls)[0]
+        if episode.blame == "divergence" or episode.fork is None:
+            self.diverged += episode.status != "cancelled"
+            return None
+        rewards = self.store.rewards([episode.id]).get(episode.id) or {}
+        at_fork = next((call for call in calls if call.id == episode.fork.at), None)
+        answer = ""
+        if at_fork is not None and at_fork.chosen is not None:
+            answer = answer_line(at_fork.candidates[at_fork.chosen])
+        fork = FinishedFork(
+            trunk=episode.fork.trunk,
+            call=episode.fork.call,
+            phase=episode.phase,
+            outcome=sum(rewards.values()) if episode.status == "ok" and rewards else None,
+            failed=episode.status == "error" and episode.is_outcome,
+            answer=answer,
+        )
+        self.forks.append(fork)
+        return fork
 
     async def _judge(self, episode: Episode) -> None:
         """Have the workflow's judge, if it has one, give the episode an outcome that it does not have yet."""

@@ -1,0 +1,97 @@
+"""The search for the call that lost an episode, on episodes whose V is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotune.trainer.blame.decisive import ForkCounts, ForkSearch, consider, draw_curves, loss_interval
+
+
+def searched(values: Sequence[float], seed: int, runs: int = 30) -> ForkSearch:
+    """Search an episode with these V by call; forks succeed by chance."""
+    rng = np.random.default_rng(seed)
+    search = ForkSearch(len(values), runs * len(values), range(len(values)), rng)
+    while forks := search.next_forks():
+        for call in forks:
+            search.add(call, float(rng.random() < values[call]))
+    return search
+
+
+def test_curves_follow_the_forks() -> None:
+    counts = ForkCounts([40, 40, 40, 40], [36.0, 36.0, 4.0, 4.0])
+    curves = draw_curves(counts, np.random.default_rng(0))
+    assert curves.shape == (200, 5)
+    assert curves[:, -1].max() == 0
+    assert curves.mean(axis=0) == pytest.approx([0.9, 0.9, 0.1, 0.1, 0.0], abs=0.05)
+
+
+def test_calls_without_forks_take_the_level_of_their_neighbours() -> None:
+    counts = ForkCounts([30, 0, 30], [27.0, 0.0, 27.0])
+    assert draw_curves(counts, np.random.default_rng(0)).mean(axis=0)[1] == pytest.approx(0.9, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "call"),
+    [([0.9, 0.9, 0.1, 0.1, 0.1], 1), ([0.8, 0.1, 0.1, 0.1], 0), ([0.8, 0.8, 0.8, 0.8, 0.8], 4), ([0.7], 0)],
+)
+def test_the_decisive_call_is_found(values: list[float], call: int) -> None:
+    found = [searched(values, seed).decision.call for seed in range(10)]
+    assert found.count(call) >= 9
+
+
+def test_no_single_call_decides_an_episode_that_fails_anyway() -> None:
+    found = [searched([0.02] * 5, seed).decision.call for seed in range(10)]
+    assert found.count(None) >= 8
+
+
+def test_a_clear_case_takes_few_forks_and_the_budget_is_kept() -> None:
+    clear = searched([0.95, 0.95, 0.02, 0.02, 0.02, 0.02], 1)
+    assert clear.spent < 0.7 * clear.budget
+    hard = searched([0.5, 0.45, 0.4, 0.35, 0.3, 0.25], 1)
+    # What is left is for the fresh forks.
+    assert hard.spent < hard.budget
+
+
+def test_calls_that_cannot_be_repeated_are_never_forked() -> None:
+    search = ForkSearch(4, 120, (0, 1), np.random.default_rng(0))
+    while forks := search.next_forks():
+        assert set(forks) <= {0, 1}
+        for call in forks:
+            search.add(call, 1.0)
+    assert search.counts.forks[2:] == [0, 0]
+
+
+def test_forks_that_all_diverge_end_the_search() -> None:
+    search = ForkSearch(3, 90, range(3), np.random.default_rng(0))
+    assert search.next_forks() == [0, 1, 2]
+    for call in range(3):
+        search.add(call, None)
+    assert search.next_forks() == [] and search.decision.call is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(0, 1)), min_size=1, max_size=8))
+def test_any_counts_give_a_decision(cells: list[tuple[int, float]]) -> None:
+    counts = ForkCounts([forks for forks, _ in cells], [forks * share for forks, share in cells])
+    decision = consider(counts, np.random.default_rng(0))
+    assert 0 <= decision.next_fork < len(cells)
+    assert 0 <= decision.probability <= 1
+    assert decision.call is None or 0 <= decision.call < len(cells)
+
+
+def test_the_loss_has_the_interval_of_newcombe() -> None:
+    # Newcombe 1998, Statistics in Medicine 17, 873-890, method 10: 56/70 and 48/80 give 0.0524 to 0.3339.
+    found = loss_interval([1.0] * 56 + [0.0] * 14, [1.0] * 48 + [0.0] * 32)
+    assert found is not None
+    assert (found.mean, found.low, found.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_the_last_call_loses_what_a_fork_there_would_win() -> None:
+    found = loss_interval([1.0] * 9 + [0.0] * 3, None)
+    assert found is not None and found.mean == 0.75
+    assert loss_interval([], None) is None and loss_interval([1.0], []) is None

@@ -1,0 +1,93 @@
+"""`cotune.blame(episodes=...)`: the call that lost an episode, found by forks of an application with known errors."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cotune
+from cotune.errors import ConfigError
+from cotune.storage.open_store import open_store
+from cotune.terminal import terminal
+from cotune.trainer.blame.report import render
+from tests.trainer.blame.office import Office, application, tasks
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return str(tmp_path / "blame")
+
+
+def wrong_calls(out: str, episode: str) -> list[int]:
+    """Steps of the calls that said something wrong first in an episode."""
+    with open_store(out, read_only=True) as store:
+        said = [call.candidates[0].text for call in store.calls(episode)]
+    return [said.index("wrong")] if "wrong" in said else []
+
+
+def test_the_call_that_went_wrong_is_found(out: str) -> None:
+    made = Office({"writer": 0.3, "checker": 0.2}, seed=3)
+    found = cotune.blame(application(), tasks(6), episodes="failed", out=out, responder=made, runs=20)
+    assert found.verdict == "untested" and 0 < len(found.episodes) <= 5
+    decisive = [one for one in found.episodes if one.call is not None]
+    assert len(decisive) >= len(found.episodes) - 1
+    for one in decisive:
+        assert [one.call] == wrong_calls(out, one.episode)
+        assert (one.answer, one.role) == ("wrong", ("planner", "writer", "checker")[one.call or 0])
+        assert one.redraw != "wrong"
+        assert one.loss is not None and one.loss.low is not None and one.loss.low > 0.1
+    console = terminal(width=80)
+    with console.capture() as heard:
+        console.print(render(found))
+    assert "Calls that lost an episode" in heard.get() and "decided by luck, by role: " in heard.get()
+    # The same command makes no further fork.
+    asked = made.asked.total()
+    again = cotune.blame(application(), tasks(6), episodes="failed", out=out, responder=made, runs=20)
+    assert [(one.episode, one.call) for one in again.episodes] == [(one.episode, one.call) for one in found.episodes]
+    assert made.asked.total() - asked <= 6 * 3
+
+
+def test_a_role_that_is_always_wrong_has_no_decisive_call(out: str) -> None:
+    made = Office({"writer": 1.0})
+    found = cotune.blame(application(), tasks(1), episodes="failed", out=out, responder=made, runs=80)
+    assert [(one.call, one.why) for one in found.episodes] == [(None, "no single call decides")]
+
+
+def test_one_episode_by_its_id(out: str) -> None:
+    made = Office({"writer": 0.5}, seed=1)
+    first = cotune.blame(application(), tasks(6), episodes="failed", out=out, responder=made, runs=20)
+    chosen = first.episodes[-1].episode
+    found = cotune.blame(application(), tasks(6), episodes=chosen, out=out, responder=made, runs=20)
+    assert [one.episode for one in found.episodes] == [chosen]
+    with open_store(out, read_only=True) as store:
+        good = next(e.id for e in store.episodes() if e.phase == "blame own" and store.rewards([e.id])[e.id]["team"])
+    with pytest.raises(ConfigError, match="is not a failed run of the application as it is"):
+        cotune.blame(application(), tasks(6), episodes=good, out=out, responder=made, runs=20)
+
+
+def test_an_application_that_does_not_repeat_itself(out: str) -> None:
+    made = Office({"writer": 1.0})
+    plain = application().cotune.fn
+
+    @cotune.workflow
+    async def restless(task: Any) -> float:
+        return float(await plain({**task, "word": f"{task['word']} {uuid.uuid4()}"}))
+
+    found = cotune.blame(restless, tasks(1), episodes="failed", out=out, responder=made, runs=8)
+    assert found.episodes[0].call is None
+    assert any("did not repeat their episode" in note for note in found.notes)
+
+
+def test_the_limit_ends_the_forks(out: str) -> None:
+    made = Office({"writer": 0.5}, seed=1)
+    found = cotune.blame(application(), tasks(4), episodes="failed", out=out, responder=made, runs=30, max_calls=40)
+    assert "max_calls = 40" in found.ended
+    assert found.calls == made.asked.total() <= 40
+
+
+def test_it_is_a_question_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="cannot be used with a reference"):
+        cotune.blame(application(), tasks(1), episodes="failed", without=("writer",))

@@ -1,0 +1,151 @@
+"""Finds the call that lost a failed episode, by running the episode again from its calls on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from cotune.errors import ConfigError, RecordError
+from cotune.records.structs import CallRecord, Episode
+from cotune.replay.forks import repeatable
+from cotune.replay.script import Script, read_script
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.tables import answer_line
+from cotune.trainer.blame.arms import OWN
+from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, loss_interval
+from cotune.trainer.blame.estimates import Span
+from cotune.trainer.blame.result import LostEpisode
+from cotune.trainer.blame.runs import FORK, FRESH_FORK, FinishedFork, Runs
+
+MOST_EPISODES = 5
+"""Failed episodes that are looked at, the worst first."""
+NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed its record"
+
+
+def choose_episodes(runs: Runs, chosen: str) -> list[Episode]:
+    """The failed episodes that `chosen` names: `failed`, or an id. Raises ConfigError for one that did not fail."""
+    span = runs.outcomes([run.task for run in runs.runs.values()]).span()
+    if chosen != "failed":
+        episode = runs.store.episode(runs.store.figures().episode_named(chosen))
+        if episode.phase != OWN.phase or _outcome(runs, episode, span) > 0.5 or not episode.is_outcome:
+            fault = "is not a failed run of the application as it is"
+            raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
+        return [episode]
+    worst: dict[str, Episode] = {}
+    for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
+        known = episode.is_outcome and (episode.status == "error" or runs.store.rewards([episode.id]).get(episode.id))
+        if known and _outcome(runs, episode, span) <= 0.5:
+            worst.setdefault(episode.task.id, episode)
+    ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
+    return ranked[:MOST_EPISODES]
+
+
+def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
+    """The outcome of an episode, from 0 to 1; 0 where the application raised."""
+    rewards = runs.store.rewards([episode.id]).get(episode.id) or {}
+    return _scaled(sum(rewards.values()), span) if episode.status == "ok" and rewards else 0.0
+
+
+def _scaled(outcome: float, span: Span) -> float:
+    return min(max((outcome - span.low) / span.size, 0.0), 1.0)
+
+
+async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
+    """Fork an episode until a call is decisive, or none is, or the budget of `runs` whole runs is spent.
+
+    Forks of an earlier command count. Raises BudgetReachedError where the limits of the analysis do not allow more.
+    """
+    calls = runs.store.calls(episode.id)
+    lost = LostEpisode(episode=episode.id, task=episode.task.id, calls=len(calls), call=None, why=NOT_REPEATABLE)
+    forkable = [place for place, call in enumerate(calls) if repeatable(calls, call)]
+    if not forkable:
+        return lost
+    try:
+        script = read_script(runs.store, episode.id)
+    except RecordError:
+        return lost
+    span = runs.outcomes([run.task for run in runs.runs.values()]).span()
+    recorded = _outcome(runs, episode, span)
+    # A text as the seed: the same episode is searched in the same way.
+    rng = np.random.default_rng(random.Random(f"{episode.id} {runs.options.seed}").getrandbits(32))
+    search = ForkSearch(len(calls), runs.options.runs * len(calls), forkable, rng, recorded)
+    places = {call.id: place for place, call in enumerate(calls)}
+    for fork in runs.forks:
+        if fork.trunk == episode.id and fork.phase == FORK:
+            search.add(places[fork.call], _value(fork, span))
+
+    # 1. Look for the call.
+    while forks := search.next_forks():
+        made = await _fork(runs, script, episode, [calls[place].id for place in forks], FORK)
+        for place, fork in zip(forks, made, strict=True):
+            search.add(place, None if fork is None else _value(fork, span))
+    decision = search.decision
+    count = sum(search.counts.forks)
+    if decision.probability < CONFIDENCE:
+        why = f"{count} forks do not tell" if count else "no fork repeated the episode"
+        return msgspec.structs.replace(lost, why=why, forks=count)
+    if decision.call is None:
+        return msgspec.structs.replace(lost, why="no single call decides", forks=count)
+
+    # 2. Measure its loss by fresh forks: those that chose it overstate it.
+    call = calls[decision.call]
+    before = await _fresh(runs, script, episode, call, span)
+    after: list[float] | None = None
+    if decision.call + 1 < len(calls):
+        following = calls[decision.call + 1]
+        after = await _fresh(runs, script, episode, following, span) if repeatable(calls, following) else []
+    return msgspec.structs.replace(
+        lost,
+        call=call.step,
+        why="",
+        role=call.role,
+        loss=loss_interval(before, after, recorded),
+        answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
+        redraw=_best_redraw(runs, episode, call),
+        forks=count + len(before) + len(after or ()),
+    )
+
+
+async def _fork(
+    runs: Runs, script: Script, episode: Episode, calls: Sequence[str], phase: str
+) -> list[FinishedFork | None]:
+    results = await asyncio.gather(
+        *(runs.fork(script, call, episode.task, phase) for call in calls), return_exceptions=True
+    )
+    # Forks under way end before the limit of one of them ends the analysis.
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def _fresh(runs: Runs, script: Script, episode: Episode, call: CallRecord, span: Span) -> list[float]:
+    """The outcomes of the fresh forks at a call, those of an earlier command among them."""
+
+    def values() -> list[float]:
+        at_call = [f for f in runs.forks if (f.trunk, f.call, f.phase) == (episode.id, call.id, FRESH_FORK)]
+        known = [_value(fork, span) for fork in at_call]
+        return [value for value in known if value is not None]
+
+    missing = FRESH - len(values())
+    if missing > 0:
+        await _fork(runs, script, episode, [call.id] * missing, FRESH_FORK)
+    return values()
+
+
+def _value(fork: FinishedFork, span: Span) -> float | None:
+    """The outcome of a fork, from 0 to 1; None where it is not known."""
+    if fork.failed:
+        return 0.0
+    return None if fork.outcome is None else _scaled(fork.outcome, span)
+
+
+def _best_redraw(runs: Runs, episode: Episode, call: CallRecord) -> str:
+    """What was said at the call in the fork there that came to the best outcome."""
+    at_call = [f for f in runs.forks if (f.trunk, f.call) == (episode.id, call.id) and f.outcome is not None]
+    best = max(at_call, key=lambda fork: fork.outcome or 0.0, default=None)
+    return "" if best is None else best.answer
