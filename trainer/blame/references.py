@@ -15,7 +15,6 @@ from cotune.adapters.prompts import prompts_of
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
 from cotune.integrations.apps.openai.other_model import OtherModel, check_address
-from cotune.integrations.models.folder.folder import locate_model
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.recorder import LiveCall, Responder
@@ -25,6 +24,7 @@ from cotune.storage.run_layout import is_run
 from cotune.trainer.blame.arms import Arm
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.evaluation.policies import answering
+from cotune.trainer.evaluation.sources import read_source, read_trained
 
 Kind = Literal["provider", "prompts", "policies", "model", "text"]
 
@@ -82,10 +82,8 @@ def _reference(text: str) -> Reference:
         if not read_prompts(name).id:
             raise ConfigError("reference", text, "has prompts that nobody has edited", "Edit some: cotune prompts edit")
         return Reference("prompts", name, role)
-    if is_export(Path(place)) or is_run(place):
-        return Reference("policies", place, role)
-    locate_model(place)
-    return Reference("model", place, role)
+    source = read_source(place, "reference")
+    return Reference("model" if source.kind == "model" else "policies", place, role)
 
 
 @dataclass
@@ -180,7 +178,8 @@ async def open_references(
                     stream="blame",
                 )
             )
-            return Answering(responder, prompts_of(policies))
+            place = None if policies is None else read_trained(policies, "reference").place
+            return Answering(responder, prompts_of(place))
 
         async def opened(reference: Reference) -> Answering:
             if reference.kind == "text":

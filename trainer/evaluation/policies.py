@@ -27,6 +27,7 @@ from cotune.sampling.protocol import ChatFormat, SamplingParams, at_temperature,
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import read_run
 from cotune.trainer.evaluation.modes import MODES
+from cotune.trainer.evaluation.sources import read_trained
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ async def answering(
     put_back: str = "",
     **options: Any,
 ) -> AsyncIterator[PolicyResponder | None]:
-    """Who answers an application's calls where a command runs it again: the `policies` of a run or an export, else an
-    untrained `model`; None for the application's own provider.
+    """Who answers an application's calls where a command runs it again: the `policies` of a run (RUN or RUN#STEP) or an
+    export, else an untrained `model`; None for the application's own provider.
 
     `put_back` is the remedy where a base model of the policies is not there or another one; `options` are further ones
     of `EvaluatedPolicies.responder`. Raises RunError, AdapterError, ConfigError, SyncError.
@@ -159,7 +160,8 @@ async def answering(
         yield None
         return
     if policies is not None:
-        evaluated = open_evaluated_policies(policies)
+        trained = read_trained(policies, "run")
+        evaluated = open_evaluated_policies(trained.place, step=trained.step)
         try:
             evaluated.check_bases()
         except ConfigError as error:

@@ -66,13 +66,12 @@ def read_source(value: str | Path, flag: str) -> Source:
 
 
 def read_trained(value: str | Path, flag: str) -> Source:
-    """The run or the export that a value names; it need not exist. Raises ConfigError for a model."""
+    """The run or the export that a value names. It need not exist: what opens it says so. Raises ConfigError for a
+    checkpoint that is none."""
     text = str(value)
     folder, step = _split_step(text, flag)
     if is_export(folder):
         return Source(text, "export", str(folder))
-    if (folder / "config.json").is_file() and not is_run(folder):
-        raise ConfigError(flag, text, "is a model, not a run or an export", f"Evaluate the model alone: --base {text}")
     return Source(text, "run", str(folder), step)
 
 

@@ -17,7 +17,7 @@ from cotune.prompts.edits import Prompts
 from cotune.records.structs import PolicyRef, Task
 from cotune.records.tasks import load_tasks
 from cotune.storage.run_code import open_run_code
-from cotune.storage.run_layout import known_workflow, read_run_json, relocated
+from cotune.storage.run_layout import is_run, known_workflow, read_run_json, relocated
 from cotune.trainer.evaluation.modes import (
     MODES,
     Contest,
@@ -113,6 +113,10 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
             team.policies, list(dict.fromkeys(team.sources.values())), _contest_of(team.policies), note=team.note
         )
     trained = read_trained(source, "run")
+    place = Path(trained.place)
+    if (place / "config.json").is_file() and not is_run(place) and not is_export(place):
+        remedy = f"Evaluate the model alone: --base {source}"
+        raise ConfigError("run", str(source), "is a model, not a run or an export", remedy)
     if options.against is not None:
         return _open_against(trained, read_source(options.against, "against"), options.model)
     policies = open_evaluated_policies(trained.place, options.model, step=trained.step)

@@ -327,6 +327,7 @@ def test_an_application_without_calls_is_refused(office: Makes, out: str) -> Non
         ({"references": ("openai:a", "openai:b")}, "is the second one of all roles"),
         ({"references": ("prompts:nowhere",)}, "nowhere"),
         ({"references": ("no/such/model",)}, "no/such/model"),
+        ({"references": ("writer=nowhere#40",)}, "names a checkpoint, but nowhere is not a run"),
         ({"references": ("openai:a",), "without": ("writer",)}, "cannot be used with without"),
         ({"without": ("=text",)}, "names no role"),
         ({"runs": 0}, "above 0"),
