@@ -26,7 +26,7 @@ def run(folder: Path, base: Path, mode: str, settings: dict[str, Any]) -> list[d
     from rich.console import Console
 
     from cotune.storage.metrics_file import read_metrics
-    from cotune.trainer.config.train import load_config
+    from cotune.trainer.config.load import load_config
     from cotune.trainer.train import train
     from examples.plan_path import grid
 

@@ -37,7 +37,7 @@ PAPER_KINDS = {
 
 
 def configuration(model: str, layout: str, **learner: Any) -> Any:
-    from cotune.trainer.config.train import convert
+    from cotune.trainer.config.load import convert
 
     settings = {"lr": 1e-4, "mini_batch": 64, **learner}
     return convert({"model": model, "policies": layout, "lora": {"rank": 16}, "learner": settings,
@@ -129,7 +129,7 @@ def paper() -> dict[str, Any]:
     from cotune.trainer.before.doctor.machine import gpu_of, look
     from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure
-    from cotune.trainer.config.train import convert
+    from cotune.trainer.config.load import convert
 
     machine = look(Path())
     rows: list[list[str]] = []

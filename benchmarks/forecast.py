@@ -33,7 +33,7 @@ from cotune.integrations.models import float32
 from cotune.records.policies import LoraSpec
 from cotune.trainer.before.doctor.memory import ALLOCATOR, CONTEXT, Workload, learner_memory
 from cotune.trainer.before.doctor.model_size import empty_policy, measure
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner import logprobs, tree_attention
 from cotune.trainer.learner.batching import pass_tokens
 from tests.trainer.learner.forced import ForcedSettings

@@ -22,9 +22,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
+from cotune.config.cluster import ClusterConfig
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.records.policies import LoraSpec, Policies, PolicySpec
-from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.protocol import Learner

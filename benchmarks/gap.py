@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cotune.algorithms.catalogue import recipe
+from cotune.config.train import TrainConfig
 from cotune.errors import GapError
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.chat.template import ChatTemplate
@@ -34,7 +35,6 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.publish import LONGER, PROBE, Probe, probe_prompts, prove_publish, sampled_gaps
 from examples.word_problems.demo import pretrained

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from cotune.config.train import TrainConfig
 from cotune.storage.metrics_file import read_metrics
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.train import resume, train
 
 

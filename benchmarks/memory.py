@@ -55,10 +55,10 @@ def measure(model: str, rows: int, settings: dict[str, Any], without: list[str])
     """Updates in this process: tokens of a pass, seconds, CPU seconds, pages, and the largest resident size in GB.
     `without` "pages" that are kept, or oneDNN's "products"."""
     from cotune.algorithms.catalogue import recipe
+    from cotune.config.learner import LearnerSettings
     from cotune.integrations.models import float32
     from cotune.integrations.models.folder.folder import locate_model
     from cotune.records.policies import LoraSpec, policies_for
-    from cotune.trainer.config.learner import LearnerSettings
     from cotune.trainer.learner.local import LocalLearner
     from cotune.trainer.learner.memory import pass_size
 

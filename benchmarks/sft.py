@@ -31,8 +31,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from benchmarks.step import build
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
+from cotune.config.records import DpoConfig
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.forced import ForcedSettings

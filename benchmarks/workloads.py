@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells, train_once
 from benchmarks.replay import PROBE_STEPS, sampled_tokens
 from cotune.storage.metrics_file import read_metrics
-from cotune.trainer.config.train import load_config
+from cotune.trainer.config.load import load_config
 from cotune.trainer.evaluation.evaluate import evaluate
 from examples.workloads.code.tasks import SMALL
 from examples.workloads.maths.tasks import SUMS

@@ -16,13 +16,13 @@ from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
     from cotune.adapters.manifest import Manifest
+    from cotune.config.train import TrainConfig
     from cotune.integrations.apps.openai.judge_endpoint import JudgeSettings
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.before.check.report import CheckLimits, CheckReport
     from cotune.trainer.blame.options import BlameOptions
     from cotune.trainer.blame.result import Blame
-    from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.reporting.summary import RunSummary
 else:
@@ -40,7 +40,7 @@ else:
             "JudgeSettings": "cotune.integrations.apps.openai.judge_endpoint",
             "Manifest": "cotune.adapters.manifest",
             "RunSummary": "cotune.trainer.reporting.summary",
-            "TrainConfig": "cotune.trainer.config.train",
+            "TrainConfig": "cotune.config.train",
         },
     )
 

@@ -23,6 +23,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.samples import Sample, TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import workflow_of
 from cotune.integrations.models.chat.template import ChatTemplate
@@ -35,7 +36,6 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.plan_path.base import build
 from examples.plan_path.grid import make_tasks

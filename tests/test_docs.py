@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cotune.cli.main import parser
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan
 from docs.pictures import LARGEST, PICTURES
 
 ROOT = Path(__file__).parent.parent
@@ -143,4 +144,4 @@ def test_every_configuration_is_valid(page: Path, text: str, tmp_path: Path, mon
         if named := re.match(r"# (\w+\.py)\n", code):
             Path(named[1]).write_text(code)
     config = convert({"model": "m", **tomllib.loads(text)})
-    assert config.from_records or config.resolve_plan(["writer"] if config.plan.kind == "tree" else [])[1].run.name
+    assert config.from_records or resolve_plan(config, ["writer"] if config.plan.kind == "tree" else [])[1].run.name

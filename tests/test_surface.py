@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import msgspec
 
 from cotune.cli.main import COMMANDS, parser
+from cotune.config.policy import PolicyConfig
 from cotune.config.prompts import SearchSettings
-from cotune.trainer.config.policy import PolicyConfig
-from cotune.trainer.config.train import TrainConfig
+from cotune.config.train import TrainConfig
 
 LIMITS = {"commands": 16, "forms": 28, "flags": 230, "settings": 124}
 """Lower a limit when you remove something. Raise one only for a use that the documentation shows."""

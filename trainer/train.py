@@ -15,6 +15,8 @@ from rich.console import Console
 
 from cotune.adapters.prompts import prompts_of
 from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.config.policy import PolicyConfig
+from cotune.config.train import NO_TASKS, TrainConfig
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
@@ -39,8 +41,8 @@ from cotune.storage.run_layout import (
     with_addresses,
     without_values,
 )
-from cotune.trainer.config.policy import PolicyConfig
-from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.loop import train_on_records
@@ -101,7 +103,7 @@ def train(
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     listed = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
-        plan, recipes, _ = chosen.resolve_plan(list(flow.scorers), flow.name)
+        plan, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.name)
         check_curriculum(chosen.curriculum, plan, listed)
         check_refill(chosen, plan, recipes.every, flow)
         check_privileged(recipes, listed)

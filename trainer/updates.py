@@ -13,6 +13,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
 from cotune.storage.token_figures import write_token_figures
+from cotune.trainer.config.engine import engine_sleeps
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
@@ -82,7 +83,7 @@ async def sampler_asleep(
 
     Its weights stay on the GPU if passes that are large enough for these rows fit next to them.
     """
-    if not run.config.engine_sleeps:
+    if not engine_sleeps(run.config):
         yield
         return
     sampler = cast(SleepingSampler, run.sampler)

@@ -28,11 +28,11 @@ from benchmarks.gpu.tools import (
     wait,
 )
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.integrations.versions import installed
 from cotune.trainer.before.doctor.memory import Workload, learner_memory
 from cotune.trainer.before.doctor.model_size import measure
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.teacher import LocalTeacher
 

@@ -21,6 +21,8 @@ from cotune.algorithms.prepare import Prepared, StepContext
 from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Floats
 from cotune.config.methods import KlTo, changed_settings, dotted_name
+from cotune.config.policy import PolicyConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import TRAINED, swapped_roles
@@ -28,7 +30,6 @@ from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
-from cotune.storage.run_config import RunConfig, RunPolicy
 from cotune.storage.run_layout import RunLayout, is_run, read_run
 
 
@@ -51,7 +52,7 @@ def regroup(
     store: Store,
     episodes: Iterable[Episode],
     chosen: Recipes,
-    config: RunConfig,
+    config: TrainConfig,
     roles: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Regrouped:
@@ -125,7 +126,7 @@ def recipes_of(store: Store) -> tuple[Recipes, str]:
     return found, f"plan {plan}, {found.names}, {source}"
 
 
-def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) -> Recipes:
+def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True) -> Recipes:
     """The recipe of a run, and those of its policies that have one of their own.
 
     Without `run_code`, `Unread` stands for classes of the user's. Raises ConfigError that names a field as it is in
@@ -165,7 +166,7 @@ def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) 
     return Recipes(run=resolved(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
 
 
-def _recipe_settings(config: RunConfig, own: RunPolicy | None) -> tuple[str | None, Mapping[str, Any]]:
+def _recipe_settings(config: TrainConfig, own: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
     """The recipe that a [[policy]] table, or None the run, names, and what it changes of it: as the run does, unless
     the recipe is another one than the run's."""
     of_run = changed_settings(config.rewards, config.loss)
@@ -177,7 +178,7 @@ def _recipe_settings(config: RunConfig, own: RunPolicy | None) -> tuple[str | No
     return config.recipe, {**of_run, **of_policy}
 
 
-def taught_by(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
+def taught_by(config: TrainConfig, own: PolicyConfig | None = None) -> KlTo:
     """Who teaches a policy, that of a [[policy]] table or any other one: a "teacher", its "self", or nobody beside the
     rewards ("untrained"), whatever the plan."""
     name, settings = _recipe_settings(config, own)
@@ -186,7 +187,7 @@ def taught_by(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
     return teacher
 
 
-def all_taught(config: RunConfig) -> bool:
+def all_taught(config: TrainConfig) -> bool:
     """Whether every trained policy learns from a teacher or itself, so that rewards count for nothing."""
     found = [taught_by(config, own) for own in config.policy if own.trained] or [taught_by(config)]
     return "untrained" not in found
@@ -211,10 +212,10 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     return None
 
 
-def config_of(store: Store) -> RunConfig:
+def config_of(store: Store) -> TrainConfig:
     """The configuration of the run that the records belong to; the defaults where they belong to none."""
     folder = store.folder
-    return read_run(folder).config if _is_of_run(folder) else RunConfig()
+    return read_run(folder).config if _is_of_run(folder) else TrainConfig()
 
 
 def _is_of_run(folder: Path | None) -> TypeGuard[Path]:

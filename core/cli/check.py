@@ -50,7 +50,7 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.check.dry_run import check
     from cotune.trainer.before.check.report import CheckLimits, render
-    from cotune.trainer.config.train import load_config, read_toml
+    from cotune.trainer.config.load import load_config, read_toml
 
     named = read_toml(a.config).get("model", "none")
     config = load_config(a.config, {"model": named, **fields_of(a), **settings(a.set)})

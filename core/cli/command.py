@@ -171,7 +171,7 @@ def add_records(command: Any, default: str | None = None) -> None:
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
     """Add the flags of these fields of `table` (default: a run's configuration), with the field's type, choices,
     default and text. A text that `table` lacks is that of a run's configuration; `texts` replace some."""
-    from cotune.trainer.config.train import TrainConfig
+    from cotune.config.train import TrainConfig
 
     for name in names:
         kind, default, text = _field(table or TrainConfig, name)

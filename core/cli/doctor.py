@@ -44,7 +44,7 @@ def arguments(command: Parser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.doctor.doctor import examine, render
-    from cotune.trainer.config.train import load_config
+    from cotune.trainer.config.load import load_config
 
     flags = {**fields_of(a), **settings(a.set)}
     config = load_config(a.config, flags) if a.config or a.model else None

@@ -54,7 +54,7 @@ def run(a: argparse.Namespace) -> int:
         tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.reading.words import change_text
     from cotune.tables import plural
-    from cotune.trainer.config.train import load_config, read_toml
+    from cotune.trainer.config.load import load_config, read_toml
     from cotune.trainer.train import resume, train
 
     fields = {**fields_of(a), **settings(a.set)}

@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.run_recipe import all_taught
+from cotune.config.train import TrainConfig
 from cotune.errors import CotuneError, RunError
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
@@ -26,7 +27,6 @@ from cotune.storage.metrics_file import read_metrics
 from cotune.storage.notes import Note, notes_file, read_notes
 from cotune.storage.open_store import is_path, no_records, open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_config import RunConfig
 from cotune.storage.run_layout import (
     RECORDS,
     RunDescription,
@@ -196,7 +196,7 @@ class OpenedRun:
         return self._cached("about", described, lambda: msgspec.convert(described, RunDescription))
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> TrainConfig:
         """The configuration of the run; the defaults for records by themselves."""
         return self.about.config
 

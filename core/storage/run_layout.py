@@ -22,10 +22,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from cotune.config.train import TrainConfig
 from cotune.errors import RunError
 from cotune.records.policies import PolicyKind
 from cotune.storage.checkpoints import latest_in
-from cotune.storage.run_config import RunConfig
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.typed_json import converted, read_if_typed, read_typed
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class RunDescription(msgspec.Struct, frozen=True):
     model: str | None = None
     held: Held = Held()
     workflow: str | None = None
-    config: RunConfig = RunConfig()
+    config: TrainConfig = TrainConfig()
     prompts: str = ""
     precision: Precision | None = None
 
@@ -168,6 +169,11 @@ def read_run(path: str | Path) -> RunDescription:
     """run.json as typed fields; the model where it is now. Raises RunError as `read_run_json` does."""
     known = read_run_json(path)
     found = converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
+    try:
+        failure_reward(found.config.on_failure)
+    except ValueError as error:
+        remedy = "Restore it, or start a new run."
+        raise RunError(f"{RunLayout(path).run_json} is broken: config.{error}.", remedy) from None
     if found.model is None:
         return found
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))

@@ -11,11 +11,14 @@ from wording import entry, prose, small
 
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.command import documentation
+from cotune.config.policy import PolicyConfig
 from cotune.config.prompts import SearchSettings
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
-from cotune.trainer.config.policy import PolicyConfig
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 
+REQUIRED = ("model",)
+"""Fields that a run needs although the tree has a default for them, for records that belong to no run."""
 BAD: dict[type, Any] = {int: -1, float: -1.0, str: "?"}
 """By type a value that a field with bounds refuses; what it says then is what it allows."""
 
@@ -49,13 +52,16 @@ def method_attributes() -> str:
 
 def _entries(table: type[msgspec.Struct], prefix: str) -> Iterator[str]:
     texts = documentation(table)
-    for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
+    needed = [field for field in msgspec.structs.fields(table) if field.required or prefix + field.name in REQUIRED]
+    others = [field for field in msgspec.structs.fields(table) if field not in needed]
+    for field in [*needed, *others]:
         if _is_table(field.type):
             continue
         dotted = prefix + field.encode_name
         allowed = _allowed(dotted, field.type)
         text = prose(texts[field.name]) + (f" Allowed: {prose(allowed)}." if allowed else "")
-        yield entry(dotted, small(_typed(field)), text)
+        typed = f"{_kind(field.type)}, required" if dotted in REQUIRED else _typed(field)
+        yield entry(dotted, small(typed), text)
 
 
 def _is_table(kind: Any) -> bool:

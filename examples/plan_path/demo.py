@@ -140,7 +140,7 @@ def main() -> None:
     from cotune.adapters.export import export_run
     from cotune.adapters.serving import serving
     from cotune.intervals import share
-    from cotune.trainer.config.train import load_config
+    from cotune.trainer.config.load import load_config
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
     from cotune.trainer.train import train

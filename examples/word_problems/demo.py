@@ -98,7 +98,7 @@ class Demo:
 
     def train(self) -> dict[str, Any]:
         """One LoRA per role; goes on where an earlier sitting stopped."""
-        from cotune.trainer.config.train import load_config
+        from cotune.trainer.config.load import load_config
         from cotune.trainer.train import resume, train
 
         if self.run.exists():

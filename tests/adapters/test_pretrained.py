@@ -18,8 +18,8 @@ import cotune
 from cotune.adapters.export import export_run
 from cotune.algorithms.catalogue import RECIPES
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run.checkpoint import Checkpoint, save_checkpoint
 

@@ -16,7 +16,7 @@ from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.sampling.protocol import SamplerInfo
 from cotune.storage.run_layout import read_run
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 
 
 class Silent:

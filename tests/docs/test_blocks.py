@@ -32,12 +32,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import cotune
 from cotune.adapters.serving import Endpoint
 from cotune.algorithms.catalogue import recipe
+from cotune.config.learner import LearnerSettings
 from cotune.prompts.file import write_prompts
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from cotune.types import Call, Candidate, FinishedEpisode, Reward
 from tests.integrations.edits import part, prompts

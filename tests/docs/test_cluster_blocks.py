@@ -21,7 +21,7 @@ from pathlib import Path
 from cotune.algorithms.catalogue import recipe
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
+from cotune.config.learner import LearnerSettings
 from tests.trainer.learner.learner_rows import build_learner_base, make_rows
 
 names = {"asyncio": asyncio, "recipe": recipe, "LearnerSettings": LearnerSettings}

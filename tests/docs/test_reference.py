@@ -19,9 +19,9 @@ from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.main import parser
+from cotune.config.policy import PolicyConfig
 from cotune.config.prompts import SearchSettings
-from cotune.trainer.config.policy import PolicyConfig
-from cotune.trainer.config.train import TrainConfig
+from cotune.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.config.cluster import ClusterConfig
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
-from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.run.engines import start_engine
 
 WELL = 12

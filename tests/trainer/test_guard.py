@@ -14,14 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from cotune.cli.main import main
+from cotune.config.rollouts import CurriculumConfig
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.errors import ConfigError
 from cotune.reading.facts import ending, troubles
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import Task
 from cotune.storage.checkpoints import newest_checkpoint
-from cotune.trainer.config.curriculum import CurriculumConfig
-from cotune.trainer.config.train import load_config
+from cotune.trainer.config.load import load_config
 from cotune.trainer.guard import best_window, collapse, of_one_level
 from cotune.trainer.schedules.curriculum import schedule_of
 from tests.trainer.conftest import Trainer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import ConfigError
+from cotune.trainer.config.load import load_config
 from cotune.trainer.config.removed import REMOVED
-from cotune.trainer.config.train import load_config
 from cotune.trainer.prompting.options import load_options
 
 

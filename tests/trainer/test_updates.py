@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.updates import ENOUGH_TOKENS, sampler_asleep, tokens_wanted
 from tests.trainer.learner.learner_rows import make_rows
 

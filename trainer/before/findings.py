@@ -12,6 +12,8 @@ import msgspec
 
 from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused, unknown_names
 from cotune.algorithms.policy_recipes import Recipes
+from cotune.config.rollouts import SamplingConfig
+from cotune.config.train import TrainConfig
 from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, TooManyCalls, WorkflowError
@@ -25,8 +27,6 @@ from cotune.runtime.user_code import origin, phrase
 from cotune.sampling.protocol import UNSHAPED
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, QUIET
-from cotune.trainer.config.sampling import SamplingConfig
-from cotune.trainer.config.train import TrainConfig
 
 Level = Literal["blocks", "undecided", "warns", "note", "ok"]
 STYLES: Mapping[Level, str] = {"blocks": BAD, "undecided": "yellow", "warns": "yellow", "note": QUIET, "ok": GOOD}

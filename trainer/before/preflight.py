@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from cotune.algorithms.learning_signal import unknown_names
+from cotune.config.train import TrainConfig
 from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
 from cotune.episodes.workflows import Workflow
 from cotune.errors import TooManyCalls, WorkflowError
@@ -31,7 +32,7 @@ from cotune.trainer.before.findings import (
     roles_of,
     scorer_findings,
 )
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.rollout.judging import Bench
 
 MOST_EPISODES = 16
@@ -63,7 +64,7 @@ async def preflight(
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
-    plan, recipes, _ = config.resolve_plan(list(workflow.scorers), workflow.name)
+    plan, recipes, _ = resolve_plan(config, list(workflow.scorers), workflow.name)
     responder = PolicyResponder(
         sampler,
         chats.own,
@@ -122,7 +123,7 @@ async def preflight(
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
 
     able = recipes.able(workflow.scorers)
-    policies = config.resolve_policies([*rewards, *unseen], scored=able, workflow=workflow.name)
+    policies = resolve_policies(config, [*rewards, *unseen], scored=able, workflow=workflow.name)
     ended = store.rewards(episode.id for episode in episodes).values()
     unknown = {name for outcome in outcomes for name in outcome.unknown}
     if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning)) and not any(ended):

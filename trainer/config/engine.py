@@ -1,10 +1,11 @@
-"""Checks of the settings that say what samples: `engine` and `engine_url`."""
+"""What samples: checks of `engine` and `engine_url`, and what they mean for a run."""
 
 from __future__ import annotations
 
+from cotune.config.cluster import ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
-from cotune.integrations.models.engines import ENGINES, engine_of
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.integrations.models.engines import ENGINES, Engine, engine_of
 
 AUTO = "auto"
 """The engine of a run that decides by the machine; see trainer/run/division.py."""
@@ -32,3 +33,19 @@ def check_engine(engine: str, engine_url: str, cluster: ClusterConfig) -> None:
 def engine_urls(engine_url: str) -> tuple[str, ...]:
     """The addresses that `engine_url` names."""
     return tuple(url.strip() for url in engine_url.split(",") if url.strip())
+
+
+def engine_kind(config: TrainConfig) -> Engine:
+    """The row of the engine in the table of engines."""
+    return engine_of(config.engine)
+
+
+def engine_shares_gpu(config: TrainConfig) -> bool:
+    """Whether the engine shares its GPU with the learner, and can free it during updates."""
+    return config.cluster.shares_gpu and engine_kind(config).sleeps
+
+
+def engine_sleeps(config: TrainConfig) -> bool:
+    """Whether the engine sleeps during updates. Without Ray it does so on a CPU too, where it only pauses."""
+    beside_learner = config.cluster.shares_gpu or not (config.cluster.on_ray or config.cluster.gpus_per_engine)
+    return engine_kind(config).sleeps and config.mode == "sync" and beside_learner

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
-from cotune.config.methods import LossSettings, RewardSettings
-from cotune.errors import ConfigError, check_bounds
-from cotune.integrations.models.chat.tool_formats import check_tool_format
-from cotune.records.policies import UNTRAINED, LoraSpec, PolicySpec
+from cotune.config.learner import LearnerSettings, ScheduleConfig
+from cotune.config.policy import UNSET, PolicyConfig
+from cotune.config.train import TrainConfig
+from cotune.errors import ConfigError
+from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
+from cotune.records.policies import UNTRAINED, PolicySpec
 from cotune.records.step_ranges import check_ranges
-from cotune.storage.run_config import RunPolicy
-from cotune.trainer.config.learner import LearnerSettings
-
-
-class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, or decay to zero at the last step: linear | cosine."""
-    warmup: int = 0
-    """Steps of linear warm-up."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "warmup", least=0, table="schedule.")
-
-
-class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
-
-    lora: LoraSpec = LoraSpec()
-    lr: float | None = None
-    """Without a value `learner.lr`."""
-    schedule: ScheduleConfig | None = None
-    """Without a value the run's `schedule`."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "lr", table="policy.")
-        check_bounds(self, "weight_decay", least=0, table="policy.")
-
-    @property
-    def of_training(self) -> Iterator[str]:
-        """Settings that are given and only mean something to a policy that is trained."""
-        for name in ("lr", "schedule", "weight_decay", "recipe", "rewards", "loss", "train", "teacher"):
-            if getattr(self, name) not in _UNSET:
-                yield name
-
-
-_UNSET = (None, "", RewardSettings(), LossSettings())
-"""Values of fields that a [[policy]] table does not set."""
+from cotune.trainer.config.teachers import teacher_of
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,16 +44,6 @@ def _check_tool_formats(policies: Iterable[PolicyConfig], specs: Mapping[str, Po
             raise ConfigError("policy.tool_format", one.tool_format, fault, "Give both the same.")
 
 
-def first_written(models: Iterable[str]) -> dict[str, str]:
-    """Each model as the first of those is written that are the same path: `./base` is `base`."""
-    first: dict[Path | str, str] = {}
-    found: dict[str, str] = {}
-    for model in models:
-        path = Path(model).expanduser()
-        found[model] = first.setdefault(path.resolve() if path.exists() else model, model)
-    return found
-
-
 def check_policies(
     policies: Sequence[PolicyConfig], specs: Mapping[str, PolicySpec], recipe: str | None, steps: int
 ) -> None:
@@ -108,7 +60,7 @@ def check_policies(
             raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
         for name in ("recipe", "rewards", "loss", "train", "teacher"):
             value = getattr(one, name)
-            if recipe in FROM_RECORDS and value not in _UNSET:
+            if recipe in FROM_RECORDS and value not in UNSET:
                 fault = f"cannot be used with recipe {recipe}, which learns from records"
                 raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {one.name}.")
         if one.recipe in FROM_RECORDS:
@@ -116,3 +68,22 @@ def check_policies(
             raise ConfigError("policy.recipe", one.recipe, fault, f"Set `recipe`, or another one for {one.name}.")
     _check_tool_formats(policies, specs)
     check_ranges({one.name: one.train for one in policies if one.trained}, steps)
+
+
+def settings_of(config: TrainConfig, policy: str) -> PolicySettings:
+    """What a policy is trained with: what its [[policy]] table says, else what the run says."""
+    own = config.own_of(policy)
+    teacher = teacher_of(config, own)
+    if own is None:
+        return PolicySettings(learner=config.learner, schedule=config.schedule, teacher=teacher)
+    lr = config.learner.lr if own.lr is None else own.lr
+    learner = msgspec.structs.replace(config.learner, lr=lr, weight_decay=config.decay_of(policy))
+    return PolicySettings(learner=learner, schedule=own.schedule or config.schedule, teacher=teacher)
+
+
+def shared_tool_format(config: TrainConfig) -> list[str]:
+    """A note where `tool_format` is that of several base models, which may write tool calls in different ways."""
+    own = [config.specs[p.name].model for p in config.policy if p.tool_format]
+    models = [model for model in config.bases if model not in own]
+    text = f"tool_format = {config.tool_format!r} is taken for several base models: {', '.join(models)}"
+    return [text] if len(models) > 1 and config.tool_format != AUTO else []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from cotune.algorithms.run_recipe import taught_by
+from cotune.config.policy import PolicyConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
-from cotune.storage.run_config import RunConfig, RunPolicy
 
 
 def is_address(teacher: str) -> bool:
@@ -14,12 +15,12 @@ def is_address(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def teacher_of(config: RunConfig, own: RunPolicy | None) -> str:
+def teacher_of(config: TrainConfig, own: PolicyConfig | None) -> str:
     """The teacher of a policy with this table, or of one without; "" where it learns from none."""
     return ((own.teacher if own else "") or config.distill.teacher) if taught_by(config, own) == "teacher" else ""
 
 
-def teachers_of(config: RunConfig, model: str) -> dict[str, dict[str, str]]:
+def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
     """By teacher, the base models whose policies learn from it, each with the field that names it. `model` is the
     run's."""
     found: dict[str, dict[str, str]] = {}
@@ -30,7 +31,7 @@ def teachers_of(config: RunConfig, model: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_teachers(config: RunConfig, model: str, temperature: float) -> None:
+def check_teachers(config: TrainConfig, model: str, temperature: float) -> None:
     """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
     under another sampling `temperature` than it scores at."""
     default, shared = config.distill.teacher, False
@@ -63,6 +64,6 @@ def check_teachers(config: RunConfig, model: str, temperature: float) -> None:
             )
 
 
-def _learning(config: RunConfig) -> list[RunPolicy | None]:
+def _learning(config: TrainConfig) -> list[PolicyConfig | None]:
     """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
     return [*(one for one in config.policy if one.trained)] or [None]

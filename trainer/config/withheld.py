@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import WITHHELD, is_withheld, leaves, without_values
-from cotune.trainer.config.train import TrainConfig, assign
+from cotune.trainer.config.load import assign
 
 
 def written(config: TrainConfig) -> dict[str, Any]:

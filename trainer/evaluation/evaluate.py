@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.algorithms.goal import Goal, goal_of, goal_of_policies
+from cotune.config.train import TrainConfig
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
@@ -33,7 +34,8 @@ from cotune.storage.run_layout import FUNCTIONS, RunLayout, read_config
 from cotune.storage.whole_file import of_system
 from cotune.tables import plural
 from cotune.terminal import terminal
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.evaluation.assignments import (
     PROBED,
     Assignment,
@@ -300,7 +302,7 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
     if config.from_records:
         return goal_of(None, config.on_failure), ""
     try:
-        recipes = config.resolve_plan(sorted(app.scorers), app.name)[1]
+        recipes = resolve_plan(config, sorted(app.scorers), app.name)[1]
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from cotune.config.train import NO_TASKS, EvaluationConfig, TrainConfig
 from cotune.errors import ConfigError
 from cotune.json_values import plain
 from cotune.records.structs import Task
 from cotune.records.tasks import load_tasks, task_line
 from cotune.tables import plural
-from cotune.trainer.config.train import NO_TASKS, EvaluationConfig, TrainConfig
 from cotune.trainer.evaluation.verdict import what_tasks_show
 from cotune.trainer.run.run_folder import write_atomically
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.samples import TrainRow
+from cotune.config.records import RecordsConfig
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.reading.recorded_answers import RecordedAnswer, recorded_answers
@@ -16,7 +17,6 @@ from cotune.records.structs import Candidate, Episode
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
-from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, Rows
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"

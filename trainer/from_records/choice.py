@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
+from cotune.config.records import RecordsConfig
 from cotune.errors import CotuneError
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import Episode
@@ -15,7 +16,6 @@ from cotune.storage.episode_filters import EpisodeFilters, moment
 from cotune.storage.open_store import store_identity
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run
-from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.run.run_folder import RunFolder
 
 Marks = tuple[int, int]

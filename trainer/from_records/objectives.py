@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from cotune.algorithms.from_records import Preference, preferences
 from cotune.algorithms.samples import TrainRow
+from cotune.config.records import DpoConfig
 from cotune.errors import RunError
-from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.learner.protocol import Learner, LearnerAround
 from cotune.trainer.run.run_folder import write_atomically
 

@@ -13,6 +13,7 @@ import msgspec
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RecordError, RunError
 from cotune.integrations.models.chat.formats import load_templates
@@ -24,7 +25,8 @@ from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.policy import settings_of
+from cotune.trainer.config.resolve import resolve_policies
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.choice import choose
 from cotune.trainer.from_records.lessons import Reader, Recorded, split, total
@@ -157,7 +159,7 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
                     f"has no recorded answers to learn from; these have: {known}",
                     f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
                 )
-    return config.resolve_policies(recorded.roles)
+    return resolve_policies(config, recorded.roles)
 
 
 def _check_all_learn(policies: Policies, recorded: Recorded, episodes: Sequence[str]) -> None:
@@ -205,7 +207,7 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
-    own = {one.name: PolicyTraining(config.settings_of(one.name).learner, loss) for one in config.policy}
+    own = {one.name: PolicyTraining(settings_of(config, one.name).learner, loss) for one in config.policy}
     if not config.cluster.on_ray:
         return await open_local_learner(config, policies, loss, own)
     from cotune.trainer.opening.cluster import Cluster

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.folder import count_parameters, loading, loading_weights, locate_model, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.integrations.models.memory import machine_memory
 from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
-from cotune.trainer.config.learner import LearnerSettings, PolicyTraining
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization
 from cotune.trainer.learner.memory.pass_size import is_out_of_memory

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.integrations.models.bfloat16 import LARGE
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
-from cotune.trainer.config.learner import LearnerSettings, PolicyTraining, check_losses
+from cotune.trainer.config.learner import PolicyTraining, check_losses
 from cotune.trainer.learner import files, torch_trace
 from cotune.trainer.learner.batching import (
     PassPlan,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import LearnerError
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.fused_layers import fuse_layers

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import tokenizer_of
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import lengths_of, micro_batches
 from cotune.trainer.learner.load import load_frozen
 from cotune.trainer.learner.memory.pass_size import MOST, PassSize

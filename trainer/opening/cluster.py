@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.cluster import CPUS, ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
@@ -16,9 +18,8 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
-from cotune.trainer.config.cluster import CPUS, ClusterConfig
+from cotune.trainer.config.engine import engine_kind
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
 from cotune.trainer.run.engines import (
@@ -136,7 +137,7 @@ class Cluster:
         and the engines have no room for them."""
         trained = sum(spec.trained and spec.model is None for spec in policies.specs.values())
         full = any(one.weights == "full" for one in engine_sets(self._config, policies))
-        crowded = full or (self._config.engine_kind.fixed and trained > policy_count(self._config, self._config.model))
+        crowded = full or (engine_kind(self._config).fixed and trained > policy_count(self._config, self._config.model))
         if crowded and policies.specs.keys() - self._open_policies:
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "

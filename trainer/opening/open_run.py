@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
 from cotune.recording.chance import start_freezing
@@ -18,7 +19,8 @@ from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision
 from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.policy import shared_tool_format
+from cotune.trainer.config.resolve import join_policies, resolve_plan, with_bases
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.opening.restore import begin_from, restore
 from cotune.trainer.opening.resume import tasks_per_step
@@ -67,7 +69,7 @@ async def open_run(
         config, division_notes = divide_run(config, stack, importable=_is_importable(folder, workflow))
         teaching = without_sampler(config)
         config, auto, precision_notes = decide_precision(folder, config)
-        plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
+        plan, recipes, why = resolve_plan(config, list(workflow.scorers), workflow.name)
         if plan.kind == "replay" and config.replay.tools == "frozen":
             start_freezing()
         saved = load_checkpoint(folder.checkpoints)
@@ -83,8 +85,10 @@ async def open_run(
                 count = min(config.tasks_per_step, len(tasks))
                 notes.append(expected_budget(config, store, policies.learning, plan.k, count))
         else:
-            before = config.based(saved[0].policies)
-            policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=recipes.able(workflow.scorers))
+            before = with_bases(config, saved[0].policies)
+            policies = join_policies(
+                config, before, [*saved[0].new_roles, *config.roles], scored=recipes.able(workflow.scorers)
+            )
             new = sorted(policies.roles.keys() - before.roles.keys())
             notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
         check_routing(config.routing, policies)
@@ -144,7 +148,7 @@ async def open_run(
                 *notes,
                 *_untrained(policies),
                 *_in_turns(config),
-                *config.one_format,
+                *shared_tool_format(config),
             ],
             state=Checkpoint(policies=policies),
         )

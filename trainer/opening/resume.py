@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.fingerprint import base_fingerprint, other_parts
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.json_values import plain
 from cotune.records.step_ranges import within
 from cotune.records.structs import Task
 from cotune.storage.run_layout import Held, leaves
-from cotune.trainer.config.train import TrainConfig, assign, convert
+from cotune.trainer.config.load import assign, convert
 from cotune.trainer.run.run_folder import RunFolder
 
 MAY_CHANGE = (

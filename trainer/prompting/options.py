@@ -15,8 +15,8 @@ from cotune.storage.run_code import FOLDER, FolderOrders
 from cotune.storage.run_layout import address_now, whole_address
 from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
+from cotune.trainer.config.load import read_toml
 from cotune.trainer.config.removed import removed_setting
-from cotune.trainer.config.train import read_toml
 
 
 class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

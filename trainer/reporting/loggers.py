@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.versions import VERSIONS
+from cotune.config.train import TrainConfig
 from cotune.errors import error_line
 from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Tracker
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
 from cotune.storage.whole_file import REWRITING
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.config.withheld import written
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
 

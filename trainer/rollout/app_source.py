@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError
 from cotune.prompts.edits import Prompts
-from cotune.trainer.config.train import TrainConfig
 
 PASSED_ON = (
     "OPENAI_*",

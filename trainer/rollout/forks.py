@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cotune.algorithms.collect import COMPLETE, temperature
+from cotune.config.train import TrainConfig
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
 from cotune.records.plans import seed_of
@@ -17,7 +18,6 @@ from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeata
 from cotune.replay.script import Replay, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.run.run import RolloutRun

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cotune.config.cluster import CPUS, ClusterConfig
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.integrations.cluster.process import ProcessGone, RayProcess
-from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost, Job, JobQueue, Loss
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.config.train import TrainConfig
 from cotune.episodes.episode import live_episode
 from cotune.episodes.rollout import EpisodeBatch, run_batch
 from cotune.episodes.workflows import Workflow
@@ -22,7 +23,6 @@ from cotune.records.structs import Episode, Record, Task
 from cotune.records.wire import unpack
 from cotune.runtime.run_context import current_run
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK

@@ -20,15 +20,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from cotune.config.cluster import NO_RAY, SHARED, ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, install_extra
 from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.installed import Build, unknown_architectures, vllm_build
 from cotune.tables import plural
-from cotune.trainer.config.cluster import NO_RAY, SHARED, ClusterConfig
-from cotune.trainer.config.engine import AUTO
+from cotune.trainer.config.check import check
+from cotune.trainer.config.engine import AUTO, engine_kind, engine_sleeps
 from cotune.trainer.config.teachers import is_address, teachers_of
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.run.engines import POLICIES, first_sets
 
 WEIGHTS_PART = 0.5
@@ -162,7 +163,9 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
     cluster = msgspec.structs.replace(
         cluster, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
     )
-    return msgspec.structs.replace(config, engine=engine, cluster=cluster), note
+    divided = msgspec.structs.replace(config, engine=engine, cluster=cluster)
+    check(divided)  # an engine that sleeps, for one, does not serve every setting
+    return divided, note
 
 
 def _check_numbers_without_ray(cluster: ClusterConfig, per_engine: float, per_learner: float) -> None:
@@ -183,7 +186,7 @@ def _count_used(cluster: ClusterConfig) -> int:
 
 def _samples(config: TrainConfig) -> bool:
     """Whether the run starts engines."""
-    return not config.from_records and not config.engine_kind.by_url
+    return not config.from_records and not engine_kind(config).by_url
 
 
 def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
@@ -210,7 +213,9 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
             f"the teacher {teacher} is loaded in this process, on the first GPU, which Ray gives to an engine or a "
             "learner too. Serve it by vLLM on another machine if memory is short."
         )
-    return Division(msgspec.structs.replace(config, cluster=cluster), tuple(notes))
+    divided = msgspec.structs.replace(config, cluster=cluster)
+    check(divided)
+    return Division(divided, tuple(notes))
 
 
 def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
@@ -319,7 +324,7 @@ def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: 
 
 def _count_engine_sets(config: TrainConfig) -> int:
     """Sets of engines on Ray: one for each base model, and in vLLM for each policy of full weights."""
-    if config.policy or config.policies != "full" or not config.engine_kind.fixed:
+    if config.policy or config.policies != "full" or not engine_kind(config).fixed:
         return len(first_sets(config))
     return len(config.roles) or POLICIES
 
@@ -353,7 +358,7 @@ def describe_division(config: TrainConfig) -> str:
         learner = "the learner on the same GPU"
     else:
         learner = f"the learner on {'one GPU' if cluster.gpus_per_learner else 'the CPU'}"
-    if config.engine_sleeps:
+    if engine_sleeps(config):
         learner += f", and {config.engine} sleeps during updates"
 
     if config.from_records:

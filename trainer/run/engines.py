@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cotune.config.cluster import CPUS, ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
@@ -19,9 +21,7 @@ from cotune.integrations.models.per_policy import PolicySampler, open_engines
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
-from cotune.trainer.config.cluster import CPUS, ClusterConfig
-from cotune.trainer.config.engine import engine_urls
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.engine import engine_kind, engine_shares_gpu, engine_sleeps, engine_urls
 
 POLICIES = 4
 """How many policies an engine makes room for where the number of roles is not known before the run."""
@@ -43,7 +43,7 @@ class EngineSet(msgspec.Struct, frozen=True):
 
 def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
     """What the engines of a run serve, on the run's own model first. Raises ConfigError where they cannot."""
-    fixed = config.engine_kind.fixed
+    fixed = engine_kind(config).fixed
     sets: list[EngineSet] = []
     for model, names in policies.bases(config.model).items():
         full = [name for name in names if fixed and policies.specs[name].kind == "full"]
@@ -51,7 +51,7 @@ def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
         sets += [EngineSet(model, "full", (name,)) for name in full]
         sets += [EngineSet(model, "lora", rest)] if rest or not full else []
     fault = f"cannot be used here: {', '.join(str(one) for one in sets)} need engines of their own"
-    if len(sets) > 1 and config.engine_shares_gpu:
+    if len(sets) > 1 and engine_shares_gpu(config):
         remedy = 'Set engine = "transformers": a GPU takes one engine of vLLM beside its learner.'
         raise ConfigError("engine", config.engine, fault, remedy)
     if len(sets) > len(policies.bases(config.model)) and not config.cluster.on_ray:
@@ -63,7 +63,7 @@ def first_sets(config: TrainConfig) -> list[EngineSet]:
     """`engine_sets` as far as they are known before the roles, and so the policies of a layout."""
     if config.policy:
         return engine_sets(config, Policies(config.specs, {}))
-    return [EngineSet(config.model, "full" if config.policies == "full" and config.engine_kind.fixed else "lora")]
+    return [EngineSet(config.model, "full" if config.policies == "full" and engine_kind(config).fixed else "lora")]
 
 
 def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
@@ -117,7 +117,7 @@ async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: 
 
 def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineConfig:
     """What an engine of this run is opened with. Raises ConfigError for weights that it cannot serve."""
-    engine = config.engine_kind
+    engine = engine_kind(config)
     kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
     if engine.adapters_only and "full" in kinds:
         fault = f"cannot be sampled by {config.engine}: it takes adapters only"
@@ -141,7 +141,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
         sequences=sequences_at_once(config),
-        sleeps=config.engine_sleeps,
+        sleeps=engine_sleeps(config),
         alone=config.cluster.on_ray,
     )
 

@@ -8,8 +8,9 @@ import msgspec
 
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.train import TrainConfig
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.policy import settings_of
 
 
 def bounded_loss(loss: LossSpec, max_tokens: int) -> LossSpec:
@@ -21,7 +22,7 @@ def own_methods(config: TrainConfig, recipes: Recipes) -> Mapping[str, PolicyTra
     """The methods of the policies that have a [[policy]] table."""
     return {
         one.name: PolicyTraining(
-            config.settings_of(one.name).learner,
+            settings_of(config, one.name).learner,
             bounded_loss(recipes.of(one.name).loss, config.sampling.max_tokens),
         )
         for one in config.policy

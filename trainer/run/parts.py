@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from cotune.config.train import TrainConfig
 from cotune.integrations.models.bfloat16 import gpu_has_bfloat16
 from cotune.integrations.models.devices import device_name
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.engine import engine_sleeps
 
 
 def where_it_runs(config: TrainConfig) -> str:
@@ -24,7 +25,7 @@ def _sampler(config: TrainConfig) -> str:
     cluster = config.cluster
     if config.engine_url:
         return f"sampler: {config.engine} at {config.engine_url}"
-    asleep = ", asleep during updates" if config.engine_sleeps else ""
+    asleep = ", asleep during updates" if engine_sleeps(config) else ""
     if cluster.on_ray:
         return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"
     device = device_name("auto")

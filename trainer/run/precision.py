@@ -13,6 +13,7 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.train import TrainConfig
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engines import ENGINES
@@ -20,7 +21,7 @@ from cotune.integrations.models.folder.folder import count_parameters, locate_mo
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.run_layout import Precision, read_run
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.engine import engine_kind
 from cotune.trainer.learner.loss import Tokens, policy_loss, unmasked
 from cotune.trainer.publish import Probe, probe_rows, sampled_gaps
 from cotune.trainer.run.run import RolloutRun
@@ -91,7 +92,7 @@ def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -
     if device == "cuda":
         return "bfloat16" if multiplies_bfloat16 else "float32"
     kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
-    if not multiplies_bfloat16 or config.cluster.on_ray or config.engine_kind.fixed or "full" in kinds:
+    if not multiplies_bfloat16 or config.cluster.on_ray or engine_kind(config).fixed or "full" in kinds:
         return "float32"
     large = all(count_parameters(locate_model(model)) >= bfloat16.LARGE for model in config.bases)
     return "bfloat16" if large else "float32"

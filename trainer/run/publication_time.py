@@ -8,12 +8,13 @@ from contextlib import closing
 
 import numpy as np
 
+from cotune.config.train import TrainConfig
 from cotune.integrations.models.folder import folder as model_folder
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.adapters import SharedFolders
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import fingerprint
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.engine import engine_kind
 from cotune.trainer.publish import norm
 
 SAMPLE_BYTES = 32 << 20
@@ -38,7 +39,7 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     if not large:
         return []
 
-    by_files = config.engine_kind.fixed  # the in-process engine takes weights through its pipe
+    by_files = engine_kind(config).fixed  # the in-process engine takes weights through its pipe
     place = " by files" if by_files else ""
     rate, notes = seconds_per_byte(by_files=by_files), []
     for model in large:

@@ -13,6 +13,7 @@ from cotune.algorithms.method import Method
 from cotune.algorithms.policy_recipes import Recipes, by_equal
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.task_signals import with_step
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
@@ -20,7 +21,8 @@ from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.policy import settings_of
+from cotune.trainer.config.resolve import join_policies
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Proof
 from cotune.trainer.run.checkpoint import Checkpoint
@@ -72,7 +74,7 @@ class Run:
 
     def lr_scale(self, policy: str) -> float:
         """The factor on a policy's learning rate in the next step."""
-        return lr_scale(self.config.settings_of(policy).schedule, self.state.steps, self.config.steps)
+        return lr_scale(settings_of(self.config, policy).schedule, self.state.steps, self.config.steps)
 
     def stop(self) -> bool:
         """Stop at the next safe moment; True where the step in hand is committed first."""
@@ -177,7 +179,7 @@ class RolloutRun(Run):
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
         """`policies` with those of `roles` that have none and get one by the configuration."""
-        return self.config.join(policies, roles, scored=self.recipes.able(self.workflow.scorers))
+        return join_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
         """The policies, with the roles that each plays in a step of training."""
@@ -206,7 +208,7 @@ class RolloutRun(Run):
         kl_to = self.recipes.of(policy).loss.kl_to
         if kl_to == "self":
             return SELF
-        return self.teachers[self.config.settings_of(policy).teacher] if kl_to == "teacher" else None
+        return self.teachers[settings_of(self.config, policy).teacher] if kl_to == "teacher" else None
 
     @property
     def provider_roles(self) -> list[str]:

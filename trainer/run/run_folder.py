@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.config.train import TrainConfig
 from cotune.errors import CotuneError, RunError, error_text
 from cotune.integrations.versions import installed
 from cotune.reading.evaluations import drop_after
@@ -22,7 +23,6 @@ from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_code import orders_of_run, remember
 from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.config.withheld import written
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")

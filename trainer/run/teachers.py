@@ -7,10 +7,10 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import locate_model, tokenizer_of
 from cotune.trainer.config.teachers import is_address, teachers_of
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Teacher
 
 Teachers = Mapping[str, Teacher]

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cotune.algorithms.task_signals import TaskFacts
+from cotune.config.rollouts import CurriculumConfig
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import Task
-from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
 EASY = 0.6

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cotune.algorithms.method import Method
 from cotune.algorithms.task_signals import GroupSignal
+from cotune.config.rollouts import RefillConfig
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
-from cotune.trainer.config.refill import RefillConfig
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.schedules.task_pool import DrawnTasks, extra_tasks
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cotune.config.rollouts import RoutingConfig
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, swapped_roles
 from cotune.records.structs import PolicyRef
-from cotune.trainer.config.routing import RoutingConfig
 
 
 def check_routing(routing: RoutingConfig, policies: Policies) -> None:

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cotune.trainer.config.policy import ScheduleConfig
+from cotune.config.learner import ScheduleConfig
 
 Item = TypeVar("Item")
 

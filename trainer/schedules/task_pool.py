@@ -10,9 +10,9 @@ import numpy as np
 
 from cotune.algorithms.samples import Floats
 from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
+from cotune.config.rollouts import CurriculumConfig
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
-from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.curriculum import schedule_of
 
 

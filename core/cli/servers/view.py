@@ -37,7 +37,7 @@ def run(a: argparse.Namespace) -> int:
 def documented_fields() -> Iterator[tuple[str, str, str]]:
     """The fields of a run's configuration as the documentation lists them: dotted name, default as the viewer shows
     values, and help."""
-    from cotune.trainer.config.train import TrainConfig
+    from cotune.config.train import TrainConfig
 
     yield from _fields(TrainConfig, "")
 

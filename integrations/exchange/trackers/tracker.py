@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from cotune.config.train import Tool
 from cotune.errors import ConfigError
 
-Tool = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 PACKAGES: Mapping[Tool, Sequence[str]] = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "wandb": ("wandb",),

@@ -13,10 +13,10 @@ from cotune.algorithms.run_recipe import policy_recipes, taught_by
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.trial import check_own
 from cotune.config.methods import LossSettings
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, GroupError
 from cotune.records.plans import PlanKind
 from cotune.records.structs import PolicyRef
-from cotune.storage.run_config import RunConfig
 
 Write = Callable[[str], str]
 
@@ -124,8 +124,8 @@ def test_an_attribute_of_the_wrong_type_is_refused(written: Write) -> None:
 def test_a_class_that_learns_from_a_teacher_needs_it_in_the_configuration(written: Write) -> None:
     named = written("from cotune.methods import Distill\n\n\nclass Own(Distill):\n    pass\n") + ":Own"
     with pytest.raises(ConfigError, match=r"recipe = .*kl_to = 'teacher'.* Set kl_to = \"teacher\" in \[loss\]"):
-        policy_recipes(RunConfig(recipe=named), "independent")
-    config = RunConfig(recipe=named, loss=LossSettings(kl_to="teacher"))
+        policy_recipes(TrainConfig(recipe=named), "independent")
+    config = TrainConfig(recipe=named, loss=LossSettings(kl_to="teacher"))
     assert taught_by(config) == policy_recipes(config, "independent").run.loss.kl_to == "teacher"
 
 

@@ -15,9 +15,10 @@ from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.algorithms.samples import Sample
 from cotune.config.methods import LossSettings
+from cotune.config.policy import PolicyConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
-from cotune.storage.run_config import RunConfig, RunPolicy
 from tests.core.algorithms.small_methods import AverageOfRoles
 from tests.core.algorithms.test_goal import played
 from tests.core.algorithms.test_prepare import sample
@@ -99,7 +100,7 @@ def test_a_recipe_that_joins_calls_takes_the_rewards_of_other_policies_in() -> N
 
 def test_the_configuration_names_what_does_not_fit() -> None:
     def resolved(plan: Any, **table: Any) -> Recipes:
-        config = RunConfig(policy=(RunPolicy(name="p", roles=("a",), **table),), loss=LossSettings(clip_high=0.3))
+        config = TrainConfig(policy=(PolicyConfig(name="p", roles=("a",), **table),), loss=LossSettings(clip_high=0.3))
         return policy_recipes(config, plan)
 
     found = resolved("tree", loss=LossSettings(entropy=0.1))
@@ -120,10 +121,13 @@ def test_a_policy_that_learns_from_a_teacher_needs_no_scorer_under_a_tree() -> N
     distill = recipe("distill", plan="tree")
     recipes = Recipes(run=recipe("at_grpo"), own={"p": distill}, roles={"planner": "p"})
     assert recipes.able(["coder"]) == ["coder", "planner"] and Recipes(run=DR_MAS).able([]) is None
-    tables = (RunPolicy(name="p", roles=("planner",)), RunPolicy(name="c", roles=("coder", "x"), recipe="at_grpo"))
-    reverse = policy_recipes(RunConfig(recipe="distill", policy=tables), "tree")
+    tables = (
+        PolicyConfig(name="p", roles=("planner",)),
+        PolicyConfig(name="c", roles=("coder", "x"), recipe="at_grpo"),
+    )
+    reverse = policy_recipes(TrainConfig(recipe="distill", policy=tables), "tree")
     assert reverse.able(["coder"]) == ["coder", "planner"], "a role that learns from rewards needs its scorer"
-    assert policy_recipes(RunConfig(recipe="distill", policy=tables[:1]), "tree").able([]) is None
+    assert policy_recipes(TrainConfig(recipe="distill", policy=tables[:1]), "tree").able([]) is None
     lone = [sample("c.0", role="planner", policy=PolicyRef("p", 1))]
     assert [one.id for one in prepare_each(lone, recipes).samples] == ["c.0"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.cli.printing.next_command import next_commands
+from cotune.config.records import RecordsConfig
 from cotune.errors import ConfigError
 from cotune.reading.find_runs import open_runs
 from cotune.reading.run import OpenedRun
@@ -21,7 +22,6 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.sql.upkeep import copy
-from cotune.trainer.config.from_records import RecordsConfig
 from tests.postgres import Server
 
 APP = """

@@ -14,13 +14,13 @@ import pytest
 from cotune.cli import main as cli
 from cotune.cli.command import prices
 from cotune.cli.removed import REMOVED_FLAGS
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.headline import Headline, role_rewards
 from cotune.reading.metrics import columns
 from cotune.trainer import train as train_module
-from cotune.trainer.config import train as train_config
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config import load as train_config
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.reporting.summary import RunSummary
 from tests.test_surface import forms_of, leaves

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from cotune.config.policy import PolicyConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import RunError
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, steps_of
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.run_config import RunConfig, RunPolicy
 from cotune.storage.run_layout import (
     RunDescription,
     RunLayout,
@@ -28,11 +29,11 @@ def run(folder: Path, described: Any) -> Path:
 
 
 def test_a_format_of_tool_calls_is_that_of_the_base_however_it_is_written() -> None:
-    config = RunConfig(
+    config = TrainConfig(
         policy=(
-            RunPolicy(name="a", roles=("a",), model="./base", tool_format="mistral"),
-            RunPolicy(name="b", roles=("b",), model="base"),
-            RunPolicy(name="c", roles=("c",), model="other"),
+            PolicyConfig(name="a", roles=("a",), model="./base", tool_format="mistral"),
+            PolicyConfig(name="b", roles=("b",), model="base"),
+            PolicyConfig(name="c", roles=("c",), model="other"),
         )
     )
     assert [config.tool_format_of(name) for name in "abc"] == ["mistral", "mistral", "auto"]
@@ -59,7 +60,7 @@ def test_a_run_whose_settings_have_earlier_names_is_refused(tmp_path: Path) -> N
 
 
 def test_a_run_of_no_settings_has_the_defaults(tmp_path: Path) -> None:
-    assert read_run(run(tmp_path, {})) == RunDescription(config=RunConfig())
+    assert read_run(run(tmp_path, {})) == RunDescription(config=TrainConfig())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import cotune
 from cotune.adapters.export import export_run
 from cotune.integrations.apps.activation import activate
 from cotune.records.structs import Message
-from cotune.trainer.config.train import load_config
+from cotune.trainer.config.load import load_config
 from cotune.trainer.train import train as run_training
 from examples.plan_path import base, grid
 from examples.workloads.plan_path_autogen import app, train

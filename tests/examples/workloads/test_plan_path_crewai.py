@@ -12,7 +12,7 @@ import pytest
 import cotune
 from cotune.adapters.export import export_run
 from cotune.records.structs import Message
-from cotune.trainer.config.train import load_config
+from cotune.trainer.config.load import load_config
 from cotune.trainer.train import train as run_training
 from examples.plan_path import grid
 from examples.workloads.plan_path_crewai import app, base, train

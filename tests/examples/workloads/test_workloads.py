@@ -24,7 +24,7 @@ from cotune.episodes.workflows import workflow_of
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.train import load_config
+from cotune.trainer.config.load import load_config
 from tests.examples.applications import check_knows_nothing_of_cotune, imported_again
 from tests.examples.speaker import build_speaker
 

@@ -13,7 +13,7 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.formats import load_formats
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from tests.trainer.bases.test_training import evens, team
 from tests.trainer.tiny_app import TASKS, application, ask
 

@@ -15,7 +15,8 @@ from cotune.adapters.export import export_run
 from cotune.adapters.load import load_export
 from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
 from cotune.trainer.before.findings import EPISODES
-from cotune.trainer.config.train import convert, load_config
+from cotune.trainer.config.load import convert, load_config
+from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
 
@@ -155,7 +156,7 @@ def test_a_wrong_setting_of_a_recipe_is_named_as_it_was_written(setting, value, 
     if in_policy:
         tables = {"policy": [{"name": "p", "roles": ["a"], **tables}]}
     with pytest.raises(ConfigError) as caught:
-        convert({"model": "m", **tables}).resolve_plan([])
+        resolve_plan(convert({"model": "m", **tables}), [])
     assert (caught.value.field, caught.value.value) == (setting, value)
     assert caught.value.fault.startswith(allowed)
     assert ("Did you mean loss.clip_high" in caught.value.remedy) == (name == "clip_hi")
@@ -331,7 +332,7 @@ def test_what_was_in_the_folder_before_stays(trainer, tmp_path):
 
 HOLDER = """
 import sys, cotune.trainer.run.run_folder as f
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 folder = f.RunFolder.create(sys.argv[1], convert({"model": "m"}), workflow=None, tasks=None)
 print("held", flush=True)
 sys.stdin.read()

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
 from cotune.records.policies import LoraSpec, Policies, policies_for
 from cotune.storage.run_layout import read_run_json
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.run.run_folder import RunFolder

@@ -15,6 +15,7 @@ import pytest
 import cotune
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.reading.evaluations import read_evaluations
@@ -23,8 +24,7 @@ from cotune.recording.context import current_episode
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import Episode
 from cotune.storage.run_layout import read_run_json
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.evaluation.modes import EvaluationOptions
 from cotune.trainer.learner.local import LocalLearner

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import read_evaluations
 from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks, load_tasks
 from cotune.storage.run_layout import read_run_json
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.evaluation.split import LEAST, MOST, Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.evaluation.verdict import tasks_for_gain, what_tasks_show
 from tests.trainer.conftest import Trainer

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cotune.config.records import RecordsConfig
 from cotune.errors import ConfigError, RecordError
 from cotune.records.ids import new_id
 from cotune.records.structs import CallRecord, Episode, PolicyRef, RewardRecord, Task
@@ -16,7 +17,6 @@ from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.sql.upkeep import delete
-from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.choice import choose
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import asked, record, said

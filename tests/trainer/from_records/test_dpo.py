@@ -11,13 +11,13 @@ import torch
 
 from cotune.algorithms.from_records import FROM_RECORDS, preferences
 from cotune.algorithms.samples import TrainRow
+from cotune.config.records import DpoConfig
 from cotune.errors import ConfigError, RecordError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.judging.labels import load_labels
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.storage.notes import Note, notes_file, write_note
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.from_records.lessons import Recorded
 from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs

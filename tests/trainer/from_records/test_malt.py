@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from cotune.config.records import RecordsConfig
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Fork, Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.answers import read_answers
 from cotune.trainer.from_records.lessons import Recorded
 from cotune.trainer.from_records.pairs import read_pairs

@@ -19,11 +19,11 @@ from cotune.adapters.export import export_run, latest_policies
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.cli.main import main
+from cotune.config.records import RecordsConfig
 from cotune.errors import ConfigError, LearnerError, RecordError, RunError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.answers import join_turns, read_answers
 from cotune.trainer.from_records.lessons import Recorded, split
 from cotune.trainer.from_records.objectives import Likelihood

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cotune.trainer.config.learner import LearnerSettings
+from cotune.config.learner import LearnerSettings
 
 
 class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.config.cluster import ClusterConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner, Ranks
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 from cotune.trainer.learner.local import LocalLearner

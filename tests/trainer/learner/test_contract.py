@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.update_tokens import UpdateTokens
 from tests.integrations import tiny_models

@@ -15,9 +15,9 @@ from cotune.algorithms.advantages import gae, whitened
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import change, make_rows

@@ -12,8 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.records.policies import policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner import load, logprob_model, tree_attention
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.policy_model import PolicyModel

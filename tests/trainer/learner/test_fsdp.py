@@ -16,10 +16,10 @@ import ray
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.records import DpoConfig
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows

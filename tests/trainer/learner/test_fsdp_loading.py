@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner import load
 from cotune.trainer.learner.dist import local_shard
 from cotune.trainer.learner.fsdp.worker import FsdpWorker

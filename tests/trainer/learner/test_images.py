@@ -17,6 +17,8 @@ from transformers import AutoModelForImageTextToText
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
+from cotune.config.records import RecordsConfig
 from cotune.errors import RequestRefused
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.vision import ImageInputs
@@ -31,8 +33,6 @@ from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.sampling.protocol import NEVER, SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.from_records import RecordsConfig
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.from_records.answers import read_answers
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel

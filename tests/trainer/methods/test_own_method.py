@@ -11,7 +11,8 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.reading.find_runs import open_runs
 from cotune.reading.groups import step_groups
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan
 from tests.test_docs import ROOT
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
@@ -51,4 +52,4 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
 def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: dict[str, str]) -> None:
     loss = {"token_loss": named["token_loss"]}
     with pytest.raises(ConfigError, match="cannot be used on a cluster"):
-        convert({"model": "m", "cluster": {}, "loss": loss}).resolve_plan(["first"])
+        resolve_plan(convert({"model": "m", "cluster": {}, "loss": loss}), ["first"])

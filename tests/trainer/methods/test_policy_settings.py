@@ -13,7 +13,8 @@ from cotune.algorithms.catalogue import recipe
 from cotune.errors import ConfigError
 from cotune.records.policies import policies_for
 from cotune.trainer.config.learner import PolicyTraining
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, snapshot
@@ -151,14 +152,14 @@ def test_bad_settings_of_a_policy_are_named(tables: Any, fault: str) -> None:
 
 def test_recipes_that_do_not_fit_are_named_before_work_starts() -> None:
     def resolved(scorers: list[str], *tables: dict[str, Any], **settings: Any) -> Any:
-        return convert({"model": "m", "policy": list(tables), **settings}).resolve_plan(scorers)
+        return resolve_plan(convert({"model": "m", "policy": list(tables), **settings}), scorers)
 
     with pytest.raises(ConfigError, match=r"policy.recipe = 'grpo' of policy q cannot be used here: .*, which is tree"):
         resolved(["a"], policy("p", "a"), policy("q", "b", recipe="grpo"))
     config = convert({"model": "m", "policy": [policy("p", "a"), policy("q", "b", recipe="dapo")]})
-    able = config.resolve_plan(["a"])[1].able(["a"])
+    able = resolve_plan(config, ["a"])[1].able(["a"])
     with pytest.raises(ConfigError, match=r"policy.kind = 'lora for q' cannot be trained under the tree plan: none"):
-        config.resolve_policies(["a", "b"], scored=able)
+        resolve_policies(config, ["a", "b"], scored=able)
     with pytest.raises(ConfigError, match=r"policy.loss.critic_sees = 'x' was removed"):
         resolved([], policy("p", "a", loss={"critic_sees": "x"}))
     with pytest.raises(ConfigError, match=r"policy.recipe = 'rloo' cannot be used with recipe sft"):

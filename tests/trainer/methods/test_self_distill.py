@@ -24,7 +24,8 @@ from cotune.records.structs import FeedbackRecord, Message
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import ChatFormats
 from cotune.storage.open_store import open_store
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.protocol import SELF
 from cotune.trainer.privileged import check_privileged, with_hints, with_text
@@ -184,7 +185,7 @@ def test_what_teachers_see_is_checked_before_work_starts() -> None:
         check_privileged(Recipes(run=recipe("self_distill", teacher_sees="reference")), as_tasks(TASKS))
     check_privileged(Recipes(run=recipe("self_distill", teacher_sees="letter")), as_tasks(TASKS))
     with pytest.raises(ConfigError, match=r"teacher_sees = .*nothing.py"):
-        convert({"model": "m", "recipe": "self_distill", "loss": {"teacher_sees": "nothing.py:f"}}).resolve_plan([])
+        resolve_plan(convert({"model": "m", "recipe": "self_distill", "loss": {"teacher_sees": "nothing.py:f"}}), [])
     one = {"name": "p", "roles": ["a"]}
     for tables, fault in (
         ([{**one, "recipe": "distill"}], r"distill.teacher = '' is missing: .* Or set `teacher` of policy p"),

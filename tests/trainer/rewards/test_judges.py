@@ -20,7 +20,7 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.judge_ledger import Ledger
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, says
 from tests.integrations.provider import Provider, serving

@@ -17,7 +17,7 @@ from cotune.errors import ConfigError, EngineLost
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.tiny_app import application, ask, converse, letters
 

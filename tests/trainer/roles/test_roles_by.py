@@ -15,6 +15,7 @@ import pytest
 import cotune
 from cotune.adapters.manifest import read_manifest
 from cotune.cli.main import main
+from cotune.config.train import TrainConfig
 from cotune.episodes.episode import run_episode
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import WorkflowFunction
@@ -24,7 +25,6 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.answers.drawn import DrawnAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.wire import Setup

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import cotune
+from cotune.config.cluster import ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
-from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source, import_path
 from tests.trainer import worker_app
 from tests.trainer.tiny_app import application, letters

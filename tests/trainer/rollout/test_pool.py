@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cotune.config.cluster import ClusterConfig
 from cotune.episodes.episode import EpisodeOptions
 from cotune.episodes.workflows import workflow_of
 from cotune.records.structs import Episode, Task
-from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool, _Worker
 from cotune.trainer.rollout.queue import EpisodeLost, Job, Loss

@@ -8,11 +8,11 @@ from collections import defaultdict
 
 import pytest
 
+from cotune.config.rollouts import CurriculumConfig
 from cotune.errors import ConfigError
 from cotune.records.tasks import as_tasks
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.task_pool import TaskPool
 from tests.trainer import worker_app
 from tests.trainer.schedules.test_task_pool import GRADED, LETTERS, drawn_in, graded, state_of, weights_of

@@ -19,7 +19,7 @@ from cotune.records.policies import Policies, PolicySpec
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.tiny_models import build, tokenizer
 from tests.trainer.learner.learner_rows import FAST

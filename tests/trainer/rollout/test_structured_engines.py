@@ -13,12 +13,12 @@ import pytest
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import Policies, PolicySpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.schemas import SCHEMAS, form
 from tests.integrations.tiny_models import build_bytes

@@ -20,6 +20,8 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
+from cotune.config.cluster import ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.workflows import Workflow, load_workflow, workflow_of
 from cotune.errors import ConfigError, WorkflowError
@@ -35,8 +37,6 @@ from cotune.runtime.run_context import RunContext, current_run
 from cotune.sampling.protocol import ChatFormats, SamplingParams
 from cotune.storage.judge_ledger import FILE, Ledger
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.pool import WorkerLimits
 from cotune.trainer.rollout.process_reaper import is_alive
 from cotune.trainer.rollout.workers import RolloutWorkers

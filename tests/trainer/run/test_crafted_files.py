@@ -17,11 +17,11 @@ from cotune.adapters.fingerprint import hashes_of, write_hashes
 from cotune.adapters.load import load_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
+from cotune.config.learner import LearnerSettings
 from cotune.errors import CotuneError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import TRUST, locate_model, read_parameters
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer

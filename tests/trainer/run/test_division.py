@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.models.vllm.installed import build_of, unknown_architectures
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.run.division import Resources, describe_division, divide
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters

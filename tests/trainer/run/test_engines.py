@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from cotune.config.cluster import ClusterConfig
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.engines import ENGINES
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import policies_for
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.opening.cluster import check_gpus
 from cotune.trainer.run.engines import EngineSet, engine_config, engine_sets, first_sets, server_urls
 from cotune.user_objects import load_object

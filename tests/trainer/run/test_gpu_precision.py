@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cotune.config.train import TrainConfig
 from cotune.integrations.models import bfloat16
 from cotune.storage.run_layout import Precision, read_run
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner import load
 from cotune.trainer.run.precision import auto_dtype, decide_precision, gap_remedy, keep_precision, without_sampler
 from cotune.trainer.run.run_folder import RunFolder

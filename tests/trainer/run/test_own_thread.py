@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, GroupError
 from cotune.records.policies import policies_for
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.opening.open_run import open_local_learner
 from cotune.trainer.run.own_thread import OwnThread

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.run.parts import where_it_runs
 
 

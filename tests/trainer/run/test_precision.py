@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cotune.config.train import TrainConfig
 from cotune.errors import GapError
 from cotune.integrations.models import bfloat16
 from cotune.reading.facts import troubles
@@ -18,7 +19,7 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer import publish
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.opening import open_run
 from cotune.trainer.opening.restore import LOST
 from cotune.trainer.publish import sampled_gaps

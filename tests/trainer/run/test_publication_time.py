@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.run import publication_time
 from cotune.trainer.run.publication_time import publication_notes, seconds_per_byte
 from tests.integrations import tiny_models

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import RunError
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.run.run_folder import RunFolder
 
 

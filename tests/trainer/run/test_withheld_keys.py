@@ -17,7 +17,7 @@ from cotune.integrations.web.viewer.overview import settings
 from cotune.reading.run import OpenedRun
 from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.trainer import train
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.reporting import loggers
 from cotune.trainer.run.run_folder import RunFolder

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from cotune.algorithms.task_signals import TaskFacts
+from cotune.config.rollouts import CurriculumConfig
 from cotune.errors import ConfigError
 from cotune.records.structs import Task
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.curriculum import fewer_episodes, schedule_of
 from tests.trainer.tiny_app import TASKS, application, ask
 

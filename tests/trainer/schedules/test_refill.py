@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import cotune
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.task_signals import GroupSignal
+from cotune.config.rollouts import RefillConfig
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import Episode, Task
-from cotune.trainer.config.refill import RefillConfig
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.rollout.refill import run_refill
 from cotune.trainer.schedules.refill import Refill, check_refill
 from cotune.trainer.schedules.task_pool import DrawnTasks

@@ -7,13 +7,13 @@ from collections import defaultdict
 import pytest
 
 from cotune.cli.main import main
+from cotune.config.rollouts import RoutingConfig
 from cotune.errors import ConfigError
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.schedules.routing import check_routing, swapped
 from tests.trainer.tiny_app import application, converse, letters
 

@@ -19,10 +19,10 @@ from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
+from cotune.config.rollouts import CurriculumConfig
 from cotune.records.structs import PolicyRef, Task
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.schedules.task_pool import TaskPool, arrivals
 from tests.trainer.tiny_app import application, ask

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.formats import load_templates, without_torch
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import context_length, locate_model, of_policy
 from cotune.trainer.before.findings import Finding
-from cotune.trainer.config.train import TrainConfig
 
 NO_MODEL = "none"
 """`model` of a dry run that names none."""

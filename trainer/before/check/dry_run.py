@@ -16,6 +16,7 @@ from cotune.algorithms.collect import RoleRules, collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.samples import Sample
+from cotune.config.train import TrainConfig
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
@@ -38,7 +39,9 @@ from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCh
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
 from cotune.trainer.before.check.watch import watched
 from cotune.trainer.before.findings import Finding, blocking, named_roles, rewards_by_role, roles_of
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
+from cotune.trainer.config.policy import shared_tool_format
+from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.schedules.curriculum import check_curriculum
@@ -80,7 +83,7 @@ def check(
         all_tasks = as_tasks(tasks)
         say("loading the application ...")
         flow = workflow_of(workflow).named_by(config.roles_by)
-        plan, recipes, why = config.resolve_plan(list(flow.scorers), flow.name)
+        plan, recipes, why = resolve_plan(config, list(flow.scorers), flow.name)
         check_curriculum(config.curriculum, plan, all_tasks)
         check_refill(config, plan, recipes.every, flow)
         able = recipes.able(flow.scorers)
@@ -119,7 +122,7 @@ def check(
         try:
             if seen:
                 called = sorted({*unseen, *(call.role for call in seen)})
-                policies = config.resolve_policies(called, scored=able, workflow=flow.name)
+                policies = resolve_policies(config, called, scored=able, workflow=flow.name)
         except ConfigError as error:
             misfits = [blocking(error, "policies")]
         roles = list(roles_of(seen, policies, flow, able))
@@ -132,7 +135,7 @@ def check(
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
         tokens, unanswerable = own.request_findings(templates, [call for call in seen if call.role in templates], store)
         findings += [*unanswerable, *base_findings(templates)]
-        findings += [Finding("warns", "tool_format", text) for text in config.one_format]
+        findings += [Finding("warns", "tool_format", text) for text in shared_tool_format(config)]
         decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
         if not groups and not decided:
             findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))

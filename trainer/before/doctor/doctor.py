@@ -9,6 +9,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cotune.config.cluster import CPUS, NO_RAY, ClusterConfig, Demand
+from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, CotuneError, error_line, install_extra
 from cotune.integrations import versions
 from cotune.integrations.models.devices import untried_gpu, unused_gpu
@@ -34,8 +36,7 @@ from cotune.trainer.before.doctor.step_time import (
     render_step,
 )
 from cotune.trainer.before.findings import STYLES, Finding, blocking
-from cotune.trainer.config.cluster import CPUS, NO_RAY, ClusterConfig, Demand
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.engine import engine_kind
 from cotune.trainer.run.division import Resources, describe_division, divide, resources_of, resources_of_cluster
 from cotune.trainer.run.engines import first_sets
 
@@ -97,7 +98,7 @@ def examine(
                 divided += [Finding("warns", "division", note) for note in notes]
             except CotuneError as error:
                 divided.append(blocking(error, "division"))
-        cluster, extra = config.cluster, config.engine_kind.extra
+        cluster, extra = config.cluster, engine_kind(config).extra
     findings = [*judge_machine(machine, cluster, extra), *models, *divided]
     forecast = Forecast()
     if config is not None and all(finding.level != "blocks" for finding in findings):

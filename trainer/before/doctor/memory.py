@@ -13,6 +13,8 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from cotune.config.sizes import parse_size
+from cotune.config.train import TrainConfig
 from cotune.integrations.models.folder.vision import KEPT_BYTES, PASS_BYTES
 from cotune.integrations.models.transformers.wire import PREFIX_PART
 from cotune.records.policies import LoraSpec
@@ -20,8 +22,6 @@ from cotune.tables import BAD, grid
 from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 from cotune.trainer.config.engine import AUTO
-from cotune.trainer.config.sizes import parse_size
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.run.engines import candidates_of_call
 from cotune.trainer.run.precision import auto_dtype, with_dtype
 

@@ -227,9 +227,9 @@ def empty_policy(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from cotune.config.learner import LearnerSettings
     from cotune.integrations.models.folder.folder import loading
     from cotune.integrations.models.folder.kinds import auto_class
-    from cotune.trainer.config.learner import LearnerSettings
     from cotune.trainer.learner.load import add_adapter
     from cotune.trainer.learner.logprob_model import LogprobModel
     from cotune.trainer.learner.memory.products import compute_joined

@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cotune.algorithms.catalogue import recipe_class
+from cotune.config.train import TrainConfig
 from cotune.tables import grid, plural
 from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.memory import ProcessMemory, Workload, learns_on_gpu, samples_on_gpu
 from cotune.trainer.before.doctor.model_size import ModelSize
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.gpu_rates import rates_of
 
 GPU_PARTS = (0.4, 0.7)

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.cluster import CPUS, ClusterConfig
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
-from cotune.trainer.config.cluster import CPUS, ClusterConfig
-from cotune.trainer.config.learner import LearnerSettings, PolicyTraining, check_losses
+from cotune.trainer.config.learner import PolicyTraining, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import check_rows
 from cotune.trainer.learner.fsdp.worker import pack_rows

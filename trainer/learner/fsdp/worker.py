@@ -23,10 +23,11 @@ from torch.distributed.fsdp import (
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
-from cotune.trainer.config.learner import LearnerSettings, PolicyTraining
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.learner.fsdp.loading import open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner, use_threads_for

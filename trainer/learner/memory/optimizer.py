@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, install_extra
-from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings
+from cotune.trainer.config.learner import FULL_LR, LORA_LR
 from cotune.trainer.learner.policy_model import PolicyModel
 
 EPS = 1e-8

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
+from cotune.config.sizes import parse_size
 from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.models.memory import machine_memory, process_memory
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.sizes import parse_size
 from cotune.trainer.learner.batching import pass_tokens, tokens_of
 from cotune.trainer.learner.dist import ProcessGroup, local_shard
 from cotune.trainer.learner.logprobs import chunk_tokens

@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.bfloat16 import rounds_products
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.float32 import product
 from cotune.records.policies import Policies
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.adapter_copies import AdapterCopies, active_adapter

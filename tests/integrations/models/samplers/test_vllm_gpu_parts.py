@@ -21,10 +21,10 @@ from benchmarks.gpu.vllm_parts import (
     run_sections,
     sleeping,
 )
+from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 
 LORA = LoraSpec(rank=8, alpha=16.0)

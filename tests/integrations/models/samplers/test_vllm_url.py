@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.samples import TrainRow
+from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import tokenizer_of
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.integrations.models.vllm.teacher import VllmTeacher
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.teacher import LocalTeacher
 from cotune.trainer.train import train
 from tests.adapters.test_gguf import LORA, adapter, greedy

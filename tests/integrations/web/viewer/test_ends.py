@@ -12,7 +12,7 @@ from cotune.errors import RunError
 from cotune.integrations.web.viewer.server import viewing
 from cotune.records.structs import Episode, Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.run.run_folder import RunFolder
 from tests.integrations.web.viewer.test_pages import text

@@ -27,7 +27,7 @@ from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.run.run_folder import RunFolder
 from tests.mutations import ODD, as_json, damaged, mutated
 

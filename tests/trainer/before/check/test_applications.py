@@ -26,7 +26,7 @@ import cotune
 from cotune.cli.main import main
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.before.check.report import CheckLimits, CheckReport
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 
 TASKS = [{"id": "t", "question": "q"}]
 pytestmark = pytest.mark.usefixtures("provider")

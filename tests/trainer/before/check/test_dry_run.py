@@ -24,7 +24,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.before.check.report import CheckLimits, CheckReport, render
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from tests.integrations.models.folder.tiny_gguf import write_gguf
 from tests.integrations.provider import Provider
 from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters

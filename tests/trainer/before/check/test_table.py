@@ -10,7 +10,7 @@ os.environ.setdefault("CREWAI_STORAGE_DIR", "cotune-tests")
 import pytest
 
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from tests.trainer.before.check.apps import crews, graphs, plain, teams
 
 ROWS = {**graphs.ROWS, **plain.ROWS, **teams.ROWS, **crews.ROWS}

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from cotune.config.cluster import ClusterConfig
 from cotune.errors import ConfigError
 from cotune.trainer.before.doctor.doctor import (
     _samplers,
@@ -26,8 +27,7 @@ from cotune.trainer.before.doctor.doctor import (
 )
 from cotune.trainer.before.doctor.machine import Gpu, Machine, Node
 from cotune.trainer.before.findings import Finding
-from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.train import convert, load_config
+from cotune.trainer.config.load import convert, load_config
 
 GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
 MACHINE = Machine(

@@ -22,6 +22,7 @@ from transformers import (
 from benchmarks.forecast import compare, shape
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
+from cotune.config.train import TrainConfig
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.before.doctor.doctor import judge_forecast
 from cotune.trainer.before.doctor.machine import Gpu
@@ -37,7 +38,7 @@ from cotune.trainer.before.doctor.memory import (
     shortages,
 )
 from cotune.trainer.before.doctor.model_size import ModelSize, empty_policy, measure, measure_folder
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.pass_size import kept_bytes
 from tests.integrations.seeing_models import build_seeing

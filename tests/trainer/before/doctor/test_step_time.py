@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cotune.config.train import TrainConfig
 from cotune.trainer.before.doctor import step_time
 from cotune.trainer.before.doctor.doctor import judge_forecast
 from cotune.trainer.before.doctor.machine import Gpu, Machine
@@ -21,7 +22,7 @@ from cotune.trainer.before.doctor.step_time import (
     estimate_step,
     measure_cpu,
 )
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.load import convert
 from tests.trainer.before.doctor.test_doctor import MACHINE
 
 SIZE = ModelSize(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
 from cotune.errors import LearnerError
 from cotune.records.policies import policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size

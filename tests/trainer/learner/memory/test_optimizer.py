@@ -11,7 +11,7 @@ import cotune
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError
 from cotune.records.policies import policies_for
-from cotune.trainer.config.train import convert
+from cotune.trainer.config.load import convert
 from cotune.trainer.learner import files
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.optimizer import check_hardware

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.config.learner import LearnerSettings
+from cotune.config.sizes import parse_size
 from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.models.memory import process_memory
 from cotune.records.policies import policies_for
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.config.sizes import parse_size
 from cotune.trainer.learner import load
 from cotune.trainer.learner.batching import micro_batches, pass_tokens
 from cotune.trainer.learner.local import LocalLearner

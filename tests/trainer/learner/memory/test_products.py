@@ -13,6 +13,7 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.train import TrainConfig
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.engine import load
@@ -22,7 +23,6 @@ from cotune.records.policies import policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.trainer.before.doctor.model_size import measure_folder
-from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import products

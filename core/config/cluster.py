@@ -25,7 +25,7 @@ class Demand(msgspec.Struct, frozen=True):
     gpus: float = 0.0
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[cluster] Engines, learners and rollout workers as Ray actors. A run chooses their numbers from the GPUs of the
     machine or of the Ray cluster; each number in this table replaces one. `cotune doctor` prints the result."""
 

@@ -1,0 +1,119 @@
+"""The tables [learner] and [schedule]: how weights are updated."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from cotune.config.sizes import parse_size
+from cotune.errors import ConfigError, check_bounds
+
+
+class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or decay to zero at the last step: linear | cosine."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "warmup", least=0, table="schedule.")
+
+
+class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """[learner] How weights are updated. The defaults are those of the published AT-GRPO recipe."""
+
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Precision of the forward pass. Trained weights, optimizer states and logits are float32 in any case. "auto" is
+    bfloat16 on a GPU that multiplies it (NVIDIA: Ampere and later), for frozen weights and matrix products, and float32
+    on other GPUs. On a CPU with AVX512-BF16 or AMX "auto" is bfloat16 for matrix products with frozen weights, and for
+    the in-process sampler, if adapters are trained on models of 16 million parameters or more; else float32. Before the
+    first step and at each publication, sampler and learner are compared: above `probe_bound` a run with "auto" goes
+    back to its last checkpoint and continues in float32, and a run with "bfloat16" stops. On a GPU what stays float32
+    is multiplied in TF32."""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+    lr: float | None = None
+    """Learning rate of AdamW; default: 5e-6 for a LoRA, 1e-6 for all weights. This suits models of 1B parameters and
+    more; a model of under a million parameters needs about a thousand times as much."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw | adamw8bit: moments of 8 bits, 6 bytes less for each trained parameter; on a GPU, in one process."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+
+    grad_clip: float = 1.0
+    """Largest L2 norm of a policy's gradient at one optimizer step; 0 for no clipping."""
+
+    mini_batch: int = 64
+    """Rows per optimizer step, at most. Rows of one conversation, else of one prompt, stay together where they
+    fit in."""
+
+    epochs: int = 1
+    """Passes over the rows of one update."""
+
+    micro_batch_tokens: int | Literal["auto"] = "auto"
+    """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones
+    where rows do not share. Bounds the memory of activations; gradients do not depend on it. "auto": up to 8192
+    whose activations fit into a sixteenth of the machine's memory, or into `memory`, less up to an eighth. On a GPU a
+    power of two up to 65536 that fits into four fifths of the memory that is free when an update begins, or into
+    `memory`."""
+
+    memory: str = ""
+    """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one. Passes keep below it,
+    also where `micro_batch_tokens` allows larger ones; a row that does not fit by itself is an error."""
+
+    quantize: Literal["none", "4bit"] = "none"
+    """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
+    precision, and the gap between both grows."""
+
+    device: str = "auto"
+    """torch device; "auto" takes the first GPU, or the CPU where there is none."""
+
+    # Not settings: a learner decides these by itself. Tests and benchmarks force them in a subclass.
+
+    threads: ClassVar[int | None] = None
+    """CPU threads of torch. Without a value one if all models are small, else torch's own number."""
+    shared_prompts: ClassVar[bool] = True
+    """Compute what rows have in common once: gradients are the same, and it takes less time and memory. Models whose
+    layers are not all full attention compute each row whole."""
+    activation_checkpointing: ClassVar[bool | Literal["auto"]] = "auto"
+    """Recompute each layer in the backward pass, in optimizer steps with a row that would not fit otherwise, or where
+    small passes would compute a third more. It takes a fraction of the memory and a third more time."""
+    tree_attention: ClassVar[Literal["blocks", "flex"]] = "blocks"
+    """A few calls of SDPA with masks. FlexAttention, which computes the same on a GPU, waits for a measurement."""
+
+    def __post_init__(self) -> None:
+        counts = ("mini_batch", "epochs", "micro_batch_tokens")
+        check_bounds(self, *counts, least=1, table="learner.")
+        check_bounds(self, "lr", table="learner.")
+        check_bounds(self, "grad_clip", "weight_decay", least=0, table="learner.")
+        if self.memory:
+            _check_memory(self.memory)
+
+    @property
+    def needing_gpu(self) -> dict[str, tuple[str, str]]:
+        """By name, the settings that need a GPU: the value, and the one that needs none."""
+        values = {name: (getattr(self, name), usual) for name, usual in _WITHOUT_GPU.items()}
+        return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
+
+    @property
+    def precision(self) -> str:
+        """`dtype`, and float32 for an "auto" that no run has decided by comparing with its sampler."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+
+_WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none"}
+"""Settings whose other values need a GPU."""
+
+
+def _check_memory(memory: str) -> None:
+    try:
+        parse_size(memory)
+    except ValueError:
+        raise ConfigError("learner.memory", memory, "is not a size such as 6GiB or 800MB") from None

@@ -1,0 +1,67 @@
+"""The [[policy]] tables: what differs for single policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from cotune.config.learner import ScheduleConfig
+from cotune.config.methods import LossSettings, RewardSettings
+from cotune.errors import check_bounds
+from cotune.records.policies import TRAINED, LoraSpec, PolicyKind
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
+
+    name: str
+    """Its name in records, metrics and the export."""
+    roles: tuple[str, ...]
+    """The roles that it plays."""
+    kind: PolicyKind = "lora"
+    """lora | full | frozen (its base, untrained) | provider (whatever the application uses today)."""
+    model: str = ""
+    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
+    tool_format: str = ""
+    """How that base model writes tool calls, for all policies that have it; without a value the run's `tool_format`."""
+    recipe: str | None = None
+    """A recipe of its own, with the run's plan and without the run's [rewards] and [loss]; without a value the run's.
+    Policies with one recipe are compared together, others by themselves."""
+    rewards: RewardSettings = RewardSettings()
+    """Settings of [rewards] for this policy, in addition to the run's if it has the run's recipe."""
+    loss: LossSettings = LossSettings()
+    """Settings of [loss] for this policy, in addition to the run's if it has the run's recipe."""
+    weight_decay: float | None = None
+    """Without a value `learner.weight_decay`."""
+    teacher: str = ""
+    """Its teacher with recipe distill, as `distill.teacher`, which it is without a value."""
+    train: str = ""
+    """Steps in which it is trained, as ranges that count from 1, both ends included: 1:20,40: (without a value all). In
+    the other steps its roles are sampled as they are, and their candidates are counted as `frozen_step`; its
+    optimizer's state stays, and its schedule goes on with the run's steps. A resumed run may change it for steps to
+    come."""
+    lora: LoraSpec = LoraSpec()
+    lr: float | None = None
+    """Without a value `learner.lr`."""
+    schedule: ScheduleConfig | None = None
+    """Without a value the run's `schedule`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "lr", table="policy.")
+        check_bounds(self, "weight_decay", least=0, table="policy.")
+
+    @property
+    def of_training(self) -> Iterator[str]:
+        """Settings that are given and only mean something to a policy that is trained."""
+        for name in ("lr", "schedule", "weight_decay", "recipe", "rewards", "loss", "train", "teacher"):
+            if getattr(self, name) not in UNSET:
+                yield name
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in TRAINED
+
+
+UNSET = (None, "", RewardSettings(), LossSettings())
+"""Values of fields that a [[policy]] table does not set."""

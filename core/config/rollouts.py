@@ -1,0 +1,124 @@
+"""The tables that say which tasks a step takes, and how their episodes are sampled and forked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.plans import Plan, PlanKind, Select
+
+
+class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[plan] How candidates come about."""
+
+    kind: PlanKind | None = None
+    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for recipes c3 and
+    c3_branches, tree when the workflow has scorers and the recipe takes it, else independent."""
+    k: int = Plan().k
+    """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
+    select: Select = Plan().select
+    """Which candidate the application gets: argmax | sample | first."""
+
+
+class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[sampling] How the policies are sampled in training; overrides what the application asks for."""
+
+    temperature: float = 1.0
+    """Above 0; the distribution is never truncated in training (no top-p, no top-k)."""
+    max_tokens: int = 256
+    """Most new tokens per candidate where the application names no limit."""
+    timeout: float = 300.0
+    """Seconds until a request fails."""
+    repeatable: bool = False
+    """The same seed gives the same run, also after an interruption: episodes run one at a time, whatever `concurrency`
+    is, and the in-process sampler keeps no earlier prompts. Otherwise batches and caches depend on timing, and so do
+    the last digits of log-probabilities."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "temperature", "max_tokens", "timeout", table="sampling.")
+
+    @property
+    def prefix_bytes(self) -> int | None:
+        """Memory for earlier prompts in the in-process sampler, in bytes; None for its own choice."""
+        return 0 if self.repeatable else None
+
+
+class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/how-to/replay.md."""
+
+    forks: str = "all"
+    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
+    mean -log p per token) | role:NAME (all calls of a role). Only calls of trained roles count."""
+    budget: int = 4
+    """At most this many calls of an episode are forked. If `forks` takes more, each step draws from them; the chance of
+    a call is proportional to 1 / (calls from it to the end), as is the information of its outcomes per token."""
+
+    tools: Literal["run", "recorded", "frozen"] = "run"
+    """A framework's tools in the part of a branch that repeats its trunk. run: they run again | recorded: they return
+    what they returned in the trunk, as functions under `cotune.recorded` always do | frozen: as recorded, and clock,
+    uuid and random have their values of the trunk too, for prompts with a date, an id or a random choice.
+    docs/how-to/replay.md lists what is frozen."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "budget", least=1, table="replay.")
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[routing] Roles that change their policies during training. Evaluation and the export do not change them."""
+
+    swap: tuple[str, ...] = ()
+    """Two or more roles that pass their policies around in a ring (CORY)."""
+    swap_every: int = 5
+    """Steps between two swaps."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "swap_every", least=1, table="routing.")
+        if len(self.swap) == 1 or len(set(self.swap)) < len(self.swap):
+            raise ConfigError("routing.swap", list(self.swap), "is not two or more different roles")
+
+
+class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[curriculum] Tasks by difficulty: as the tasks give it, or as their rewards show it."""
+
+    by: str = ""
+    """Field of each task with its difficulty, a number. Steps take the tasks of one level after another, the lowest
+    number first, and then all tasks. Empty: all tasks from the start."""
+    level_steps: int = 10
+    """Steps that each level lasts."""
+    pool: Literal["even", "adaptive"] = "even"
+    """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
+    expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
+    k_easy: int | None = None
+    """Episodes of a task whose mean reward was 0.6 or more the last time; default: plan.k. For independent rollouts."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "level_steps", least=1, table="curriculum.")
+        if self.by and self.pool == "adaptive":
+            fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
+            raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")
+        if self.k_easy is not None and self.k_easy < 2:
+            raise ConfigError("curriculum.k_easy", self.k_easy, "must be 2 or more: a group of one has no baseline")
+
+
+class RefillConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[refill] Draws further tasks in a step whose groups have equal rewards, which teach nothing."""
+
+    budget: float = 0.0
+    """Most tasks that a step draws in addition, as a share of its own: 0.5 lets a step of 32 tasks run 48. 0: none."""
+    groups: int | None = None
+    """Groups with different rewards that a step should have for each trained role; without a value, as many as the role
+    has in the step's own tasks. Roles that act in fewer than half of these tasks are not waited for, unless none acts
+    in more."""
+    draw: Literal["tasks", "again"] = "tasks"
+    """tasks: further tasks | again: the step's own tasks without such a group, run plan.k times more, for rewards that
+    are nearly always equal."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "budget", least=0, table="refill.")
+        check_bounds(self, "groups", least=1, table="refill.")
+        if not self.budget and (self.groups is not None or self.draw != "tasks"):
+            name = "draw" if self.groups is None else "groups"
+            fault, remedy = "has no effect with refill.budget = 0", "Set refill.budget, for example to 0.5."
+            raise ConfigError(f"refill.{name}", getattr(self, name), fault, remedy)

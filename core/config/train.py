@@ -1,0 +1,250 @@
+"""The configuration of a training run: every setting once, as a TOML file and run.json hold it.
+
+Unknown names are passed over here; `cotune.trainer.config` refuses them, and checks what needs an engine or a tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os.path import normpath
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.config.cluster import ClusterConfig
+from cotune.config.learner import LearnerSettings, ScheduleConfig
+from cotune.config.methods import LossSettings, RewardSettings, changed_settings
+from cotune.config.policy import PolicyConfig
+from cotune.config.records import LEARN_FROM_RECORDS, DistillConfig, DpoConfig, RecordsConfig
+from cotune.config.rollouts import (
+    CurriculumConfig,
+    PlanConfig,
+    RefillConfig,
+    ReplayConfig,
+    RoutingConfig,
+    SamplingConfig,
+)
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.policies import LoraSpec, OtherRoles, Policies, PolicySpec
+from cotune.records.step_ranges import within
+
+Layout = Literal["shared", "lora", "full"]
+Tool = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""Experiment trackers."""
+NO_TASKS = "none"
+"""`evaluation.tasks` of a run that holds no task out."""
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
+
+    tasks: str = ""
+    """JSON-lines file of held-out tasks | none. Without a value a third of the run's own tasks is held out, 51 at most,
+    if it has 48 or more: these are never trained on."""
+    every: int = 10
+    """Steps between evaluations; there is one before the first step and one after the last too."""
+    keep_best: bool = False
+    """Also keep the checkpoint of the best evaluation, by `success`, or where that is not known by what each policy is
+    trained on; `cotune export --step best` takes it."""
+    patience: int | None = None
+    """End the run after so many evaluations without a better one."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "every", "patience", table="evaluation.")
+        if self.tasks == NO_TASKS and (name := self.needing_tasks):
+            fault = f"has no effect with evaluation.tasks = {NO_TASKS!r}"
+            raise ConfigError(f"evaluation.{name}", getattr(self, name), fault, "Pass --eval-tasks FILE.")
+
+    @property
+    def needing_tasks(self) -> str:
+        """A field that is given and means nothing without held-out tasks; empty where there is none."""
+        return next((name for name in ("keep_best", "patience") if getattr(self, name)), "")
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A training run. Every field has a default; training needs `model`."""
+
+    model: str = ""
+    """Folder, GGUF file or Hugging Face id of the base model."""
+    other_roles: OtherRoles = "frozen"
+    """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
+    | provider (what the application uses today). Such calls are counted and shown."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
+    mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
+    recipe: str | None = None
+    """at_grpo | dr_mas | c3 | c3_branches | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system | a class
+    of your own, as my_method.py:Ranked; see docs/reference/recipes.md. Without a value: at_grpo under a tree plan,
+    dr_mas under independent rollouts, c3_branches under a replay plan. sft | dpo learn from records, see
+    docs/how-to/distillation.md."""
+    steps: int = 100
+    """Training steps."""
+    on_failure: str = "lowest"
+    """The reward, after weights and gates, of an episode that the policy failed (bad output, prompt too long, too many
+    calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
+    nothing). An episode that the infrastructure failed has none."""
+    redact: str = ""
+    """module:function or file.py:function that gets each message before it is stored and returns what to store, in
+    addition to the workflow's own redactors; see docs/how-to/privacy.md."""
+    prices: dict[str, tuple[float, float]] = {}
+    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
+    that cotune eval shows."""
+    policies: Layout = "lora"
+    """shared: one adapter for all roles | lora: one adapter per role | full: one model per role."""
+    policy: tuple[PolicyConfig, ...] = ()
+    """[[policy]] tables, instead of a layout."""
+    roles: tuple[str, ...] = ()
+    """Roles that the application has but shows only on some tasks."""
+    roles_by: str = ""
+    """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
+    caller: the name of the application's function that makes it | model: the name of the model that it asks; see
+    docs/how-to/roles.md."""
+    prompts_file: str = ""
+    """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md. The run
+    keeps a copy as prompts.json."""
+    init: str = ""
+    """Run or export whose policies this run starts from, instead of the untrained model; see
+    docs/how-to/distillation.md."""
+    tasks_per_step: int = 32
+    """Tasks of a step; recorded episodes with recipe sft or dpo."""
+    concurrency: int = 64
+    """Episodes in flight."""
+    episode_timeout: float = 600.0
+    """Seconds until an episode fails."""
+    max_calls: int | None = None
+    """Calls after which an episode fails, as a failure of the policy; without a value four times the most that an
+    episode made before the first step, at least 256."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
+    max_staleness: int = 1
+    """In mode async, how many versions a sample may be behind the policy that trains on it. Older samples are dropped
+    and counted."""
+    keep_token_ids: bool = False
+    """Store the token ids of redacted messages. Training on them needs these, and they can be read as text."""
+    seed: int = 0
+    """Decides the order of tasks and of rows, the adapters' initial weights, and, with the place of a call and the
+    application's own seed if it sets one, the seed of each call."""
+    loggers: tuple[Tool, ...] = ()
+    """Experiment trackers that get each step: tensorboard | wandb | mlflow | trackio; see
+    docs/how-to/loggers.md."""
+    project: str = "cotune"
+    """The trackers' project or experiment; the run has the name of its folder there."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; Ctrl-C saves one too."""
+    engine: str = "auto"
+    """What samples: auto | vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (in process)
+    | module:function (an async function that opens a `Sampler` of your own, called with model and engine_args). auto
+    is vllm on GPUs and on Ray if it is installed and knows the model, else transformers; see docs/how-to/gpu.md."""
+    engine_url: str = ""
+    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000; with several base models one for
+    each, separated by commas, in any order. The key is read from VLLM_API_KEY."""
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """[engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of vllm-url:
+    folder, where adapters are written for a server on another machine."""
+    probe_bound: float = 0.05
+    """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
+    guard: Literal["off", "warn", "stop"] = "warn"
+    """If training has collapsed: warn, or end the run. Both keep the checkpoint of the best steps and print how to go
+    back to it; see docs/how-to/figures.md."""
+    rewards: RewardSettings = RewardSettings()
+    loss: LossSettings = LossSettings()
+    lora: LoraSpec = LoraSpec()
+    plan: PlanConfig = PlanConfig()
+    replay: ReplayConfig = ReplayConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    routing: RoutingConfig = RoutingConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    refill: RefillConfig = RefillConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    learner: LearnerSettings = LearnerSettings()
+    cluster: ClusterConfig = ClusterConfig()
+    records: RecordsConfig = RecordsConfig()
+    dpo: DpoConfig = DpoConfig()
+    distill: DistillConfig = DistillConfig()
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "max_staleness")
+        check_bounds(self, *counts, "episode_timeout", "max_calls", "probe_bound")
+
+    @property
+    def from_records(self) -> bool:
+        """Whether the run learns from records, without rollouts."""
+        return self.recipe in LEARN_FROM_RECORDS
+
+    @property
+    def specs(self) -> dict[str, PolicySpec]:
+        """The policies of the [[policy]] tables, by name."""
+        written = first_written([self.model, *(p.model for p in self.policy if p.model)])
+        models = {p.name: written[p.model or self.model] for p in self.policy}
+        own = {name: None if model == self.model else model for name, model in models.items()}
+        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora, model=own[p.name]) for p in self.policy}
+
+    @property
+    def bases(self) -> dict[str, list[str]]:
+        """The base models, the run's own first, and the policies of each that [[policy]] tables name."""
+        return Policies(self.specs, {}).bases(self.model)
+
+    @property
+    def tool_formats(self) -> dict[str, str]:
+        """How each base model writes tool calls."""
+        own = {self.specs[p.name].model: p.tool_format for p in self.policy if p.tool_format}
+        return {model: own.get(model, self.tool_format) for model in self.bases}
+
+    @property
+    def of_rollouts(self) -> list[str]:
+        """Settings that are given and only mean something to runs with rollouts."""
+        given = {
+            "loss": bool(changed_settings(RewardSettings(), self.loss)),
+            "rewards": bool(changed_settings(self.rewards, LossSettings())),
+            "plan.kind": self.plan.kind,
+            "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
+            f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
+            "guard": self.guard == "stop",
+            "curriculum.pool": self.curriculum.pool != "even",
+            "refill.budget": self.refill.budget,
+        }
+        return [name for name, value in given.items() if value]
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes in flight."""
+        return 1 if self.sampling.repeatable else self.concurrency
+
+    @property
+    def ahead(self) -> int:
+        """How many steps rollouts may be ahead of training."""
+        return self.max_staleness if self.mode == "async" else 0
+
+    def own_of(self, name: str) -> PolicyConfig | None:
+        """The [[policy]] table of a policy; None where it has none."""
+        return next((one for one in self.policy if one.name == name), None)
+
+    def tool_format_of(self, name: str) -> str:
+        """How the base model of a policy writes tool calls."""
+        own = self.own_of(name)
+        if own is None or not own.model:
+            return self.tool_format
+        same = (one.tool_format for one in self.policy if one.model and normpath(one.model) == normpath(own.model))
+        return next(filter(None, same), self.tool_format)
+
+    def decay_of(self, name: str) -> float:
+        """The weight decay of a policy."""
+        own = self.own_of(name)
+        return self.learner.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+
+    def trains(self, name: str, step: int) -> bool:
+        """Whether a policy is trained in `step`, counted from 0."""
+        own = self.own_of(name)
+        return own is None or within(own.train, step)
+
+
+def first_written(models: Iterable[str]) -> dict[str, str]:
+    """Each model as the first of those is written that are the same path: `./base` is `base`."""
+    first: dict[Path | str, str] = {}
+    found: dict[str, str] = {}
+    for model in models:
+        path = Path(model).expanduser()
+        found[model] = first.setdefault(path.resolve() if path.exists() else model, model)
+    return found
