@@ -176,6 +176,13 @@ def test_the_exported_team_answers_as_the_evaluated_one(here: Path, tmp_path: Pa
     assert from_export == evaluated
 
 
+def test_what_is_of_one_run_is_refused_for_a_team(here: Path, tmp_path: Path) -> None:
+    for more in ({"step": 1}, {"evaluation": here}):
+        with pytest.raises(ConfigError, match="is of one run, and a team is exported"):
+            cotune.export({"first": here / "a"}, tmp_path / "team", **more)
+    assert not (tmp_path / "team").exists()
+
+
 def test_a_provider_role_stays_with_the_provider(here: Path) -> None:
     team = open_team(read_sources({"first": here / "a", "second": here / "asks"}, "use")).policies
     assert team.provider_roles == ["second"] and list(team.roles) == ["first"]
