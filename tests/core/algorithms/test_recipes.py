@@ -6,8 +6,10 @@ import pytest
 
 from cotune.algorithms.attribution import weight_of
 from cotune.algorithms.catalogue import GENERAL, RECIPES, REMOVED, SETTINGS, recipe
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import OWN_AND_OUTCOME, Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Sample
+from cotune.config.records import LEARN_FROM_RECORDS
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
 from tests.core.algorithms.small_methods import advantages
@@ -260,3 +262,7 @@ def test_groups_of_a_tree_must_hold_the_call():
         recipe("at_grpo").replaced(group_by=("task", "role")).check()
     with pytest.raises(ConfigError, match="groups by 'rolle', not one of task, rollout, role"):
         recipe("grpo").replaced(group_by=("task", "rolle")).check()
+
+
+def test_the_configuration_knows_the_recipes_that_learn_from_records():
+    assert tuple(FROM_RECORDS) == LEARN_FROM_RECORDS
