@@ -349,9 +349,10 @@ class Analysis:
             if self.ended:
                 raise RunError(self.ended)
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none has run"
+            more = f" First error: {runs.first_error}" if runs.first_error else ""
             raise WorkflowError(
-                f"No run of the application has a known outcome: {reasons}.",
-                f"Let the workflow return a number, or give it a judge of single episodes. {runs.first_error}".strip(),
+                f"No run of the application has a known outcome: {reasons}.{more}",
+                "Let the workflow return a number, or give it a judge of single episodes.",
             )
         roles = [] if not self.references else self._swapped_roles()
         removes = bool(self.options.without)
