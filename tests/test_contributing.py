@@ -22,7 +22,7 @@ NAMES = {
     "PUBLISHED": "core/algorithms/catalogue.py",
     "STORES": "core/storage/open_store.py",
     "SUPPORTED": "integrations/versions.py",
-    "Tool": "integrations/exchange/trackers/tracker.py",
+    "Tool": "core/config/train.py",
 }
 
 
