@@ -55,27 +55,34 @@ async def run_forks(
     policies: Mapping[str, PolicyRef],
     judged: JudgedStep,
 ) -> list[Episode]:
-    """Run K branches of each fork of a step's episodes; `done` branches from before an interruption are kept.
+    """Run K branches of each fork of a step's episodes (`trunks`), and return all branches.
 
-    The branches of fork number f are the rollouts 1 + f K and following, so that a resumed run finds them. `judged`
-    learns how many episodes of each task there are.
+    The branches of fork number f are the rollouts 1 + f K and following, so that a resumed run finds them: `done` are
+    branches from before an interruption, which are not run again. `judged` learns how many episodes each task has.
     """
     k = run.plan.k
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
-        if forks := forks_of(run, trunk).calls:
-            script = read_script(run.store, trunk.id)
-            for number, fork in enumerate(forks):
-                replay = Replay(script=script, fork=fork.id)
-                replays.update({(trunk.task.id, 1 + number * k + i): replay for i in range(k)})
-    kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
-    judged.already(kept)
-    judged.expect(Counter([*(trunk.task.id for trunk in trunks), *(task for task, _ in replays)]))
+        forks = forks_of(run, trunk).calls
+        if not forks:
+            continue
+        script = read_script(run.store, trunk.id)
+        for number, fork in enumerate(forks):
+            replay = Replay(script=script, fork=fork.id)
+            for branch in range(k):
+                replays[trunk.task.id, 1 + number * k + branch] = replay
+    finished = [episode for episode in done if _repeats(episode, replays.get((episode.task.id, episode.rollout)))]
+    judged.already(finished)
+
+    # A judge compares the branches of a task with each other and with their trunk.
+    episodes_of_task = Counter(trunk.task.id for trunk in trunks)
+    episodes_of_task.update(task_id for task_id, _ in replays)
+    judged.expect(episodes_of_task)
+
     if not replays:
         return []
-    return await run_episodes(
-        run, msgspec.structs.replace(batch, replays=replays, done=kept), plan=run.plan, policies=policies
-    )
+    branches = msgspec.structs.replace(batch, replays=replays, done=finished)
+    return await run_episodes(run, branches, plan=run.plan, policies=policies)
 
 
 def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, int]:
