@@ -99,7 +99,7 @@ def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
 
 
 def planned(tasks: int, options: BlameOptions) -> str:
-    """What an analysis will do at most, for a person who has to agree to it."""
+    """The most that an analysis will run, for a person who has to agree to it."""
     runs = options.runs if options.references else 1 + (2 * len(options.without) or REDRAWS)
     text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
     if options.max_calls is not None:
@@ -204,7 +204,7 @@ async def _analyse(
 
 
 class Analysis:
-    """The rounds of an analysis over its tasks, and what they say."""
+    """The rounds of an analysis over its tasks, and their result."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class Analysis:
         return [task.id for task in self.tasks]
 
     def result(self) -> Blame:
-        """What the runs say."""
+        """The result of the runs so far."""
         runs = self.runs
         # Without a reference only failed tasks are run again, whose further runs say nothing about all tasks.
         outcomes = runs.outcomes(self._task_ids, None if self.references else 1)

@@ -1,4 +1,4 @@
-"""Which call lost a failed episode: where forks go next, and what they say.
+"""Which call lost a failed episode: where to fork next, and how to read the forks.
 
 V(t) is the expected outcome, from 0 (failure) to 1, when the episode runs again from call t on, with everything before
 as recorded. Call t loses V(t) - V(t + 1); after the last call stands the recorded failure. V is estimated by forks at
@@ -96,7 +96,7 @@ def draw_curves(counts: ForkCounts, rng: np.random.Generator, curves: int = CURV
 
 @dataclass
 class Decision:
-    """What the forks say so far: the call that most likely loses most, and where the next fork tells most."""
+    """The state of a search: the call that most likely loses most, and the place where the next fork tells most."""
 
     call: int | None
     """The decisive call, or None: no single one."""
@@ -169,7 +169,7 @@ class ForkSearch:
         call = self.decision.next_fork
         if call not in self.forkable:
             call = min(self.forkable, key=lambda one: abs(one - call))
-        # What the fresh forks before and after the chosen call will take; in short episodes that would be nearly all.
+        # The cost of the fresh forks before and after the chosen call; in short episodes that would be nearly all.
         chosen = call if self.decision.call is None else self.decision.call
         reserve = min(FRESH * (2 * (self.calls - chosen) - 1), self.budget / 2)
         if enough or self.spent + reserve + BATCH * (self.calls - call) > self.budget:

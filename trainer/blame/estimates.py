@@ -1,4 +1,4 @@
-"""What the arms say: how much each role costs, with intervals, and the verdict.
+"""Estimates from the arms: how much each role costs, with intervals, and the verdict.
 
 The score of a role is the mean over tasks of
 
@@ -75,7 +75,7 @@ class Estimate(NamedTuple):
 
 
 class RoleEffect(NamedTuple):
-    """What a role costs. All are in units of the outcome; positive means that the reference does better."""
+    """The cost of a role. All are in units of the outcome; positive means that the reference does better."""
 
     role: str
     score: Estimate
@@ -173,7 +173,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     named: `roles`, the one that costs most first
     either: one of `roles`, which cannot be told apart
     nobody: no role costs the least effect that matters
-    reference: the reference does not mend what is lost
+    reference: the reference does not mend the failures
     undecided: about `more_tasks` further tasks would decide (None: more than can be said)
     untested: nothing was swapped
     """

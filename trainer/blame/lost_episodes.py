@@ -145,7 +145,7 @@ def _value(fork: FinishedFork, span: Span) -> float | None:
 
 
 def _best_redraw(runs: Runs, episode: Episode, call: CallRecord) -> str:
-    """What was said at the call in the fork there that came to the best outcome."""
+    """The answer at the call in the fork with the best outcome."""
     at_call = [f for f in runs.forks if (f.trunk, f.call) == (episode.id, call.id) and f.outcome is not None]
     best = max(at_call, key=lambda fork: fork.outcome or 0.0, default=None)
     return "" if best is None else best.answer

@@ -1,4 +1,4 @@
-"""References: what answers in place of a role's own model, and the prompts that go with it."""
+"""References: models, prompts and texts that answer in place of a role's own model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kind = Literal["provider", "prompts", "policies", "model", "text"]
 
 @dataclass(frozen=True)
 class Reference:
-    """What answers in place of a role: `name` is a provider's model, a folder, or a text. `role` is "" for all roles
+    """The answerer in place of a role: `name` is a provider's model, a folder, or a text. `role` is "" for all roles
     without a reference of their own."""
 
     kind: Kind
@@ -109,7 +109,7 @@ class OpenReferences:
         return self.references.get(role) or self.references.get("") or self.own
 
     def responder(self, arm: Arm) -> ArmResponder:
-        """What answers all calls of an episode of this arm."""
+        """The responder for all calls of an episode of this arm."""
         return ArmResponder(self, arm)
 
     def prompts(self, arm: Arm) -> Prompts | None:

@@ -48,7 +48,7 @@ def render(blame: Blame) -> Group:
 
 
 def _episodes(blame: Blame) -> list[RenderableType]:
-    """A row per failed episode, and below it what was said at the decisive call."""
+    """A row per failed episode, and below it the answer at the decisive call."""
     table = grid("task", "episode", "decisive call", "loss>", title="\nCalls that lost an episode")
     for number, one in enumerate(blame.episodes):
         if one.call is None:

@@ -1,4 +1,4 @@
-"""What `cotune blame` found, as values, and its verdict in a sentence."""
+"""The result of `cotune blame` as values, and its verdict in a sentence."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cotune.trainer.blame.estimates import LEAST_EFFECT, LEAST_TASKS, Kind
 
 
 class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
-    """What a role costs: how much better the outcome gets when a reference answers in its place.
+    """The cost of a role: how much better the outcome gets when a reference answers in its place.
 
     All figures are means over tasks, in units of the outcome.
     """
 
     role: str
     reference: str
-    """What answers in its place."""
+    """The name of the reference in its place."""
     calls: float
     """Calls in a run of the application as it is."""
     score: Interval
-    """Mean of `alone` and `last`: what the role costs."""
+    """Mean of `alone` and `last`: the cost of the role."""
     alone: Interval
     """The gain when only this role is swapped."""
     last: Interval
-    """What is lost when all roles but this one are swapped, against all."""
+    """The loss when all roles but this one are swapped, against all."""
     seconds: float | None
     """Seconds that a run takes longer when only this role is swapped."""
     cost: float | None
@@ -50,7 +50,7 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     loss: Interval | None = None
     """How much more often the episode succeeds when it runs again from before the call than from after it."""
     answer: str = ""
-    """What was said at the call."""
+    """The answer at the call."""
     redraw: str = ""
     """The answer at the same place of the best fork."""
     forks: int = 0
@@ -60,12 +60,12 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     """Which role of an application loses the episodes.
 
     `verdict` is `named` (`at_fault` are the roles, the one that costs most first), `either` (one of `at_fault`, which
-    cannot be told apart), `nobody`, `reference` (it does not mend what is lost), `undecided` or `untested`.
+    cannot be told apart), `nobody`, `reference` (it does not mend the failures), `undecided` or `untested`.
     """
 
     workflow: str
     references: Mapping[str, str]
-    """What roles are swapped to, by role, "" for every other role."""
+    """The names of the references, by role, "" for every other role."""
     removes: bool
     """Whether roles were replaced by fixed answers, to see whether they earn their place."""
     tasks: int

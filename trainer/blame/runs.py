@@ -1,4 +1,4 @@
-"""Runs an application in the arms of an analysis, and reads what came of each run from the records.
+"""Runs an application in the arms of an analysis, and reads the result of each run from the records.
 
 Every run is an episode in the folder of the analysis, under the phase of its arm. So an analysis that was interrupted,
 or that is given a larger budget, runs only what is missing.
@@ -60,7 +60,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     unpriced: int
     """Calls whose model has no price, or that report no tokens."""
     answers: str
-    """A digest of what was said: equal for runs with the same answers."""
+    """A digest of its answers: equal for runs with the same answers."""
 
     @property
     def calls(self) -> int:
@@ -83,7 +83,7 @@ class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
     """None where it is not known, and where the run did not repeat the episode."""
     failed: bool
     answer: str
-    """What was said at the call."""
+    """The answer at the call."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Runs:
             )
         self.runs: dict[Place, FinishedRun] = {}
         self._tried: set[Place] = set()
-        """What was run in this process. A run that failed through no fault of the application is tried again only by
+        """The runs of this process. A run that failed through no fault of the application is tried again only by
         the next command: a provider that is down would fail it again."""
         self.forks: list[FinishedFork] = []
         self.diverged = 0
@@ -132,7 +132,7 @@ class Runs:
                 self._keep_fork(episode)
 
     async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
-        """Run each task in each arm, but what has run before. `number` is that of the run within its task and arm.
+        """Run each task in each arm, unless that has run before. `number` is that of the run within its task and arm.
 
         Raises BudgetReachedError before the first run if they do not all fit into the limits, RunError if none of them
         says anything about the application.
@@ -227,7 +227,7 @@ class Runs:
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
         calls = self.store.calls(episode.id)
-        # What is answered from the record costs nothing.
+        # Answers from the record cost nothing.
         new_calls = [call for call in calls if call.replayed is None]
         self.calls += len(new_calls)
         self.cost += self._cost(OWN, new_calls)[0]
