@@ -42,7 +42,7 @@ _CANCELLED = (
     "Where it is meant to be cancelled, catch CancelledError in the workflow function and return an outcome."
 )
 _LONGEST = 1000
-"""Characters of an error's text above which only the first half of as many is told."""
+"""Characters of an error's text above which only the first half of as many is shown."""
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
 
 
 def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A request with what is said in place of its prompts; itself where nothing changes. The blocks of a system text,
+    """A request with its edited prompts; itself where nothing changes. The blocks of a system text,
     which are recorded as one, stay blocks: those that are not concerned keep their place in the provider's cache."""
     changed: dict[str, Any] = {}
     system = asked.get("system")

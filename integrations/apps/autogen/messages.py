@@ -44,7 +44,7 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
 
 
 def edited_message(message: Any, said: Said) -> Any:
-    """The message, or a copy of it with what is said in place of its texts."""
+    """The message, or a copy of it with edited texts."""
     kind: Kind = "system" if isinstance(message, SystemMessage) else "user"
     if not isinstance(message, SystemMessage | UserMessage):
         return message

@@ -42,7 +42,7 @@ def request_of(
 
 
 def edited_message(message: Any, said: Said) -> Any:
-    """The message, or a copy of it with what is said in place of its texts."""
+    """The message, or a copy of it with edited texts."""
     kind = _KINDS.get(message.role if message.type == "chat" else message.type)
     if kind is None:
         return message

@@ -64,7 +64,7 @@ class Form:
     """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
     stream: Callable[[], Stream]
     rewrite: Callable[[Mapping[str, Any], Said], Mapping[str, Any]]
-    """The request with what is said in place of its prompts; itself where nothing changes."""
+    """The request with its edited prompts; itself where nothing changes."""
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None] | None = None
     """Remember a body for later requests that refer to it, where they can."""
 

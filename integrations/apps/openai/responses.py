@@ -112,7 +112,7 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
 
 
 def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A request with what is said in place of its prompts; itself where nothing changes."""
+    """A request with its edited prompts; itself where nothing changes."""
     changed: dict[str, Any] = {}
     for name, role in (("instructions", "system"), ("input", "user")):
         if isinstance(given := asked.get(name), str):
