@@ -17,7 +17,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cotune.algorithms.catalogue import recipe_class
+from cotune.algorithms.catalogue import RECIPES
 from cotune.config.train import TrainConfig
 from cotune.tables import grid, plural
 from cotune.trainer.before.doctor.machine import Machine
@@ -121,7 +121,9 @@ def _obstacle(config: TrainConfig) -> str:
     """Why no seconds can be estimated for any machine; empty if they can."""
     if config.from_records:
         return f"recipe {config.recipe} trains on records, whose lengths are not known here"
-    if config.plan.kind == "replay" or (config.recipe and recipe_class(config.recipe).plan == "replay"):
+    # A class of the user's own is not loaded: the configuration may come from a run folder of somebody else.
+    method = RECIPES.get(config.recipe or "")
+    if config.plan.kind == "replay" or (method is not None and method.plan == "replay"):
         return "it is not known beforehand how many calls plan replay forks"
     if config.engine not in ("auto", "transformers", "vllm"):
         return f"the speed of engine {config.engine!r} is not known"
