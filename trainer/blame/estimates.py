@@ -29,12 +29,12 @@ LEAST_EFFECT = 0.1
 """The least that a role must cost to be named, as a share of the span of outcomes. In simulations of 14 families of
 workflows a healthy application then names nobody in 95 to 96% of cases; with 0.05 in 71 to 88%."""
 LEAST_TASKS = 5
-"""With fewer tasks nothing is said about tasks like these."""
+"""With fewer tasks the figures say nothing about other tasks."""
 PRIOR_OBSERVATIONS, PRIOR_SPREAD = 3, 0.2
 """The prior on the spread of a role's score over tasks, as so many observations with this standard deviation. Without
 it the intervals of a few tasks are far too narrow whenever these happen to agree."""
 MOST_TASKS = 1000
-"""Above it, no number of further tasks is told."""
+"""A larger number of further tasks is not named."""
 
 
 class Span(NamedTuple):

@@ -81,8 +81,8 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     # 1. Look for the call.
     while forks := search.next_forks():
         made = await _fork(runs, script, episode, [calls[place].id for place in forks], FORK)
-        for place, fork in zip(forks, made, strict=True):
-            search.add(place, None if fork is None else _value(fork, span))
+        for place, finished in zip(forks, made, strict=True):
+            search.add(place, None if finished is None else _value(finished, span))
     decision = search.decision
     count = sum(search.counts.forks)
     if decision.probability < CONFIDENCE:

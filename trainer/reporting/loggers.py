@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.versions import VERSIONS
-from cotune.config.train import TrainConfig
+from cotune.config.train import Tool, TrainConfig
 from cotune.errors import error_line
-from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Tracker
+from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tracker
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
