@@ -7,6 +7,8 @@ from typing import Any, TypedDict, assert_type
 
 import cotune
 from cotune.types import (
+    Blame,
+    BlameOptions,
     Call,
     CallRequest,
     Candidate,
@@ -145,6 +147,9 @@ def run() -> None:
         "runs/r1", solve, "held_out.jsonl", EvaluationOptions(samples=8), prices={"gpt": (0.1, 0.2)}
     )
     assert_type(report, EvaluationReport)
+    analysis = cotune.blame(solve, [task], BlameOptions(limit=5), references=("openai:gpt-5",))
+    assert_type(analysis, Blame)
+    print(analysis.sentence, analysis.at_fault)
     success = report.evaluations["trained"].success
     print(summary.steps, summary.headline.verdict, "none" if success is None else success.mean)
 

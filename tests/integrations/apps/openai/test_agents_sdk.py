@@ -15,8 +15,8 @@ from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
+    RunConfig,
     Runner,
-    TrainConfig,
     add_trace_processor,
     function_tool,
 )
@@ -34,7 +34,7 @@ from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, answer, asks, tool_call
 
 activate()
-QUIET = TrainConfig(tracing_disabled=True)
+QUIET = RunConfig(tracing_disabled=True)
 
 
 @pytest.fixture(autouse=True)
