@@ -21,8 +21,9 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of each component of the rewards, by name; "role/name" is the weight for one role alone. Components that
     are not listed count for nothing. Without a value all components weigh 1, unless the recipe lists its own."""
     team_weight: float | None = None
-    """Weight of the component `team` against all others: r = team_weight * team + local. Under a tree plan only a
-    `team` that a scorer returns is trained on. 1 without a value."""
+    """Weight of the component `team` against all others: r = team_weight * team + local. 1 without a value. Under a
+    tree plan, roles learn from their scorers (and from a `team` that a scorer returns), and not from the workflow's
+    result."""
     absent: float | None = None
     """Value of a component that a candidate or its episode lacks while others that it is compared with have it. Without
     a value these candidates are left out."""

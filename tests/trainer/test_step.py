@@ -188,8 +188,8 @@ def test_roles_that_are_not_trained(trainer, provider: Provider):
 def test_without_scorers_whole_episodes_are_compared(trainer):
     summary = trainer(application(), steps=1)
     assert (
-        "plan independent (k=4), recipe dr_mas: the workflow has no scorer, so only the outcome of whole episodes can"
-        " be compared"
+        "plan independent (k=4), recipe dr_mas: the workflow has no scorer, so each task runs 4 times and the outcomes"
+        " are compared"
     ) in trainer.said.splitlines()
     line = trainer.metrics()[0]
     assert (line["episodes"], line["calls"]) == (3 * 4, 3 * 4 * 2)

@@ -47,7 +47,7 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
     elif scorers:
         why = f"scorers for {', '.join(sorted(scorers))}"
     else:
-        why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"
+        why = f"the workflow has no scorer, so each task runs {plan.k} times and the outcomes are compared"
     return plan, recipes, f"plan {kind} (k={plan.k}), {recipes.names}: {why}"
 
 
