@@ -31,7 +31,7 @@ from cotune.integrations.web.http.requests import (
     json_response,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
-from cotune.near_names import did_you_mean, near_names
+from cotune.near_names import check_arguments
 from cotune.prompts.edits import Prompts
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.records.policies import UNTRAINED
@@ -163,11 +163,7 @@ def serving(
 
     Raises ConfigError, AdapterError, SyncError when it cannot start.
     """
-    for name in options:
-        if name not in ServeOptions.__annotations__:
-            raise TypeError(
-                f"Unknown argument {name!r}. {did_you_mean(near_names(name, ServeOptions.__annotations__))}"
-            )
+    check_arguments(options, ServeOptions.__annotations__)
     default, redactor = options.get("default", ""), options.get("redactor")
     answers = Answers(
         aliases=options.get("aliases"),

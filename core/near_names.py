@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -14,3 +14,10 @@ def near_names(name: str, known: Iterable[str], *, most: int = 3, cutoff: float 
 def did_you_mean(names: Sequence[str]) -> str:
     """A question for these names, for the beginning of a remedy; empty without any."""
     return f"Did you mean {' or '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}?" if names else ""
+
+
+def check_arguments(names: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for the name of a keyword argument that is not among the `known` ones."""
+    for name in names:
+        if name not in known:
+            raise TypeError(f"Unknown argument {name!r}. {did_you_mean(near_names(name, known))}".rstrip())

@@ -17,6 +17,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.folder.hub import check_repository, push_again
 from cotune.integrations.models.folder.hub import push as push_folder
 from cotune.integrations.models.folder.to_gguf import Precision
+from cotune.near_names import check_arguments
 from cotune.records.policies import TRAINED, UNTRAINED
 from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
@@ -70,6 +71,7 @@ def export(
     print([(entry.role, manifest.policy(entry.role).folder) for entry in manifest.roles])
     ```
     """
+    check_arguments(form, ExportForm.__annotations__)
     if push:
         check_repository(push)
     if isinstance(run, Mapping):

@@ -152,16 +152,17 @@ def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
     signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT. `nohup` keeps its word:
     a SIGHUP that is ignored stays so."""
-    found = _current
-    if found is None:
+    signals = _current
+    # A loop of another thread gets no signals. Those of the main thread's loop are not its own.
+    if signals is None or signals.loop is not asyncio.get_running_loop():
         yield
         return
-    before, found.on_first = found.on_first, stop
+    before, signals.on_first = signals.on_first, stop
     try:
-        with found.taking(number for number in _SIGNALS if not _by_nohup(number)):
+        with signals.taking(number for number in _SIGNALS if not _by_nohup(number)):
             yield
     finally:
-        found.on_first = before
+        signals.on_first = before
 
 
 def _by_nohup(number: signal.Signals) -> bool:

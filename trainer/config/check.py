@@ -25,6 +25,9 @@ def check(config: TrainConfig) -> None:
     if engine_shares_gpu(config) and config.mode != "sync":
         fault = f"must be sync if {config.engine} shares a GPU with the learner, as it sleeps during updates"
         raise ConfigError("mode", config.mode, fault, 'Set engine = "transformers".')
+    if config.sampling.repeatable and config.mode == "async":
+        fault = "cannot be used in mode async, where timing decides which version of a policy answers"
+        raise ConfigError("sampling.repeatable", True, fault, 'Set mode = "sync", or leave it out.')
     check_teachers(config, config.model, config.sampling.temperature)
     check_records(config.recipe, config.records, config.learner)
     check_one_process(config.learner, config.cluster.on_ray, {p.kind for p in config.policy} or {config.policies})

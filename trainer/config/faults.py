@@ -19,6 +19,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("out", "run"), "the argument run of cotune.train, --out of cotune train"),
     "config": "the argument config of cotune.train, --config of cotune train",
     "console": "an argument of cotune.train",
+    **dict.fromkeys(("limit", "calls"), "a field of CheckLimits, the argument limits of cotune.check"),
 }
 """What is given beside the configuration, by what it may be taken for."""
 

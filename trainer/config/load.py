@@ -24,14 +24,22 @@ def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfi
     Raises ConfigError naming the field, its value and what is allowed.
     """
     table = read_toml(path)
+    refuse_search_options(flags)
     for name, value in flags.items():
-        # A file may have a table [prompts], as it serves both commands. A flag is meant for this run.
-        if name.startswith("prompts."):
-            remedy = "Pass it to cotune prompts improve, then cotune train --prompts FOLDER."
-            raise ConfigError(name, value, "is an option of searches for prompts, and a run searches for none", remedy)
         if value is not None:
             assign(table, name, value)
     return convert(table)
+
+
+def refuse_search_options(flags: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dotted name of the table [prompts].
+
+    A file may have this table, as it serves both commands. A flag is meant for this run.
+    """
+    for name, value in flags.items():
+        if name.startswith("prompts."):
+            remedy = "Pass it to cotune prompts improve, then cotune train --prompts FOLDER."
+            raise ConfigError(name, value, "is an option of searches for prompts, and a run searches for none", remedy)
 
 
 def read_toml(path: str | Path | None) -> dict[str, Any]:
@@ -86,7 +94,9 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     if not all((*parents, leaf)):
         raise ConfigError(dotted, value, "is not the name of a field, such as lora.rank", PAGE)
     for parent in parents:
-        table = table.setdefault(parent, {})
+        if table.get(parent) is None:  # a table that is not set, such as rewards.weights
+            table[parent] = {}
+        table = table[parent]
         if not isinstance(table, dict):
             if removed := removed_setting(dotted, value):
                 raise removed

@@ -16,7 +16,7 @@ from cotune.json_values import plain
 from cotune.records.step_ranges import within
 from cotune.records.structs import Task
 from cotune.storage.run_layout import Held, leaves
-from cotune.trainer.config.load import assign, convert
+from cotune.trainer.config.load import assign, convert, refuse_search_options
 from cotune.trainer.run.run_folder import RunFolder
 
 MAY_CHANGE = (
@@ -42,6 +42,7 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     `done` is how many steps the run has made. Raises ConfigError, with the old and the new value, for what would make
     it another run.
     """
+    refuse_search_options(changes)
     before = msgspec.to_builtins(config)
     table = msgspec.to_builtins(config)
     for name, value in leaves(changes):

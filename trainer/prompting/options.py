@@ -92,7 +92,8 @@ def load_options(
             if removed := removed_setting(f"prompts.{unknown[0]}", table[unknown[0]]):
                 raise removed from None
             raise ConfigError(unknown[0], table[unknown[0]], "is no option of a search for prompts", PAGE) from None
-        raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
+        place = field if field.partition(".")[0] in SHARED else f"prompts.{field}"
+        raise ConfigError(place, table.get(field), expected(fault), PAGE) from None
 
 
 def with_whole_places(options: ImproveOptions) -> ImproveOptions:

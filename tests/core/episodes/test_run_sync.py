@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,23 @@ def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> 
         return "done"
 
     assert (run_sync(stopped()), stops) == ("done", ["stop"])
+
+
+def test_a_run_in_another_thread_does_not_take_the_signals_of_the_main_one() -> None:
+    stops: list[str] = []
+
+    async def in_thread() -> None:
+        with stop_by(lambda: stops.append("thread")):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stops:
+                await asyncio.sleep(0.01)
+
+    async def on_main_thread() -> None:
+        with stop_by(lambda: stops.append("main")):
+            await asyncio.to_thread(run_sync, in_thread())
+
+    run_sync(on_main_thread())
+    assert stops == ["main"]
 
 
 @pytest.fixture

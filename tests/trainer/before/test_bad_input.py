@@ -17,6 +17,8 @@ from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
 from cotune.trainer.before.findings import EPISODES
 from cotune.trainer.config.load import convert, load_config
 from cotune.trainer.config.resolve import resolve_plan
+from cotune.trainer.opening.resume import apply_changes
+from cotune.trainer.prompting.options import load_options
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
 
@@ -352,6 +354,35 @@ def test_a_run_folder_in_use_by_another_process(trainer, tmp_path):
         assert (run / "run.json").exists()
         holder.communicate("")
     assert holder.pid != os.getpid()
+
+
+def test_an_option_of_a_search_for_prompts_is_refused_for_a_resumed_run():
+    with pytest.raises(ConfigError, match="is an option of searches for prompts"):
+        apply_changes(convert({"model": "m"}), {"prompts.rounds": 3}, done=0)
+
+
+def test_weights_are_refused_by_name_for_a_resumed_run_that_has_none():
+    with pytest.raises(ConfigError, match=r"rewards\.weights\.local = 1\.0 was None when the run was started"):
+        apply_changes(convert({"model": "m"}), {"rewards": {"weights": {"local": 1.0}}}, done=0)
+
+
+def test_a_run_in_mode_async_cannot_be_repeatable():
+    with pytest.raises(ConfigError, match="cannot be used in mode async") as error:
+        convert({"model": "m", "mode": "async", "sampling": {"repeatable": True}})
+    assert error.value.field == "sampling.repeatable"
+
+
+@pytest.mark.parametrize(("name", "field"), [("concurrency", "concurrency"), ("minibatch", "prompts.minibatch")])
+def test_an_option_of_a_search_is_named_where_it_stands_in_a_file(name, field):
+    with pytest.raises(ConfigError, match="must be a whole number") as error:
+        load_options(None, {name: "many"})
+    assert error.value.field == field
+
+
+def test_an_unknown_argument_of_an_export_is_refused(tmp_path):
+    for source in (tmp_path, {"first": tmp_path}):
+        with pytest.raises(TypeError, match=r"Unknown argument 'mrege'\. Did you mean merge\?"):
+            cotune.export(source, tmp_path / "out", mrege=True)
 
 
 def test_no_run_to_resume(tmp_path):

@@ -179,7 +179,7 @@ def sticky_tasks() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("where", ["here", pytest.param("ray", marks=pytest.mark.long)])
 def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, where, request):
-    settings = {**SETTINGS, "concurrency": 64, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
+    settings = {**SETTINGS, "concurrency": 64, "sampling": {}, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
     if where == "ray":
         request.getfixturevalue("ray_runtime")
         settings |= {"cluster": CLUSTER, "engine": "transformers"}
