@@ -16,7 +16,7 @@ from cotune.trainer.config.resolve import resolve_plan
 from docs.pictures import LARGEST, PICTURES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
 FOREIGN = ("llama-server", "ollama")
 """Programs that an export is served by."""

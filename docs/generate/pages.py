@@ -23,6 +23,8 @@ from public_names import function_table, type_table
 from recipes import methods, published, recipes
 
 DOCS = Path(__file__).parents[1]
+RESULTS = DOCS.parent / "benchmarks" / "RESULTS.md"
+"""All tables of measurements; the documentation says what they mean."""
 MARKED = re.compile(r"^<!-- generated: ([^\n]+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 """A part with its name and text."""
 PARTS: Mapping[str, Callable[[], str]] = {
@@ -46,7 +48,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
 
 def made() -> Iterator[tuple[Path, str]]:
     """Each page with parts, and its text as it should be. Raises KeyError for a part that nothing makes."""
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in [*sorted(DOCS.rglob("*.md")), RESULTS]:
         text = page.read_text()
         if MARKED.search(text):
             yield page, MARKED.sub(_made, text)

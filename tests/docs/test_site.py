@@ -43,7 +43,7 @@ def test_what_is_generated_is_fresh() -> None:
 
 
 def test_links_from_outside_of_the_site_lead_to_headings(site: Path) -> None:
-    outside = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")]
+    outside = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     links = [link for file in outside for link in re.findall(r"docs/([\w/-]+)\.md#([\w-]+)", file.read_text())]
     assert links and [to for to in links if f'id="{to[1]}"' not in (site / f"{to[0]}.html").read_text()] == []
 
