@@ -19,6 +19,7 @@ from cotune.episodes.later_feedback import check_key
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.tracing import Trace
 from cotune.errors import ConfigError, CotuneError
+from cotune.near_names import check_arguments
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.carrying import carry_context
@@ -76,6 +77,7 @@ def deployed(
     print(deployment.served)
     ```
     """
+    check_arguments(recording, RecordingOptions.__annotations__)
     override = {"temperature": temperature, "max_tokens": max_tokens}
     given = {name: value for name, value in override.items() if value is not None}
     if source is None and prompts is None:

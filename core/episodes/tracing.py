@@ -19,6 +19,7 @@ from cotune.collecting.sink import CollectorRecords, Rates, check_rates
 from cotune.episodes.later_feedback import check_key
 from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
 from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
+from cotune.near_names import check_arguments
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.call_records import CallerContext
@@ -143,6 +144,7 @@ class Trace:
         prompts: Prompts | str | Path | None = None,
         **recording: Unpack[RecordingOptions],
     ) -> None:
+        check_arguments(recording, RecordingOptions.__annotations__)
         self._recording = Recording(path, **recording)
         self._key = check_key(key)
         self.name = name

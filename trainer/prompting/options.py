@@ -74,7 +74,8 @@ def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[s
         if name in options:
             fault = "stands above the tables, where training reads it too"
             raise ConfigError(f"prompts.{name}", options[name], fault, f"Write {name} above the first [table].")
-    shared = {name: table[name] for name in SHARED if name in table}
+    # A run's file may say "" for none, as in prompts_file = "".
+    shared = {name: table[name] for name in SHARED if table.get(name, "") != ""}
     return {**shared, **options, **given}
 
 

@@ -379,6 +379,18 @@ def test_an_option_of_a_search_is_named_where_it_stands_in_a_file(name, field):
     assert error.value.field == field
 
 
+def test_a_search_takes_an_empty_text_above_the_tables_as_none(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\nprompts_file = ""\nseed = 3\n')
+    options = load_options(tmp_path / "run.toml", {})
+    assert (options.prompts_file, options.seed) == (None, 3)
+
+
+def test_an_unknown_argument_of_a_trace_or_a_deployment_is_refused():
+    for call in (cotune.trace, cotune.deployed):
+        with pytest.raises(TypeError, match=r"Unknown argument 'redact'\. Did you mean redactor\?"):
+            call("somewhere", redact=str)
+
+
 def test_an_unknown_argument_of_an_export_is_refused(tmp_path):
     for source in (tmp_path, {"first": tmp_path}):
         with pytest.raises(TypeError, match=r"Unknown argument 'mrege'\. Did you mean merge\?"):
