@@ -56,6 +56,8 @@ MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
+REMOVALS = 3
+"""Runs of each task with a role removed."""
 
 
 def blame(
@@ -100,7 +102,11 @@ def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
 
 def planned(tasks: int, options: BlameOptions) -> str:
     """The most that an analysis will run, for a person who has to agree to it."""
-    runs = options.runs if options.references else 1 + (2 * len(options.without) or REDRAWS)
+    runs = options.runs
+    if options.without:
+        runs = (1 + len(options.without)) * _removal_rounds(options)
+    elif not options.references:
+        runs = 1 + _redraws(options)
     text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
     if options.max_calls is not None:
         text += f", and at most {plural(options.max_calls, 'call')} of models"
@@ -112,6 +118,16 @@ def planned(tasks: int, options: BlameOptions) -> str:
     if effect is None:
         return f"{text}. That is too few tasks to name a role: it takes 5."
     return f"{text}. It can name a role that costs about {100 * effect:.0f} points or more."
+
+
+def _removal_rounds(options: BlameOptions) -> int:
+    """Rounds with the roles of `without` removed, each of one run per arm and task."""
+    return max(1, min(REMOVALS, options.runs // (1 + len(options.without))))
+
+
+def _redraws(options: BlameOptions) -> int:
+    """Times that a failed task is run again without a reference."""
+    return min(REDRAWS, options.runs - 1)
 
 
 @contextlib.contextmanager
@@ -219,6 +235,8 @@ class Analysis:
         self.tasks = list(tasks)
         self.references = references
         self.options = options
+        self.roles: list[str] = []
+        """Roles that are swapped or removed. Roles that act for the first time in a later round are not among them."""
         self.live: list[str] = []
         """Roles on which the next round is spent."""
         self.ended = ""
@@ -231,12 +249,14 @@ class Analysis:
         Which roles those are depends on the runs alone. So an analysis that is continued takes the same way.
         """
         await self._pilot([OWN, ALL])
-        roles = self._swapped_roles()
-        self._fit_tasks(len(arms_of_round(roles, roles)))
+        expected = list(dict.fromkeys([*self._swapped_roles(), *filter(None, self.references)]))
+        self._fit_tasks(len(arms_of_round(expected, expected)))
+        await self._require_named_roles("reference")
         # A role may act on few tasks only, so all of them are run before the roles are listed.
         await self.runs.run(self.tasks, [OWN, ALL], 0)
-        roles = self._swapped_roles()
+        self.roles = roles = self._swapped_roles()
         self.live = list(roles)
+        self.notes += self.runs.references.missing_policies(roles)
         runs_per_task, number = 0, 0
         while True:
             arms = arms_of_round(self.live, roles)
@@ -256,14 +276,11 @@ class Analysis:
     async def remove_roles(self) -> None:
         """Run each task as it is, and with the answers of each role replaced by a fixed text."""
         await self._pilot([OWN])
-        roles = list(self.references)
-        if unknown := [role for role in roles if role not in self.runs.roles()]:
-            roles_met = ", ".join(self.runs.roles())
-            raise ConfigError("without", unknown[0], "is not a role of the application", f"Roles: {roles_met}")
-        arms = [OWN, *(Arm("only", role) for role in roles)]
+        self.roles = self.live = list(self.references)
+        arms = [OWN, *(Arm("only", role) for role in self.roles)]
         self._fit_tasks(len(arms))
-        self.live = roles
-        for number in range(3):
+        await self._require_named_roles("without")
+        for number in range(_removal_rounds(self.options)):
             await self.runs.run(self.tasks, arms, number)
             if number == 1 and self.runs.repeats_itself(arms):
                 self._note_repetition()
@@ -281,7 +298,7 @@ class Analysis:
         for task_id, one in zip(self._task_ids, own_runs, strict=True):
             if one.succeeded and not one.succeeded[0]:
                 failed.append(tasks_by_id[task_id])
-        for number in range(1, REDRAWS + 1):
+        for number in range(1, _redraws(self.options) + 1):
             await self.runs.run(failed, [OWN], number)
         if self.runs.repeats_itself([OWN]):
             self._note_repetition()
@@ -289,14 +306,11 @@ class Analysis:
     async def find_decisive_calls(self, chosen: str) -> None:
         """Run each task once, and the failed ones again; then look for the calls that lost the worst failed runs."""
         await self.redraw_failures()
-        for episode in choose_episodes(self.runs, chosen):
+        episodes = choose_episodes(self.runs, chosen)
+        if not episodes:
+            self.notes.append("No run failed, so there is no episode to look at.")
+        for episode in episodes:
             self.episodes.append(await find_decisive_call(self.runs, episode))
-        forks = len(self.runs.forks) + self.runs.diverged
-        if self.runs.diverged > MOST_DIVERGED * forks:
-            self.notes.append(
-                f"{self.runs.diverged} of {plural(forks, 'fork')} did not repeat their episode and are left out: the "
-                "application does not ask the same again. docs/how-to/replay.md lists the causes."
-            )
 
     async def _pilot(self, arms: Sequence[Arm]) -> None:
         """Run a few tasks, which tell the roles and the calls of a run. Raises WorkflowError where there is no call."""
@@ -309,8 +323,15 @@ class Analysis:
         all of them."""
         # Runs of an earlier command are paid already.
         affordable = self.runs.affordable_runs() + len(self.runs.runs)
-        each = max(self.options.runs, arms) if self.references and not self.options.without else arms
-        calls = len(self.tasks) * each * self.runs.calls_per_run
+        each = 1 + _redraws(self.options)
+        if self.options.without:
+            each = arms * _removal_rounds(self.options)
+        elif self.references:
+            each = max(self.options.runs, arms)
+        runs = len(self.tasks) * each
+        if self.options.episodes is not None:
+            runs += MOST_EPISODES * self.options.runs
+        calls = runs * self.runs.calls_per_run
         self.say(f"a run takes about {self.runs.calls_per_run:.1f} calls: about {calls:,.0f} calls in all at most")
         if affordable >= arms * len(self.tasks):
             return
@@ -321,11 +342,21 @@ class Analysis:
         )
         self.tasks = self.tasks[:fitting]
 
-    def _swapped_roles(self) -> list[str]:
-        """The roles that have a reference. Raises ConfigError for a reference of a role that does not exist."""
+    async def _require_named_roles(self, option: str) -> None:
+        """Raise ConfigError for a role that the user names and that does not exist."""
+        named = [role for role in self.references if role]
+        if all(role in self.runs.roles() for role in named):
+            return
+        # The role may act on few tasks only.
+        await self.runs.run(self.tasks, [OWN], 0)
         roles = self.runs.roles()
-        if unknown := [role for role in self.references if role and role not in roles]:
-            raise ConfigError("reference", unknown[0], "is not a role of the application", f"Roles: {', '.join(roles)}")
+        for role in named:
+            if role not in roles:
+                raise ConfigError(option, role, "is not a role of the application", f"Roles: {', '.join(roles)}")
+
+    def _swapped_roles(self) -> list[str]:
+        """The roles that made calls and have a reference."""
+        roles = self.runs.roles()
         return roles if "" in self.references else [role for role in roles if role in self.references]
 
     def _note_repetition(self) -> None:
@@ -354,7 +385,7 @@ class Analysis:
                 f"No run of the application has a known outcome: {reasons}.{more}",
                 "Let the workflow return a number, or give it a judge of single episodes.",
             )
-        roles = [] if not self.references else self._swapped_roles()
+        roles = self.roles
         removes = bool(self.options.without)
         effects = _removals(outcomes, roles, span) if removes else role_effects(outcomes, roles, span.size)
         if removes or not self.references:
@@ -384,15 +415,17 @@ class Analysis:
             episodes=tuple(self.episodes),
             left_out=left_out,
             failed=failed,
-            notes=[*self.notes, *self._unpriced(priced)],
+            notes=[*self.notes, *self._late_roles(), *self._lost_forks(), *self._unpriced(priced)],
             ended=self.ended,
         )
 
     def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:
         role = effect.role
         arm = Arm("only", role) if self.options.without else only(role, roles)
-        own = [run for run in self.runs.runs.values() if run.arm == OWN and not run.left_out]
-        swapped = [run for run in self.runs.runs.values() if run.arm == arm and not run.left_out]
+        chosen = set(self._task_ids)
+        counted = [run for run in self.runs.runs.values() if run.task in chosen and not run.left_out]
+        own = [run for run in counted if run.arm == OWN]
+        swapped = [run for run in counted if run.arm == arm]
         reference = self.references.get(role) or self.references[""]
         # A task may have run more often in one arm than in the other; its mean counts once in each.
         seconds = _mean_difference(
@@ -421,6 +454,28 @@ class Analysis:
                 failed += run.failed
         left_out.pop("", None)
         return dict(left_out), failed
+
+    def _late_roles(self) -> list[str]:
+        """A note on roles that acted for the first time after the roles were listed."""
+        late = [role for role in self._swapped_roles() if role not in self.roles]
+        if not self.roles or not late:
+            return []
+        return [f"First called in a later round, and not analysed: {', '.join(late)}. Run the same command again."]
+
+    def _lost_forks(self) -> list[str]:
+        """Notes on forks that say nothing."""
+        notes = []
+        diverged, forks = self.runs.diverged, len(self.runs.forks) + self.runs.diverged
+        if diverged > MOST_DIVERGED * forks:
+            notes.append(
+                f"{diverged} of {plural(forks, 'fork')} did not repeat their episode and are left out: the "
+                "application does not ask the same again. docs/how-to/replay.md lists the causes."
+            )
+        unknown = sum(fork.outcome is None and not fork.failed for fork in self.runs.forks)
+        if unknown:
+            why = f" First error: {self.runs.first_error}" if self.runs.first_error else ""
+            notes.append(f"{plural(unknown, 'fork')} without a known outcome left out.{why}")
+        return notes
 
     def _unpriced(self, priced: bool) -> list[str]:
         unpriced = sum(run.unpriced for run in self.runs.runs.values())

@@ -28,6 +28,15 @@ class Arm:
         """The phase under which the arm's episodes are recorded."""
         return f"{PHASES}{self.kind} {self.role}" if self.role else f"{PHASES}{self.kind}"
 
+    @property
+    def label(self) -> str:
+        """The arm, for people: the runs `with all roles swapped`."""
+        if self.kind == "own":
+            return "of the application as it is"
+        if self.kind == "all":
+            return "with all roles swapped"
+        return f"with only {self.role} swapped" if self.kind == "only" else f"with all roles but {self.role} swapped"
+
 
 OWN, ALL = Arm("own"), Arm("all")
 

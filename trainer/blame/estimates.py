@@ -108,8 +108,10 @@ class Outcomes:
         low, high = min(outcomes, default=0.0), max(outcomes, default=1.0)
         if low >= 0 and high <= 1:
             return Span(0.0, 1.0)
-        # Outcomes that are all equal span nothing; any size does, as no difference is measured in it.
-        return Span(low, high if high > low else low + 1.0)
+        if high > low:
+            return Span(low, high)
+        # Outcomes that are all equal span nothing. A positive one counts as a success, a negative one as a failure.
+        return Span(min(low, 0.0), max(high, 0.0))
 
 
 def estimate(values: Sequence[float], scale: float = 1.0) -> Estimate:

@@ -31,17 +31,28 @@ def choose_episodes(runs: Runs, chosen: str) -> list[Episode]:
     span = runs.outcomes([run.task for run in runs.runs.values()]).span()
     if chosen != "failed":
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
-        if episode.phase != OWN.phase or _outcome(runs, episode, span) > 0.5 or not episode.is_outcome:
+        if episode.phase != OWN.phase or not _has_failed(runs, episode, span):
             fault = "is not a failed run of the application as it is"
             raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
         return [episode]
     worst: dict[str, Episode] = {}
     for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
-        known = episode.is_outcome and (episode.status == "error" or runs.store.rewards([episode.id]).get(episode.id))
-        if known and _outcome(runs, episode, span) <= 0.5:
+        if _has_failed(runs, episode, span):
             worst.setdefault(episode.task.id, episode)
     ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
     return ranked[:MOST_EPISODES]
+
+
+def _has_failed(runs: Runs, episode: Episode, span: Span) -> bool:
+    """Whether the outcome of an episode is known and a failure: as its metric `success` says, else by the outcome."""
+    if not episode.is_outcome:
+        return False
+    if episode.status == "error":
+        return True
+    if not runs.store.rewards([episode.id]).get(episode.id):
+        return False
+    solved = episode.solved
+    return _outcome(runs, episode, span) <= 0.5 if solved is None else not solved
 
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
@@ -86,7 +97,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     decision = search.decision
     count = sum(search.counts.forks)
     if decision.probability < CONFIDENCE:
-        why = f"{count} forks do not tell" if count else "no fork repeated the episode"
+        why = f"{count} forks do not tell" if count else "no fork came to an outcome"
         return msgspec.structs.replace(lost, why=why, forks=count)
     if decision.call is None:
         return msgspec.structs.replace(lost, why="no single call decides", forks=count)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from cotune.adapters.manifest import is_export
 from cotune.adapters.prompts import prompts_of
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
@@ -20,7 +18,7 @@ from cotune.prompts.file import read_prompts
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate
-from cotune.storage.run_layout import is_run
+from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.blame.arms import Arm
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.evaluation.policies import answering
@@ -49,8 +47,11 @@ class Reference:
 def read_references(options: BlameOptions) -> dict[str, Reference]:
     """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
 
-    Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit.
+    Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit; also for a
+    `model` that is not there.
     """
+    if options.model is not None:
+        read_source(options.model, "model")
     references: dict[str, Reference] = {}
     for text in options.references:
         reference = _reference(text)
@@ -107,6 +108,19 @@ class OpenReferences:
         if not arm.swaps(role):
             return self.own
         return self.references.get(role) or self.references.get("") or self.own
+
+    def missing_policies(self, roles: Sequence[str]) -> list[str]:
+        """A sentence for each of these roles that its reference, a run or an export, has no policy of."""
+        sentences = []
+        for role in roles:
+            responder = self.of(role, Arm("all")).responder
+            # An untrained model has no policy at all: it answers for every role.
+            if not isinstance(responder, PolicyResponder) or not responder.policies or role in responder.policies:
+                continue
+            left_out = role in responder.provider_roles or responder.others is None
+            who = "the application's own provider" if left_out else "its untrained model"
+            sentences.append(f"The reference has no policy of {role}: {who} answers in its place.")
+        return sentences
 
     def responder(self, arm: Arm) -> ArmResponder:
         """The responder for all calls of an episode of this arm."""
@@ -195,7 +209,7 @@ async def open_references(
 
         as_is = Answering(own, workflow.prompts)
         if own is None and options.model is not None:
-            trained = is_export(Path(options.model)) or is_run(options.model)
+            trained = read_source(options.model, "model").kind != "model"
             as_is = await local(options.model if trained else None, None if trained else options.model)
         # A model that several roles are swapped to is loaded once.
         by_place: dict[tuple[Kind, str], Answering] = {}

@@ -26,7 +26,7 @@ from cotune.records.structs import CallRecord, Episode, Task
 from cotune.replay.script import Replay, Script
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
-from cotune.trainer.blame.arms import OWN, Arm, arm_of
+from cotune.trainer.blame.arms import ALL, OWN, Arm, arm_of
 from cotune.trainer.blame.estimates import Outcomes, OwnRuns
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import OpenReferences, Reference
@@ -34,6 +34,13 @@ from cotune.trainer.blame.references import OpenReferences, Reference
 LEAST_REPEATS = 40
 """Repeated runs that must all be equal before an application counts as one that repeats itself: if 7% of them differed,
 at least one of 40 would in 95% of cases."""
+LEAST_OUTAGE = 5
+"""Runs of a round that must all fail by their models before the analysis ends. Fewer may fail because of their task."""
+UNFINISHED = ("infrastructure", "cancelled")
+"""Runs that are left out for these reasons say nothing, and are made again by the next command."""
+FIRST_FORK = 1_000
+"""Number of the first fork, above the numbers of whole runs. Models on this machine draw by the number of a run, so a
+fork with the number of its episode would repeat the answers of the episode."""
 
 
 class BudgetReachedError(RunError):
@@ -116,6 +123,11 @@ class Runs:
         self.calls = 0
         self.cost = 0.0
         self.first_error = ""
+        self._errors: dict[Arm, str] = {}
+        """The first error of each arm's models."""
+        self._without_price: dict[str, str] = {}
+        """By model, why the money for its calls is not known."""
+        self._next_fork = FIRST_FORK
         self._running = 0
         """Runs under way, whose calls are not counted yet."""
         self._gate = asyncio.Semaphore(self.options.concurrency)
@@ -130,12 +142,13 @@ class Runs:
             elif episode.phase in (FORK, FRESH_FORK):
                 await self._judge(episode)
                 self._keep_fork(episode)
+                self._next_fork = max(self._next_fork, episode.rollout + 1)
 
     async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
         """Run each task in each arm, unless that has run before. `number` is that of the run within its task and arm.
 
-        Raises BudgetReachedError before the first run if they do not all fit into the limits, RunError if none of them
-        says anything about the application.
+        Raises BudgetReachedError before the first run if they do not all fit into the limits, ConfigError if a limit of
+        money cannot be kept, RunError if the models of an arm cannot be reached.
         """
         due = [(arm, task) for task in tasks for arm in arms if self._is_due((arm, task.id, number))]
         if not due:
@@ -157,16 +170,30 @@ class Runs:
         ended = [run for run in finished if run is not None]
         if len(ended) < len(finished):
             raise self._budget_reached(len(finished) - len(ended))
-        # A run without a known outcome still shows that the models can be reached.
-        if all(run.left_out in ("infrastructure", "cancelled") for run in ended):
-            raise RunError(
-                f"None of {len(ended)} runs came to an end: {self.first_error or 'no reason recorded'}",
-                "Put that right, then run the same command again: it continues.",
-            )
+        self._require_answers(ended)
+
+    def _require_answers(self, round_runs: Sequence[FinishedRun]) -> None:
+        """Raise RunError if the models of an arm cannot be reached. Further rounds would pay for the other arms, and
+        have nothing to compare them with."""
+        by_arm: defaultdict[Arm, list[FinishedRun]] = defaultdict(list)
+        for run in round_runs:
+            by_arm[run.arm].append(run)
+        for arm, runs in by_arm.items():
+            # A run without a known outcome still shows that the models can be reached.
+            if any(run.left_out not in UNFINISHED for run in runs):
+                continue
+            ended_before = any(run.arm == arm and run.left_out not in UNFINISHED for run in self.runs.values())
+            # Without runs of these two arms there is no analysis.
+            needed = arm in (OWN, ALL) and not ended_before
+            if needed or len(runs) >= LEAST_OUTAGE:
+                raise RunError(
+                    f"All {len(runs)} runs {arm.label} failed: {self._errors.get(arm, 'no reason recorded')}",
+                    "Fix this, then run the same command again: it continues.",
+                )
 
     def _is_due(self, place: Place) -> bool:
         run = self.runs.get(place)
-        return place not in self._tried and (run is None or run.left_out in ("infrastructure", "cancelled"))
+        return place not in self._tried and (run is None or run.left_out in UNFINISHED)
 
     async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
         """Run a task in an arm; None if that could pass a limit, as earlier runs took more calls than expected."""
@@ -191,11 +218,12 @@ class Runs:
                 run = self._keep(arm, outcome.episode)
             finally:
                 self._running -= 1
-        if run.left_out == "infrastructure" and not self.first_error:
+        if run.left_out == "infrastructure" and arm not in self._errors:
             # The error of the call says more than what the application made of it.
             calls = self.store.calls(outcome.episode.id, lean=True)
             of_call = next((call.error for call in calls if call.error), None)
-            self.first_error = of_call or outcome.episode.error or ""
+            self._errors[arm] = of_call or outcome.episode.error or "no reason recorded"
+            self.first_error = self.first_error or self._errors[arm]
         self.on_run()
         return run
 
@@ -206,8 +234,10 @@ class Runs:
         """
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
         flow, responder = repeating(flow, Replay(script=script, fork=call), self.references.responder(OWN))
+        number, self._next_fork = self._next_fork, self._next_fork + 1
         options = EpisodeOptions(
             phase=phase,
+            rollout=number,
             timeout=self.options.timeout,
             record_tools=bool(script.results),
             freeze=bool(script.reads),
@@ -231,9 +261,13 @@ class Runs:
         new_calls = [call for call in calls if call.replayed is None]
         self.calls += len(new_calls)
         self.cost += self._cost(OWN, new_calls)[0]
-        if episode.blame == "divergence" or episode.fork is None:
-            self.diverged += episode.status != "cancelled"
+        if episode.status == "cancelled":
             return None
+        if episode.blame == "divergence" or episode.fork is None:
+            self.diverged += 1
+            return None
+        if not episode.is_outcome:
+            self.first_error = self.first_error or episode.error or ""
         rewards = self.store.rewards([episode.id]).get(episode.id) or {}
         at_fork = next((call for call in calls if call.id == episode.fork.at), None)
         answer = ""
@@ -306,6 +340,9 @@ class Runs:
             completion = sum(len(one.token_ids) for one in call.candidates) or call.usage.completion_tokens
             if price is None or not (prompt or completion):
                 unpriced += 1
+                if call.status == "ok":
+                    why = "has no --price" if price is None else "reports no tokens"
+                    self._without_price.setdefault(self._answered_by(arm, call), why)
             else:
                 cost += money(price, prompt, completion)
         return cost, unpriced
@@ -320,6 +357,15 @@ class Runs:
                 policy = call.policy.name if call.policy else ""
                 return prices.get(policy) or prices.get(reference.name)
         return prices.get(call.policy.name if call.policy else call.model)
+
+    def _answered_by(self, arm: Arm, call: CallRecord) -> str:
+        """The name of whoever answered a call, as in --price."""
+        if call.policy is not None:
+            return call.policy.name
+        reference = self.named.get(call.role) or self.named.get("")
+        if arm.swaps(call.role) and reference is not None and reference.kind == "provider":
+            return reference.name
+        return call.model
 
     @property
     def calls_per_run(self) -> float:
@@ -344,6 +390,12 @@ class Runs:
         return max(room, 0.0)
 
     def _require_room(self, runs: int) -> None:
+        if self.options.max_cost is not None and self._without_price:
+            model, why = next(iter(self._without_price.items()))
+            remedy = "Use --max-calls instead."
+            if why == "has no --price":
+                remedy = f"Add --price {model}=PROMPT/COMPLETION (0/0 if it costs nothing), or use --max-calls instead."
+            raise ConfigError("max_cost", self.options.max_cost, f"cannot be kept: {model} {why}", remedy)
         if runs > self.affordable_runs():
             raise self._budget_reached(runs)
 

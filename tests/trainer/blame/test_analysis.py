@@ -19,7 +19,14 @@ from cotune.prompts.file import write_prompts
 from cotune.prompts.templates import Template
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
+from cotune.records.policies import UNTRAINED
+from cotune.records.structs import PolicyRef
+from cotune.records.tasks import as_tasks
+from cotune.sampling.responder import PolicyResponder
 from cotune.storage.open_store import open_store
+from cotune.trainer.blame.analysis import draw_tasks, planned
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.references import Answering, OpenReferences
 from cotune.trainer.blame.result import Blame
 from tests.integrations.provider import serving
 from tests.trainer.blame.office import Office, application, tasks
@@ -237,12 +244,94 @@ def test_another_reference_needs_another_folder(office: Makes, out: str) -> None
 def test_models_that_cannot_be_reached_end_the_analysis(office: Makes, out: str) -> None:
     made = office({"writer": 0.9})
     made.down = {"good"}
-    with pytest.raises(RunError, match=r"None of 12 runs came to an end: .*good did not answer a call"):
+    with pytest.raises(RunError, match=r"All 2 runs with all roles swapped failed: .*good did not answer a call"):
         cotune.blame(application(), tasks(2), references=GOOD, out=out, responder=made, runs=8)
     # What has run counts, and what failed is run again.
     made.down = set()
     found = cotune.blame(application(), tasks(2), references=GOOD, out=out, responder=made, runs=8)
     assert (found.left_out, found.runs) == ({}, 16)
+
+
+def test_a_task_that_always_fails_does_not_keep_an_analysis_from_going_on(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    plain = application().cotune.fn
+
+    @cotune.workflow
+    async def solve(task: Any) -> Any:
+        made.down = {"good"} if task["id"] == "t03" else set()
+        return await plain(task)
+
+    settings: dict[str, Any] = {"references": GOOD, "out": out, "responder": made, "concurrency": 1}
+    first = cotune.blame(solve, tasks(6), runs=8, **settings)
+    assert (first.verdict, first.left_out) == ("named", {"infrastructure": 7})
+    second = cotune.blame(solve, tasks(6), runs=16, **settings)
+    assert (second.verdict, second.at_fault) == ("named", ("writer",))
+    assert second.roles[0].runs == 2
+
+
+def test_a_role_that_acts_late_leaves_the_analysis_of_the_others(office: Makes, out: str) -> None:
+    made = office({"writer": 0.9})
+    short, long = application(("writer",)).cotune.fn, application(("writer", "helper")).cotune.fn
+
+    @cotune.workflow
+    async def solve(task: Any) -> Any:
+        return await (short if made.asked.total() < 24 else long)(task)
+
+    settings: dict[str, Any] = {"references": GOOD, "out": out, "responder": made, "runs": 8, "concurrency": 1}
+    found = cotune.blame(solve, tasks(6), **settings)
+    assert (found.verdict, found.at_fault) == ("named", ("writer",))
+    assert any("not analysed: helper" in note for note in found.notes)
+    again = cotune.blame(solve, tasks(6), **settings)
+    assert {one.role for one in again.roles} == {"writer", "helper"}
+
+
+@pytest.mark.parametrize("option", ["references", "without"])
+def test_a_named_role_may_act_on_few_tasks(office: Makes, out: str, option: str) -> None:
+    made = office({})
+    short, long = application(("writer",)).cotune.fn, application(("writer", "helper")).cotune.fn
+    last = draw_tasks(as_tasks(tasks(6)), BlameOptions())[-1].id
+
+    @cotune.workflow
+    async def solve(task: Any) -> Any:
+        return await (long if task["id"] == last else short)(task)
+
+    value = "helper=openai:good" if option == "references" else "helper"
+    found = cotune.blame(solve, tasks(6), out=out, responder=made, runs=4, **{option: (value,)})
+    assert [one.role for one in found.roles] == ["helper"]
+
+
+def test_a_limit_of_money_needs_the_price_of_every_model(office: Makes, out: str) -> None:
+    made = office({})
+    settings: dict[str, Any] = {"references": GOOD, "out": out, "responder": made, "runs": 4, "max_cost": 1.0}
+    with pytest.raises(ConfigError, match=r"max_cost.*cannot be kept: small has no --price"):
+        cotune.blame(application(), tasks(4), prices={"good": (1.0, 1.0)}, **settings)
+    assert made.asked.total() == 3
+    found = cotune.blame(application(), tasks(4), prices={"good": (1.0, 1.0), "small": (0.0, 0.0)}, **settings)
+    assert found.cost is not None and found.cost > 0
+
+
+def test_no_more_runs_than_were_agreed_to(office: Makes, out: str) -> None:
+    made = office({"writer": 1.0})
+    assert "up to 6 runs of the application on each: 30 runs" in planned(5, BlameOptions(without=("writer",)))
+    removed = cotune.blame(application(), tasks(5), without=("writer",), out=out, responder=made)
+    assert removed.runs == 5 * 6
+    few = cotune.blame(application(), tasks(5), without=("writer",), out=f"{out}-few", responder=made, runs=2)
+    assert few.runs == 5 * 2
+    again = cotune.blame(application(), tasks(5), out=f"{out}-again", responder=made, runs=3)
+    assert again.runs == 5 * 3
+    assert "up to 3 runs" in planned(5, BlameOptions(runs=3))
+
+
+def test_a_reference_without_a_policy_of_a_role_says_who_answers() -> None:
+    class NoSampler:
+        pass
+
+    policies = {"planner": PolicyRef("planner", 1)}
+    trained = PolicyResponder(NoSampler(), NoSampler(), policies, others=UNTRAINED)  # type: ignore[arg-type]
+    opened = OpenReferences(Answering(), {"": Answering(trained)})
+    assert opened.missing_policies(["planner", "writer"]) == [
+        "The reference has no policy of writer: its untrained model answers in its place."
+    ]
 
 
 def test_some_runs_that_cannot_be_reached_are_left_out(office: Makes, out: str) -> None:

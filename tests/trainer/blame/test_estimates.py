@@ -263,3 +263,11 @@ def test_a_reference_that_obeys_the_faulty_prompt_is_said_not_to_help() -> None:
         app = application("chain of three", rng, faults={"r1": 0.6}, obeys=True)
         kinds.append(analyse(app, rng, tasks=20, runs=30).verdict.kind)
     assert kinds.count("reference") >= 8 and "named" not in kinds
+
+
+@pytest.mark.parametrize(("outcome", "lost"), [(5.0, 0.0), (-2.0, 2.0)])
+def test_outcomes_that_are_all_equal_are_successes_if_positive(outcome: float, lost: float) -> None:
+    outcomes = Outcomes()
+    outcomes.add(OWN, "t", outcome)
+    assert outcomes.span().high - outcome == lost
+    assert outcomes.span().size > 0

@@ -88,6 +88,48 @@ def test_the_limit_ends_the_forks(out: str) -> None:
     assert found.calls == made.asked.total() <= 40
 
 
+def test_forks_of_a_model_on_this_machine_draw_anew(out: str, tiny_base: Path, in_thread: None) -> None:
+    task = {"id": "t", "word": "never said"}
+    model = {"model": str(tiny_base), "temperature": 1.0, "max_tokens": 3}
+    found = cotune.blame(application(("writer",)), [task], episodes="failed", out=out, runs=20, **model)
+    assert found.episodes[0].forks >= 4
+    with open_store(out, read_only=True) as store:
+        forks = [episode.id for episode in store.episodes() if episode.phase.endswith("fork")]
+        answers = {store.calls(fork)[0].candidates[0].text for fork in forks}
+    assert len(forks) >= 4 and len(answers) > 1
+
+
+def test_success_says_which_runs_failed(out: str) -> None:
+    made = Office({"writer": 1.0})
+    plain = application(("writer",)).cotune.fn
+
+    def reporting(success: bool) -> Any:
+        @cotune.workflow
+        async def solve(task: Any) -> Any:
+            await plain(task)
+            return {"quality": 0.2 if success else 0.9, "success": success}
+
+        return solve
+
+    found = cotune.blame(reporting(False), tasks(1), episodes="failed", out=out, responder=made, runs=4)
+    assert len(found.episodes) == 1
+    found = cotune.blame(reporting(True), tasks(1), episodes="failed", out=f"{out}-2", responder=made, runs=4)
+    assert not found.episodes
+    assert "No run failed, so there is no episode to look at." in found.notes
+
+
+def test_forks_that_cannot_reach_the_model_are_counted(out: str) -> None:
+    made = Office({"writer": 1.0})
+
+    def down_after_the_runs() -> None:
+        made.down = {"small"} if made.asked.total() >= 5 else set()
+
+    made.before = down_after_the_runs
+    found = cotune.blame(application(("writer",)), tasks(1), episodes="failed", out=out, responder=made, runs=6)
+    assert [(one.call, one.why) for one in found.episodes] == [(None, "no fork came to an outcome")]
+    assert any("1 fork without a known outcome left out. First error: " in note for note in found.notes)
+
+
 def test_it_is_a_question_of_its_own() -> None:
     with pytest.raises(ConfigError, match="cannot be used with a reference"):
         cotune.blame(application(), tasks(1), episodes="failed", without=("writer",))
