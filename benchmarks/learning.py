@@ -177,7 +177,6 @@ def configuration(training: Training, model: Path, settings: Settings, seed: int
         "learner": {
             "lr": FULL_LR if training.layout == "full" else LORA_LR,
             "betas": [0.9, 0.95],
-            "seed": seed,
         },
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},

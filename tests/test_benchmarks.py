@@ -1,19 +1,28 @@
-"""Benchmarks and demonstrations are run by hand and seldom: what they import of cotune must be there all the same."""
+"""Benchmarks and demonstrations are run by hand and seldom: their imports of cotune and their settings must exist."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from benchmarks import kept_results
+from cotune.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[1]
+TABLES = {
+    field.name: field.type
+    for field in msgspec.structs.fields(TrainConfig)
+    if field.name in ("evaluation", "learner", "lora", "loss", "plan", "sampling", "schedule")
+}
+"""Tables of a configuration whose names stand for nothing else in these files."""
 FILES = sorted(file for folder in ("benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
 
 
@@ -26,6 +35,26 @@ def test_what_a_benchmark_or_an_example_imports_of_cotune_is_there(file: Path) -
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def tables_in(tree: ast.AST) -> Iterator[tuple[str, ast.Dict]]:
+    """Each dict that is written as the value of a name: {"learner": {...}}, or train(learner={...})."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Dict):
+                    yield str(key.value), value
+        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Dict):
+            yield str(node.arg), node.value
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_table_of_settings_in_a_benchmark_or_an_example_has_only_known_settings(file: Path) -> None:
+    for name, table in tables_in(ast.parse(file.read_text())):
+        kind = TABLES.get(name)
+        if kind is not None:
+            known = {field.name for field in msgspec.structs.fields(kind)}
+            assert {key.value for key in table.keys if isinstance(key, ast.Constant)} <= known, name
 
 
 def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
