@@ -104,9 +104,11 @@ def _group_runs(a: argparse.Namespace, runs: Sequence[OpenedRun]) -> int:
 
     if flag := _first_flag(a, ("explain", "full", "price", *_FILTERS)):
         raise ConfigError(flag, None, "cannot be used with --by", "The table has a row for each value of the setting.")
-    grouped = by_setting(runs, a.by)
-    for run in runs:
-        run.close()
+    try:
+        grouped = by_setting(runs, a.by)
+    finally:
+        for run in runs:
+            run.close()
     if a.json:
         print(msgspec.json.encode(grouped).decode())
     else:

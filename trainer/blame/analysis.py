@@ -414,6 +414,7 @@ class Analysis:
             more_tasks=verdict.more_tasks,
             episodes=tuple(self.episodes),
             left_out=left_out,
+            failures=sum(runs_of_task.succeeded.count(False) for runs_of_task in own_runs),
             failed=failed,
             notes=[*self.notes, *self._late_roles(), *self._lost_forks(), *self._unpriced(priced)],
             ended=self.ended,

@@ -37,7 +37,7 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     """Temperature of --model and of references on this machine; without it the application's own."""
     max_tokens: int = 256
-    """Most new tokens of these answers where the application names no limit."""
+    """Most new tokens of answers of models on this machine, where the application names no limit."""
     concurrency: int = 8
     """Episodes in flight."""
     timeout: float = 600.0

@@ -93,7 +93,7 @@ def _value(interval: Interval) -> str:
 
 def _luck(blame: Blame) -> str:
     if blame.luck is None:
-        return "No failure was run again."
+        return "No failure was run again." if blame.failures else "No run of the application as it is failed."
     share = blame.luck
     text = f"{share.mean:.0%} of the failures succeed at another try"
     if share.low is not None and share.high is not None:

@@ -79,7 +79,7 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     span: float
     """From the least to the greatest outcome."""
     luck: Interval | None
-    """Share of the failures that succeed at another try."""
+    """Share of the failures that succeed at another try; None if no failure was run again."""
     roles: Sequence[RoleBlame]
     all_roles: Sequence[str]
     """Every role that made a call."""
@@ -91,6 +91,8 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     """Failed episodes whose decisive call was looked for."""
     left_out: Mapping[str, int] = {}
     """Runs that count nowhere, by the reason."""
+    failures: int = 0
+    """Runs of the application as it is that did not succeed."""
     failed: int = 0
     """Runs in which the application raised. They count as the lowest outcome."""
     notes: Sequence[str] = ()
@@ -139,8 +141,8 @@ def _fault(blame: Blame) -> str:
                 parts.append(f"so is {role}: {shown_points(blame, roles[role].score)} points")
             others = [one for one in blame.roles if one.role not in blame.at_fault]
             if others:
-                highest = max(_whole(blame.points(one.score.mean)) for one in others)
-                parts.append(f"no other role costs more than {max(highest, 0):.0f}")
+                following = max(others, key=lambda one: one.score.mean)
+                parts.append(f"the next one, {following.role}, costs {shown_points(blame, following.score)}")
             alone = shown_points(blame, first.alone)
             return f"{'; '.join(parts)}. Answering {first.role} with {first.reference} alone wins {alone} points."
         case "either":

@@ -84,32 +84,32 @@ def kind_of(assignment: Assignment) -> str:
     return "homogeneous" if len(set(assignment.values())) == 1 else "mixed"
 
 
-def estimate(assignments: Mapping[str, Assignment], uses: Mapping[str, RoleUse], episodes: int, prices: Prices) -> str:
-    """A sentence on what all assignments will take, `episodes` each."""
-    calls = tokens = cost = 0.0
-    priced = True
-    for assignment in assignments.values():
-        for role, model in assignment.items():
-            use = uses[role]
-            calls += episodes * use.calls
-            tokens += episodes * (use.prompt_tokens + use.completion_tokens)
-            if model in prices:
-                cost += episodes * money(prices[model], use.prompt_tokens, use.completion_tokens)
-            else:
-                priced = False
-    total = len(assignments) * episodes
-    money_said = f", cost about {cost:.4g}" if priced else ""
+def estimate(models: Sequence[str], uses: Mapping[str, RoleUse], episodes: int, prices: Prices) -> str:
+    """A sentence on what all assignments will take, `episodes` each. They are counted and not listed: three models and
+    fifteen roles have 14 million."""
+    assignments = len(models) ** len(uses)
+    total = assignments * episodes
+    calls = total * sum(use.calls for use in uses.values())
+    tokens = total * sum(use.prompt_tokens + use.completion_tokens for use in uses.values())
+    money_said = ""
+    if all(model in prices for model in models):
+        # Each model plays each role in an equal share of the assignments.
+        cost = 0.0
+        for model in models:
+            for use in uses.values():
+                cost += total / len(models) * money(prices[model], use.prompt_tokens, use.completion_tokens)
+        money_said = f", cost about {cost:.4g}"
     return (
-        f"{plural(len(assignments), 'assignment')} of models to {', '.join(uses)}: {plural(total, 'episode')}, "
+        f"{plural(assignments, 'assignment')} of models to {', '.join(uses)}: {plural(total, 'episode')}, "
         f"about {calls:,.0f} calls and {tokens:,.0f} tokens{money_said}"
     )
 
 
-def check_limit(assignments: Collection[str], episodes: int, limit: int) -> None:
-    """Raises ConfigError if all assignments take more episodes than `limit`."""
-    total = len(assignments) * episodes
+def check_limit(assignments: int, episodes: int, limit: int) -> None:
+    """Raises ConfigError if so many assignments take more episodes than `limit`."""
+    total = assignments * episodes
     if total > limit:
-        fault = f"is below the {total:,} episodes of {len(assignments)} assignments"
+        fault = f"is below the {total:,} episodes of {assignments:,} assignments"
         remedy = f"Allow them with --pairs {total}, or pass fewer tasks, samples or models."
         raise ConfigError("max_episodes", limit, fault, remedy)
 

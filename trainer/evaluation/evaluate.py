@@ -204,12 +204,13 @@ async def _evaluate(
             models = list(contest.candidates)
             say(f"finding the roles with {models[0]} on {plural(min(PROBED, len(tasks)), 'task')} ...")
             uses = await probe_roles(app, batch, responder, models[0])
-            assignments = all_assignments(models, list(uses))
-            episodes = len(tasks) * options.samples
-            say(estimate(assignments, uses, episodes, options.prices))
-            check_limit(assignments, episodes, options.max_episodes)
-            modes = modes_of(True, options)
             temperature = contest.lineups[models[0]].temperature
+            # At temperature 0 further samples would be equal, and are not run.
+            episodes = len(tasks) * (1 if temperature == 0 else options.samples)
+            say(estimate(models, uses, episodes, options.prices))
+            check_limit(len(models) ** len(uses), episodes, options.max_episodes)
+            assignments = all_assignments(models, list(uses))
+            modes = modes_of(True, options)
             contest = contest_of_assignments(assignments, models[0], modes, temperature)
         report = await evaluate_modes(
             app,

@@ -95,7 +95,11 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
         lineup = contest.lineups.get(label)
         others = lineup.others if lineup else None
         stand_in = responder.others if others is None else others.player
-        who = "the application's own provider" if stand_in is None else "the untrained model"
+        if stand_in is None:
+            who = "the application's own provider"
+        else:
+            # Of several models, the one that plays it is named.
+            who = stand_in.name if stand_in.name in contest.lineups else "the untrained model"
         for role, calls in mode.unlisted.items():
             unlisted[role, who] += calls
         if label != "today":

@@ -137,7 +137,9 @@ def _open_models(options: EvaluationOptions) -> Subject:
 
 def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
     """A run or an export, compared with another source: each is a side of its own."""
-    if source == against:
+    # Not the texts: runs/r1 and runs/r1/ are the same run.
+    same_place = Path(source.place).resolve() == Path(against.place).resolve()
+    if same_place and source.kind == against.kind and source.step == against.step:
         raise ConfigError("against", against.text, "is the run itself", "Name another one.")
     bases = SharedBases()
     opened = {one: open_source(one, moved, bases) for one in (source, against)}

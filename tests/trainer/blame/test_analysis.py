@@ -64,6 +64,7 @@ def test_the_faulty_role_is_named(office: Makes, out: str) -> None:
     found = cotune.blame(application(), tasks(6), references=GOOD, out=out, responder=made, runs=8)
     assert (found.verdict, found.at_fault) == ("named", ("writer",))
     assert found.sentence.startswith("writer is at fault: it costs ")
+    assert "points; the next one, " in found.sentence
     assert "Answering writer with good alone wins " in found.sentence
     assert (found.tasks, found.runs, found.calls) == (6, 48, 144)
     assert found.swapped is not None and found.swapped.mean == 1
@@ -165,6 +166,7 @@ def test_a_model_on_this_machine_answers_for_the_application(
 def test_without_a_reference_failed_tasks_are_run_again(office: Makes, out: str) -> None:
     made = office({"writer": 0.5})
     found = cotune.blame(application(), tasks(8), out=out, responder=made)
+    assert found.failures > 0
     assert (found.verdict, found.all_roles) == ("untested", ["planner", "writer", "checker"])
     assert found.luck is not None and found.luck.n == len(failed_first(out)) > 0
     assert found.runs == 8 + 5 * found.luck.n

@@ -110,6 +110,11 @@ def test_the_report_fits_into_80_columns() -> None:
     assert "31% of the failures succeed at another try (22 to 40); the rest fail again." in lines
 
 
+def test_the_report_tells_no_failure_from_none_that_was_run_again() -> None:
+    assert "No run of the application as it is failed." in report("planner", luck=None)
+    assert "No failure was run again." in report("planner", luck=None, failures=3)
+
+
 @pytest.mark.parametrize(
     ("verdict", "fields", "words"),
     [

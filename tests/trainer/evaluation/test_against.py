@@ -135,6 +135,7 @@ def test_ties_are_no_difference(here: Path) -> None:
     ("source", "options", "said"),
     [
         ("a", {"against": "{here}/a"}, "is the run itself"),
+        ("a", {"against": "{here}/a/"}, "is the run itself"),
         ("a", {"against": "{here}/b", "modes": ("trained",)}, "modes = 'trained' needs a single run"),
         (None, {"against": "{here}/b", "bases": ("x",)}, "needs a run or an export. Name both as base models"),
         ("a", {"against": "{here}/nothing"}, r"is not a run \(RUN or RUN#STEP\), an export"),
