@@ -46,16 +46,17 @@ def configuration(model: str, layout: str, **learner: Any) -> Any:
 
 def learn(model: str, layout: str, rows: int) -> int:
     """Two updates, each with the copy that a publication makes; the largest resident size in bytes."""
-    import torch
+    import msgspec
 
     from benchmarks.memory import make_rows
     from benchmarks.peak_memory import peak_memory
     from cotune.algorithms.catalogue import recipe
     from cotune.records.policies import policies_for
     from cotune.trainer.learner.local import LocalLearner
+    from tests.trainer.learner.forced import ForcedSettings
 
-    settings = configuration(model, layout, device="cpu", mini_batch=rows).learner
-    torch.set_num_threads(1)
+    configured = configuration(model, layout, device="cpu", mini_batch=rows).learner
+    settings = ForcedSettings(**msgspec.structs.asdict(configured), threads=1)
     made = make_rows(model, rows)
     policies = policies_for(layout, ["a"], LORA)  # type: ignore[arg-type]
     learner = LocalLearner.open(model, policies, settings, recipe("at_grpo").loss)

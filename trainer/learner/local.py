@@ -56,12 +56,20 @@ from cotune.trainer.learner.update_tokens import Update, UpdateTokens
 Batches = Sequence[Sequence[int]]
 
 
+CPU_THREADS = torch.get_num_threads()
+"""Torch's own number, the cores or OMP_NUM_THREADS, from before a learner of this process has changed it."""
+
+
 def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings) -> None:
-    """Let torch compute with one thread on the CPU if the models are small: their passes are too short to divide."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    elif all(_parameters(model) < LARGE for model in models.values()):
-        torch.set_num_threads(1)
+    """Let torch compute with one thread on the CPU if the models are small: their passes are too short to divide.
+
+    For others it has all threads, also after a run in this process whose models were small.
+    """
+    threads = settings.threads
+    if threads is None:
+        small = all(_parameters(model) < LARGE for model in models.values())
+        threads = 1 if small else CPU_THREADS
+    torch.set_num_threads(threads)
 
 
 def _parameters(model: PolicyModel) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.records.policies import LoraSpec, policies_for
+from cotune.trainer.learner import local
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import load_frozen
 from cotune.trainer.learner.local import LocalLearner
@@ -24,6 +25,16 @@ SHAPE = {
 
 def opened(base, layout="lora", settings=FAST, loss=None, roles=("a", "b")):
     return LocalLearner.open(base, policies_for(layout, roles, SMALL), settings, loss or LossSpec())
+
+
+def test_a_large_model_has_all_threads_also_after_a_small_one(base, monkeypatch):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(local, "CPU_THREADS", 7)
+    opened(base)
+    monkeypatch.setattr(local, "LARGE", 10)
+    opened(base)
+    assert counts == [1, 7]
 
 
 # -- log-probabilities
