@@ -34,7 +34,7 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
     repeatable: bool = False
     """The same seed gives the same run, also after an interruption: episodes run one at a time, whatever `concurrency`
     is, and the in-process sampler keeps no earlier prompts. Otherwise batches and caches depend on timing, and so do
-    the last digits of log-probabilities."""
+    the last digits of log-probabilities. Mode async cannot be repeated."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "temperature", "max_tokens", "timeout", table="sampling.")
