@@ -33,7 +33,8 @@ LORA = LoraSpec(rank=8, alpha=16.0)
 def figures_of(
     monkeypatch: pytest.MonkeyPatch, model: Path, sampler: Sampler, kind: Any, sections: Any
 ) -> list[dict[str, Any]]:
-    monkeypatch.setattr(models, "TINY_VOCABULARY", AutoConfig.from_pretrained(model).vocab_size)
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    monkeypatch.setitem(models.SHAPES, "tiny", models.SHAPES["tiny"]._replace(vocabulary=vocabulary))
     bench = Bench(device="cpu", dtype="float32", until=time.monotonic() + 600, tiny=True)
     settings = LearnerSettings(device="cpu", dtype="float32", lr=1e-4)
     learner = LocalLearner.open(str(model), policies_for(kind, ["agent"], LORA), settings, LOSS)
@@ -87,4 +88,4 @@ def test_the_folder_for_vllm_has_a_token_for_each_logit() -> None:
     bench = Bench(device="cpu", dtype="float32", until=0.0, tiny=True)
     with model_folder("tiny", bench) as folder:
         skeleton = ModelSkeleton(folder)
-        assert skeleton.token_ids == skeleton.logits == models.TINY_VOCABULARY
+        assert skeleton.token_ids == skeleton.logits == models.SHAPES["tiny"].vocabulary
