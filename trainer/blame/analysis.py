@@ -56,6 +56,8 @@ MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
+MANY_ROLES = 6
+"""Up to so many roles, the default number of runs leaves room for more than a round."""
 REMOVALS = 3
 """Runs of each task with a role removed."""
 
@@ -117,7 +119,10 @@ def planned(tasks: int, options: BlameOptions) -> str:
     effect = nameable_effect(tasks, runs)
     if effect is None:
         return f"{text}. That is too few tasks to name a role: it takes 5."
-    return f"{text}. It can name a role that costs about {100 * effect:.0f} points or more."
+    text += f". It can name a role that costs about {100 * effect:.0f} points or more."
+    if runs < 2 + 2 * MANY_ROLES:
+        text += " One round is always run: 2 runs of each task, and 2 more for each role."
+    return text
 
 
 def _removal_rounds(options: BlameOptions) -> int:
@@ -362,7 +367,8 @@ class Analysis:
     def _note_repetition(self) -> None:
         self.notes.append(
             "Every run of a task repeats the same answers (temperature 0, or a fixed seed), so more runs of a task say "
-            "nothing new. Raise the temperature to see how often an answer goes wrong."
+            "nothing new. To see how often an answer goes wrong, raise the temperature in your application, or with "
+            "--temperature for models on this machine."
         )
 
     @property
@@ -416,7 +422,7 @@ class Analysis:
             left_out=left_out,
             failures=sum(runs_of_task.succeeded.count(False) for runs_of_task in own_runs),
             failed=failed,
-            notes=[*self.notes, *self._late_roles(), *self._lost_forks(), *self._unpriced(priced)],
+            notes=[*self.notes, *self._run_notes(priced)],
             ended=self.ended,
         )
 
@@ -456,6 +462,10 @@ class Analysis:
         left_out.pop("", None)
         return dict(left_out), failed
 
+    def _run_notes(self, priced: bool) -> list[str]:
+        """What the runs show beside the figures."""
+        return [*self._late_roles(), *self._lost_forks(), *self._failed_calls(), *self._unpriced(priced)]
+
     def _late_roles(self) -> list[str]:
         """A note on roles that acted for the first time after the roles were listed."""
         late = [role for role in self._swapped_roles() if role not in self.roles]
@@ -477,6 +487,18 @@ class Analysis:
             why = f" First error: {self.runs.first_error}" if self.runs.first_error else ""
             notes.append(f"{plural(unknown, 'fork')} without a known outcome left out.{why}")
         return notes
+
+    def _failed_calls(self) -> list[str]:
+        """A note on runs that have an outcome although calls failed: the application caught the error, and the outcome
+        may say more about the provider than about the role."""
+        affected = [run for run in self.runs.runs.values() if run.outcome is not None and run.failed_call]
+        if not affected:
+            return []
+        swapped = sum(run.arm != OWN for run in affected)
+        return [
+            f"In {plural(len(affected), 'run')} ({swapped} of them with swapped roles) calls failed and the "
+            f"application still returned an outcome, which counts. First error: {affected[0].failed_call}"
+        ]
 
     def _unpriced(self, priced: bool) -> list[str]:
         unpriced = sum(run.unpriced for run in self.runs.runs.values())

@@ -6,6 +6,7 @@ import msgspec
 
 from cotune.errors import ConfigError, check_bounds
 from cotune.records.prices import Prices
+from cotune.trainer.evaluation.modes import check_temperature
 
 
 class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,7 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of the draw of tasks, and of answers of models on this machine."""
 
     def __post_init__(self) -> None:
+        check_temperature(self.temperature)
         check_bounds(self, "max_calls", "max_cost", "limit", "runs", "max_tokens", "concurrency", "timeout")
         if self.references and self.without:
             fault = "cannot be used with without (--without)"

@@ -48,7 +48,7 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
     """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
 
     Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit; also for a
-    `model` that is not there.
+    `model` that is not there, and for a `temperature` that no model on this machine has.
     """
     if options.model is not None:
         read_source(options.model, "model")
@@ -65,6 +65,10 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
             fault = "names no role" if not role else "names a role twice"
             raise ConfigError("without", text, fault, "For example: --without checker, or --without checker=ok")
         references[role] = Reference("text", answer, role)
+    on_this_machine = [reference for reference in references.values() if reference.kind in ("policies", "model")]
+    if options.temperature is not None and options.model is None and not on_this_machine:
+        fault = "has no effect: no model on this machine answers"
+        raise ConfigError("temperature", options.temperature, fault, "Set it in your application's requests.")
     return references
 
 

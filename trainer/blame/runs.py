@@ -68,6 +68,8 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Calls whose model has no price, or that report no tokens."""
     answers: str
     """A digest of its answers: equal for runs with the same answers."""
+    failed_call: str = ""
+    """The first error of its calls. The application may have gone on without their answer."""
 
     @property
     def calls(self) -> int:
@@ -322,6 +324,7 @@ class Runs:
             cost=cost,
             unpriced=unpriced,
             answers=_digest(calls),
+            failed_call=next((call.error or call.status for call in calls if call.status in ("error", "timeout")), ""),
         )
         self.calls += run.calls
         self.cost += run.cost

@@ -336,6 +336,20 @@ def test_a_reference_without_a_policy_of_a_role_says_who_answers() -> None:
     ]
 
 
+def test_outcomes_in_spite_of_failed_calls_are_told(out: str) -> None:
+    @cotune.workflow
+    async def forgiving(task: Any) -> float:
+        async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as client:
+            try:
+                await client.chat.completions.create(model="small", messages=[{"role": "user", "content": "hello"}])
+            except openai.OpenAIError:
+                return 0.0
+        return 1.0
+
+    found = cotune.blame(forgiving, tasks(1), out=out, runs=1)
+    assert any("calls failed and the application still returned an outcome" in note for note in found.notes)
+
+
 def test_some_runs_that_cannot_be_reached_are_left_out(office: Makes, out: str) -> None:
     made = office({"writer": 0.9})
 
@@ -423,6 +437,9 @@ def test_an_application_without_calls_is_refused(office: Makes, out: str) -> Non
         ({"without": ("=text",)}, "names no role"),
         ({"runs": 0}, "above 0"),
         ({"max_cost": 1.0}, "needs prices"),
+        ({"temperature": -1.0}, "must be a number of 0 or more"),
+        ({"temperature": 1.0, "references": ("openai:a",)}, "has no effect: no model on this machine answers"),
+        ({"model": "nowhere#40"}, "names a checkpoint, but nowhere is not a run"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
