@@ -35,7 +35,7 @@ async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progr
 
     Returns `success`, `reward` (what the recipe trains on) and `outcome` (the plain sum, where it is another) with the
     ends of their 95% intervals and their numbers of tasks, as far as they are known; `reward/ROLE` for each trained
-    role; `ROLE/NAME` for each reward of a role's scorer; `calls`, the mean of successful episodes, and `turns/ROLE`;
+    role; `ROLE/NAME` for each reward of a role's scorer; `calls`, the mean without failed ones, and `turns/ROLE`;
     `episodes` and `failed`. A failed episode is no success, and counts in rewards as `on_failure` says. Where one role
     wins what another loses, each plays once more against the untrained model in the other roles:
     `against_untrained/ROLE`. Nothing where it is not due or the run is stopped.
