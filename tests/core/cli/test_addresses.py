@@ -12,6 +12,7 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.cli.printing.next_command import next_commands
+from cotune.config.learner import LearnerSettings
 from cotune.config.records import RecordsConfig
 from cotune.errors import ConfigError
 from cotune.reading.find_runs import open_runs
@@ -22,6 +23,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.sql.upkeep import copy
+from cotune.trainer.config.from_records import check_records
 from tests.postgres import Server
 
 APP = """
@@ -169,7 +171,7 @@ def test_no_password_is_shown(address: str, capsys: pytest.CaptureFixture[str]) 
     words = argparse.Namespace(command="records", subcommand="prune", store=address)
     assert next_commands(words, 0) == [shlex.join(["cotune", "records", "list", shown])]
     with pytest.raises(ConfigError, match=r"records\.path.*PGPASSWORD") as caught:
-        RecordsConfig(path=address)
+        check_records("sft", RecordsConfig(path=address), LearnerSettings())
     assert "hush" not in str(caught.value)
 
 
@@ -181,4 +183,4 @@ def test_addresses_without_a_password_stay_as_they_are() -> None:
         "postgres://h/a:b",
     ):
         assert without_password(address) == address
-        RecordsConfig(path=address)
+        check_records("sft", RecordsConfig(path=address), LearnerSettings())

@@ -16,6 +16,7 @@ import httpx
 import openai
 
 import cotune
+from cotune.types import CheckLimits
 from tests.trainer.before.check.apps.table import NOT, UNDECIDED, Row, chat, client
 
 
@@ -541,7 +542,7 @@ ROWS = {
         UNDECIDED,
         [("undecided", "made 8 calls on one task and did not stop; the last one by 'bot'"), ("undecided", "--calls")],
         ["are not trained on"],
-        {"calls": 8},
+        {"limits": CheckLimits(calls=8)},
     ),
     "ends_by_a_word": Row(ends_by_a_word, {"bot"}, UNDECIDED, [("undecided", "did not stop")]),
     "labels": Row(labels, {"classifier"}, UNDECIDED, [("undecided", "AssertionError")]),
