@@ -98,8 +98,9 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
         if stand_in is None:
             who = "the application's own provider"
         else:
-            # Of several models, the one that plays it is named.
-            who = stand_in.name if stand_in.name in contest.lineups else "the untrained model"
+            # Of several models, the one that plays it is named. "base" is a run's own untrained model.
+            is_listed = stand_in.name in contest.lineups and stand_in.name != "base"
+            who = stand_in.name if is_listed else "the untrained model"
         for role, calls in mode.unlisted.items():
             unlisted[role, who] += calls
         if label != "today":
