@@ -84,6 +84,9 @@ class RunDescription(msgspec.Struct, frozen=True):
     prompts: str = ""
     precision: Precision | None = None
 
+    def __post_init__(self) -> None:
+        failure_reward(self.config.on_failure)  # screens count failed episodes by it
+
     def dtype_of(self, kinds: Collection[PolicyKind]) -> str | None:
         """The precision in which adapters were trained; None where the run did not decide it, and where among the
         `kinds` of its policies are full weights, which are sampled in float32."""
@@ -169,11 +172,6 @@ def read_run(path: str | Path) -> RunDescription:
     """run.json as typed fields; the model where it is now. Raises RunError as `read_run_json` does."""
     known = read_run_json(path)
     found = converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
-    try:
-        failure_reward(found.config.on_failure)
-    except ValueError as error:
-        remedy = "Restore it, or start a new run."
-        raise RunError(f"{RunLayout(path).run_json} is broken: config.{error}.", remedy) from None
     if found.model is None:
         return found
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import cotune
+from cotune.adapters.serving import Answers
 from cotune.collecting import sender as senders
 from cotune.integrations.web.collector.apps import Apps
 from cotune.integrations.web.collector.server import running_collector
@@ -37,7 +38,7 @@ def ask(url: str, text: str = "hello", **more: Any) -> Any:
 
 
 def test_served_answers_are_recorded_in_a_store(tmp_path: Path) -> None:
-    with scripted(records=tmp_path / "records.db") as (endpoint, _):
+    with scripted(Answers(records=tmp_path / "records.db")) as (endpoint, _):
         answer = ask(endpoint.url, n=2)
         with pytest.raises(openai.APIStatusError):
             ask(endpoint.url, "slow")
@@ -58,7 +59,7 @@ def test_served_answers_are_recorded_in_a_store(tmp_path: Path) -> None:
 
 def test_served_answers_are_rewarded_by_the_applications_own_key(tmp_path: Path) -> None:
     store_at = tmp_path / "records.db"
-    with scripted(records=store_at, app="desk") as (endpoint, _):
+    with scripted(Answers(records=store_at, app="desk")) as (endpoint, _):
         ask(endpoint.url, extra_headers={"X-Cotune-Key": "order-7"})
         for bad in ("x" * 201, b"caf\xe9"):
             with pytest.raises(openai.BadRequestError, match="X-Cotune-Key is at most 200 printable characters"):
@@ -72,7 +73,7 @@ def test_served_answers_are_rewarded_by_the_applications_own_key(tmp_path: Path)
 def test_served_answers_are_redacted_and_sent_to_a_collector(tmp_path: Path) -> None:
     with running_collector(str(tmp_path / "records.db"), Apps()) as collector:
         options = {"records": collector.url, "app": "desk", "redactors": [hide]}
-        with scripted(**options) as (endpoint, _):
+        with scripted(Answers(**options)) as (endpoint, _):
             ask(endpoint.url, "my secret")
         assert senders.sender(collector.url, "desk").flush(10)
         senders.sender(collector.url, "desk").finish()

@@ -163,7 +163,7 @@ def test_outside_frozen_episodes_nothing_is_kept(tmp_path: Path):
 
 
 def test_without_its_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(clock, "_installed", False)
+    monkeypatch.setattr(clock, "install", clock.install.__wrapped__)  # as in a process that has not installed it yet
     monkeypatch.setitem(sys.modules, "time_machine", None)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"n": 1}\n')

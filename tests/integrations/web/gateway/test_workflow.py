@@ -109,7 +109,7 @@ def test_a_long_answer_of_policies_holds_up_nobody(provider: Provider, record: R
 
     def app(task: Any) -> float:
         with cotune.gateway() as gate:
-            made = next(found for found in server._running.values() if found.url == gate.origin).opened
+            made = next(found for found in server._gateways.running.values() if found.url == gate.origin).opened
             over = asyncio.run_coroutine_threadsafe(watched(), made.loop).result()
             asked = {"n": 64, "logprobs": True, "top_logprobs": 20, "messages": [{"role": "user", "content": "x"}]}
             for stream in (False, True):
