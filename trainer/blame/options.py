@@ -37,7 +37,7 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Run, export or untrained model that answers for the application as it is; without it its own provider does."""
     temperature: float | None = None
     """Temperature of --model and of references on this machine; without it the application's own."""
-    max_tokens: int = 256
+    max_tokens: int = 1024
     """Most new tokens of answers of models on this machine, where the application names no limit."""
     concurrency: int = 8
     """Episodes in flight."""
