@@ -401,8 +401,8 @@ def judged(run):
     ("run", "app", "plan"),
     [
         (converse, application, {"kind": "independent"}),
-        (tell, judged, {"kind": "independent"}),
-        (converse, application, {"kind": "replay", "k": 3}),
+        pytest.param(tell, judged, {"kind": "independent"}, marks=pytest.mark.long),
+        pytest.param(converse, application, {"kind": "replay", "k": 3}, marks=pytest.mark.long),
         (tell, judged, {"kind": "replay", "k": 3}),
     ],
     ids=["independent", "judge", "replay", "replay-judge"],

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("calls", [150, pytest.param(10_000, marks=pytest.mark.long)])
 def test_no_call_is_on_the_wrong_role_episode_turn_or_candidate(calls: int):
     command = [sys.executable, "benchmarks/stress.py", "--calls", str(calls)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -49,6 +49,7 @@ def test_eight_unshared_rows_hold_what_is_planned(lora: LoraSpec | None, checkpo
     assert planned.peak(8 * 2048, checkpointed=checkpointed) / (live.peak - before) == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_process_that_keeps_pages_grows_by_no_more_than_is_forecast(tmp_path: Path, checkpointed: bool) -> None:
     module = "tests.trainer.learner.memory.resident_peak"
