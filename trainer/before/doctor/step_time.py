@@ -144,10 +144,10 @@ def _share_of_calls(config: TrainConfig, base: int) -> float:
 def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple[Rates, Rates]:
     """The rates of sampler and learner for a model of so many parameters. Raises NoEstimateError for a GPU that is not
     known by its name."""
-    from cotune.integrations.models.bfloat16 import LARGE
+    from cotune.integrations.models.transformers.engine import usual_threads
 
     settings = config.learner
-    threads = None if parameters >= LARGE else 1  # as sampler and learner choose them
+    threads = usual_threads(parameters)
     if samples_on_gpu(config, machine):
         sampling = _published_rates(machine.gpus[0].name, "bfloat16")
     else:
@@ -177,15 +177,15 @@ def _published_rates(name: str, dtype: str) -> Rates:
 
 
 @cache
-def measure_cpu(dtype: str, threads: int | None) -> Rates:
+def measure_cpu(dtype: str, threads: int) -> Rates:
     """Rates of this machine's CPU as busy as it is now, by two products that take 0.2 s each."""
     import torch
 
     from cotune.integrations.models.float32 import product
 
     precision = getattr(torch, dtype)
-    usual_threads = torch.get_num_threads()
-    torch.set_num_threads(threads or usual_threads)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         # As many rows as a pass has tokens, in a layer of usual width.
         rows, width = 1024, 1024
@@ -195,11 +195,11 @@ def measure_cpu(dtype: str, threads: int | None) -> Rates:
         state, weight = torch.ones(1, 4096), torch.ones(8192, 4096)
         bandwidth = weight.nbytes / _median_seconds(lambda: product(state, weight))
     finally:
-        torch.set_num_threads(usual_threads)
+        torch.set_num_threads(threads_before)
     of_operations, of_bandwidth = CPU_PARTS
     source = (
         f"{operations / 1e9:,.0f} GFLOP/s in {dtype} and {bandwidth / 1e9:,.0f} GB/s measured on this CPU just now"
-        f" with {plural(threads or usual_threads, 'thread')}"
+        f" with {plural(threads, 'thread')}"
     )
     return Rates(of_operations * operations, of_bandwidth * bandwidth, source)
 
