@@ -40,6 +40,11 @@ def tell(text: str) -> None:
     print(harmless(text), flush=True)
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a line on a console; into a file or pipe it stays one line."""
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
 def suggest(*commands: str) -> None:
     """Print the commands to go on with, the usual one first, where a person reads along: not into a pipe."""
     if sys.stdout.isatty():

@@ -27,7 +27,7 @@ from cotune.storage.sql.figures import SuccessCount
 from cotune.storage.trace_file import write_trace
 from cotune.storage.whole_file import is_full
 from cotune.tables import plural
-from cotune.terminal import terminal
+from cotune.terminal import print_line, terminal
 
 EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
 
@@ -121,7 +121,7 @@ def trace(
             console.print(f"{sent} sent to {options.otlp}, {unsent} could not be sent")
         store.close()
     for line in use.lines():
-        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+        print_line(console, line)
     return _report(episodes, solved, lost, out, console)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from cotune.storage.run_code import open_run_code
 from cotune.storage.run_layout import FUNCTIONS, RunLayout, read_config
 from cotune.storage.whole_file import of_system
 from cotune.tables import plural
-from cotune.terminal import terminal
+from cotune.terminal import print_line, terminal
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.evaluation.assignments import (
@@ -163,9 +164,7 @@ async def _evaluate(
     """Play the contest in a sampler of this process. Returns the report, and the contest: that of all assignments of
     models to roles is known only when the application runs."""
     console = terminal(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+    say = partial(print_line, console)
 
     @contextlib.contextmanager
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport
 from cotune.reading.headline import PLAIN_COLUMN
+from cotune.records.policies import UNTRAINED
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.assignments import kind_of
@@ -98,8 +99,8 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
         if stand_in is None:
             who = "the application's own provider"
         else:
-            # Of several models, the one that plays it is named. "base" is a run's own untrained model.
-            is_listed = stand_in.name in contest.lineups and stand_in.name != "base"
+            # Of several models, the one that plays it is named.
+            is_listed = stand_in.name in contest.lineups and stand_in.name != UNTRAINED.name
             who = stand_in.name if is_listed else "the untrained model"
         for role, calls in mode.unlisted.items():
             unlisted[role, who] += calls

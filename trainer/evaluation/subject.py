@@ -246,9 +246,12 @@ def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[st
     for run in runs:
         described = read_run_json(run)
         file = described.get("tasks")
-        if not isinstance(file, str) or not Path(relocated(file, described, run)).is_file():
+        if not isinstance(file, str):
+            continue
+        place = Path(relocated(file, described, run))
+        if not place.is_file():
             continue
         held_out = set((described.get("held") or {}).get("held_out", ()))
-        trained = load_tasks(relocated(file, described, run))
+        trained = load_tasks(place)
         for text in overlap([task for task in trained if task.id not in held_out], tasks):
             yield f"{run.name}: {text}."

@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from cotune.storage.protocol import Store
 from cotune.storage.run_code import import_from, is_trusted, remember
 from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
-from cotune.terminal import terminal
+from cotune.terminal import print_line, terminal
 from cotune.trainer.prompting.credit import Credit, Turns, measure
 from cotune.trainer.prompting.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
@@ -148,9 +149,7 @@ async def _improve(
     reflector: Responder | None,
 ) -> ImproveReport:
     console = terminal(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+    say = partial(print_line, console)
 
     for note in tasks.notes:
         say(note)

@@ -17,7 +17,7 @@ from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
 from cotune.tables import first_line, plural
-from cotune.terminal import terminal
+from cotune.terminal import print_line, terminal
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
@@ -81,7 +81,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line."""
         self._said = time.monotonic()
-        self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
+        print_line(self.console, text)
 
     def say_once(self, text: str) -> None:
         """Print a line, unless it was printed before."""
