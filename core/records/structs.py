@@ -159,6 +159,16 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
     app: str = ""
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt: those that were counted here, else those that the provider reports."""
+        return self.prompt_tokens or self.usage.prompt_tokens
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens of all candidates: those that are stored, else those that the provider reports."""
+        return sum(len(candidate.token_ids) for candidate in self.candidates) or self.usage.completion_tokens
+
+    @property
     def messages_out(self) -> tuple[str, ...]:
         """Ids of the messages that went out: those that were asked, with the edits of the prompts."""
         return self.sent or self.messages

@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +28,7 @@ from cotune.storage.run_layout import RunLayout
 from cotune.storage.trace_file import write_trace
 from cotune.storage.typed_json import read_if_typed
 from cotune.tables import plural
-from cotune.terminal import terminal
+from cotune.terminal import print_line, terminal
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arms_of_round, better_half, only
 from cotune.trainer.blame.estimates import (
     Outcomes,
@@ -197,9 +198,7 @@ async def _analyse(
     own: Responder | None,
 ) -> Blame:
     console = terminal(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+    say = partial(print_line, console)
 
     async with contextlib.AsyncExitStack() as stack:
         answering = await stack.enter_async_context(open_references(app, references, options, own))
@@ -434,11 +433,11 @@ class Analysis:
         own = [run for run in counted if run.arm == OWN]
         swapped = [run for run in counted if run.arm == arm]
         reference = self.references.get(role) or self.references[""]
-        # A task may have run more often in one arm than in the other; its mean counts once in each.
-        seconds = _mean_difference(
-            [(run.task, run.seconds) for run in swapped], [(run.task, run.seconds) for run in own]
-        )
-        cost = _mean_difference([(run.task, run.cost) for run in swapped], [(run.task, run.cost) for run in own])
+        # Compared as outcomes are: a task may have run more often in one arm than in the other.
+        seconds, cost = Outcomes(), Outcomes()
+        for run in (*own, *swapped):
+            seconds.add(run.arm, run.task, run.seconds)
+            cost.add(run.arm, run.task, run.cost)
         return RoleBlame(
             role=role,
             reference=reference.label,
@@ -446,8 +445,8 @@ class Analysis:
             score=effect.score.interval,
             alone=effect.alone.interval,
             last=effect.last.interval,
-            seconds=seconds,
-            cost=cost if priced else None,
+            seconds=_mean_change(seconds, arm),
+            cost=_mean_change(cost, arm) if priced else None,
             runs=max((run.number + 1 for run in swapped), default=0),
         )
 
@@ -526,13 +525,7 @@ def _removals(outcomes: Outcomes, roles: Sequence[str], span: Span) -> list[Role
     return effects
 
 
-def _mean_difference(after: Sequence[tuple[str, float]], before: Sequence[tuple[str, float]]) -> float | None:
-    """The mean over tasks of after - before, from values by task; None where no task has both."""
-    means = []
-    for values in (after, before):
-        by_task: dict[str, list[float]] = {}
-        for task, value in values:
-            by_task.setdefault(task, []).append(value)
-        means.append({task: fmean(of_task) for task, of_task in by_task.items()})
-    shared = means[0].keys() & means[1].keys()
-    return fmean(means[0][task] - means[1][task] for task in shared) if shared else None
+def _mean_change(values: Outcomes, arm: Arm) -> float | None:
+    """The mean over tasks of the change from the application as it is to an arm; None where no task ran in both."""
+    changes = difference(values, arm, OWN)
+    return fmean(changes.values()) if changes else None

@@ -28,7 +28,7 @@ NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed 
 
 def choose_episodes(runs: Runs, chosen: str) -> list[Episode]:
     """The failed episodes that `chosen` names: `failed`, or an id. Raises ConfigError for one that did not fail."""
-    span = runs.outcomes([run.task for run in runs.runs.values()]).span()
+    span = runs.span()
     if chosen != "failed":
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
         if episode.phase != OWN.phase or not _has_failed(runs, episode, span):
@@ -57,8 +57,8 @@ def _has_failed(runs: Runs, episode: Episode, span: Span) -> bool:
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
     """The outcome of an episode, from 0 to 1; 0 where the application raised."""
-    rewards = runs.store.rewards([episode.id]).get(episode.id) or {}
-    return _scaled(sum(rewards.values()), span) if episode.status == "ok" and rewards else 0.0
+    outcome = runs.outcome_of(episode)
+    return 0.0 if outcome is None else _scaled(outcome, span)
 
 
 def _scaled(outcome: float, span: Span) -> float:
@@ -79,7 +79,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         script = read_script(runs.store, episode.id)
     except RecordError:
         return lost
-    span = runs.outcomes([run.task for run in runs.runs.values()]).span()
+    span = runs.span()
     recorded = _outcome(runs, episode, span)
     # A text as the seed: the same episode is searched in the same way.
     rng = np.random.default_rng(random.Random(f"{episode.id} {runs.options.seed}").getrandbits(32))

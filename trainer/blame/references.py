@@ -183,12 +183,13 @@ async def open_references(
     """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def local(policies: str | None, model: str | None) -> Answering:
+        async def local(place: str, *, trained: bool) -> Answering:
+            """A run or an export (`trained`), or an untrained model."""
             responder = await stack.enter_async_context(
                 answering(
                     workflow,
-                    policies=policies,
-                    model=model,
+                    policies=place if trained else None,
+                    model=None if trained else place,
                     max_tokens=options.max_tokens,
                     temperature=options.temperature,
                     seed=options.seed,
@@ -196,8 +197,7 @@ async def open_references(
                     stream="blame",
                 )
             )
-            place = None if policies is None else read_trained(policies, "reference").place
-            return Answering(responder, prompts_of(place))
+            return Answering(responder, prompts_of(read_trained(place, "reference").place) if trained else None)
 
         async def opened(reference: Reference) -> Answering:
             if reference.kind == "text":
@@ -208,13 +208,11 @@ async def open_references(
                 other_model = OtherModel(reference.name)
                 stack.push_async_callback(other_model.aclose)
                 return Answering(other_model)
-            of_policies = reference.kind == "policies"
-            return await local(reference.name if of_policies else None, None if of_policies else reference.name)
+            return await local(reference.name, trained=reference.kind == "policies")
 
         as_is = Answering(own, workflow.prompts)
         if own is None and options.model is not None:
-            trained = read_source(options.model, "model").kind != "model"
-            as_is = await local(options.model if trained else None, None if trained else options.model)
+            as_is = await local(options.model, trained=read_source(options.model, "model").kind != "model")
         # A model that several roles are swapped to is loaded once.
         by_place: dict[tuple[Kind, str], Answering] = {}
         by_role: dict[str, Answering] = {}

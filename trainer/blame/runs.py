@@ -20,6 +20,7 @@ from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
+from cotune.recording.recorder import Responder
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord, Episode, Task
@@ -27,7 +28,7 @@ from cotune.replay.script import Replay, Script
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arm_of
-from cotune.trainer.blame.estimates import Outcomes, OwnRuns
+from cotune.trainer.blame.estimates import Outcomes, OwnRuns, Span
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import OpenReferences, Reference
 
@@ -211,23 +212,27 @@ class Runs:
             if self._running + 1 > self.affordable_runs():
                 return None
             self._tried.add((arm, task.id, number))
-            responder = self.references.responder(arm)
-            self._running += 1
-            try:
-                outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
-                await asyncio.to_thread(self.store.flush)
-                await self._judge(outcome.episode)
-                run = self._keep(arm, outcome.episode)
-            finally:
-                self._running -= 1
+            episode = await self._play(flow, task, self.references.responder(arm), options)
+            run = self._keep(arm, episode)
         if run.left_out == "infrastructure" and arm not in self._errors:
             # The error of the call says more than what the application made of it.
-            calls = self.store.calls(outcome.episode.id, lean=True)
+            calls = self.store.calls(episode.id, lean=True)
             of_call = next((call.error for call in calls if call.error), None)
-            self._errors[arm] = of_call or outcome.episode.error or "no reason recorded"
+            self._errors[arm] = of_call or episode.error or "no reason recorded"
             self.first_error = self.first_error or self._errors[arm]
         self.on_run()
         return run
+
+    async def _play(self, flow: Workflow, task: Task, responder: Responder, options: EpisodeOptions) -> Episode:
+        """Run one episode to its end, with its outcome."""
+        self._running += 1
+        try:
+            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+            await asyncio.to_thread(self.store.flush)
+            await self._judge(outcome.episode)
+        finally:
+            self._running -= 1
+        return outcome.episode
 
     async def fork(self, script: Script, call: str, task: Task, phase: str) -> FinishedFork | None:
         """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode.
@@ -247,15 +252,9 @@ class Runs:
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 raise self._budget_reached(1)
-            self._running += 1
-            try:
-                outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
-                await asyncio.to_thread(self.store.flush)
-                await self._judge(outcome.episode)
-            finally:
-                self._running -= 1
+            episode = await self._play(flow, task, responder, options)
         self.on_run()
-        return self._keep_fork(outcome.episode)
+        return self._keep_fork(episode)
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
         calls = self.store.calls(episode.id)
@@ -270,7 +269,6 @@ class Runs:
             return None
         if not episode.is_outcome:
             self.first_error = self.first_error or episode.error or ""
-        rewards = self.store.rewards([episode.id]).get(episode.id) or {}
         at_fork = next((call for call in calls if call.id == episode.fork.at), None)
         answer = ""
         if at_fork is not None and at_fork.chosen is not None:
@@ -279,7 +277,7 @@ class Runs:
             trunk=episode.fork.trunk,
             call=episode.fork.call,
             phase=episode.phase,
-            outcome=sum(rewards.values()) if episode.status == "ok" and rewards else None,
+            outcome=self.outcome_of(episode),
             failed=episode.status == "error" and episode.is_outcome,
             answer=answer,
         )
@@ -298,11 +296,19 @@ class Runs:
             # The run is left out and counted, as any other without an outcome.
             self.first_error = self.first_error or str(error)
 
+    def outcome_of(self, episode: Episode) -> float | None:
+        """The sum of an episode's rewards; None if it did not end well, or has none."""
+        rewards = self.store.rewards([episode.id]).get(episode.id)
+        return sum(rewards.values()) if episode.status == "ok" and rewards else None
+
+    def span(self) -> Span:
+        """From the least to the greatest outcome of all runs."""
+        return self.outcomes([run.task for run in self.runs.values()]).span()
+
     def _keep(self, arm: Arm, episode: Episode) -> FinishedRun:
         calls = self.store.calls(episode.id)
-        rewards = self.store.rewards([episode.id]).get(episode.id) or {}
         failed = episode.status == "error" and episode.is_outcome
-        outcome = sum(rewards.values()) if episode.status == "ok" and rewards else None
+        outcome = self.outcome_of(episode)
         left_out = ""
         if episode.status == "cancelled":
             left_out = "cancelled"
@@ -339,8 +345,7 @@ class Runs:
         cost, unpriced = 0.0, 0
         for call in calls:
             price = self._price(arm, call, self.options.prices)
-            prompt = call.prompt_tokens or call.usage.prompt_tokens
-            completion = sum(len(one.token_ids) for one in call.candidates) or call.usage.completion_tokens
+            prompt, completion = call.prompt_length, call.answer_length
             if price is None or not (prompt or completion):
                 unpriced += 1
                 if call.status == "ok":

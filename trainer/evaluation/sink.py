@@ -85,8 +85,8 @@ class EvaluationSink:
             ended=(call.started + call.latency, call.step),
             answered_by=str(call.policy) if call.policy else "provider",
             priced_as=call.policy.name if call.policy else call.model,
-            prompt_tokens=call.prompt_tokens or call.usage.prompt_tokens,
-            completion_tokens=sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens,
+            prompt_tokens=call.prompt_length,
+            completion_tokens=call.answer_length,
             sample=single_sample(call, self._of(candidate_id(call.id, call.chosen or 0))) if answered else None,
         )
 

@@ -62,8 +62,7 @@ class Spending:
 
     def _add(self, call: CallRecord) -> None:
         spent = self.by_role.setdefault(call.role, Spent())
-        prompt = call.prompt_tokens or call.usage.prompt_tokens
-        completion = sum(len(one.token_ids) for one in call.candidates) or call.usage.completion_tokens
+        prompt, completion = call.prompt_length, call.answer_length
         spent.calls += 1
         spent.prompt_tokens += prompt
         spent.completion_tokens += completion

@@ -95,8 +95,7 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
     read = sorted(known[parent].step for parent in call.parents if parent in known)
     if read:
         line.append(f" reads {', '.join(map(str, read))}", style=QUIET)
-    written = sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens
-    line.append(f" · {call.prompt_tokens or call.usage.prompt_tokens}+{written} tokens · {call.latency:.3f} s")
+    line.append(f" · {call.prompt_length}+{call.answer_length} tokens · {call.latency:.3f} s")
     line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
     if call.replayed:
         line.append(" · from the record", style=QUIET)
