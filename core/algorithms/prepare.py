@@ -147,20 +147,17 @@ def prepare(
 
     # Filters of whole groups, before the advantages.
     place_of = {sample.id: i for i, sample in enumerate(samples)}
-    members: list[Sample] = []
-    group_of_member: list[int] = []
-    for number, group in enumerate(built.groups):
-        members += group.samples
-        group_of_member += [number] * len(group.samples)
-    numbers = np.array(group_of_member, np.int64)
-    member_places = np.array([place_of[sample.id] for sample in members], np.int64)
-    stats = group_spread(members, rewards[member_places], numbers, recipe, len(built.groups))
+    places_of_groups: list[Codes] = []
+    for group in built.groups:
+        places_of_groups.append(np.array([place_of[sample.id] for sample in group.samples], np.int64))
+    stats = group_spread(built.groups, [rewards[places] for places in places_of_groups], recipe)
+    reasons = group_reasons(built.groups, stats, filters, context.consumed)
     groups: list[Group] = []
     compared: list[Codes] = []
-    for group, reason in zip(built.groups, group_reasons(built.groups, stats, filters, context.consumed), strict=True):
+    for group, places, reason in zip(built.groups, places_of_groups, reasons, strict=True):
         if reason is None:
             groups.append(group)
-            compared.append(np.array([place_of[sample.id] for sample in group.samples], np.int64))
+            compared.append(places)
         else:
             left_out[reason] += len(group.samples)
 
@@ -180,10 +177,10 @@ def prepare(
 
     # Alignment takes some samples twice and leaves others out.
     if filters.align_to is not None:
-        places = align([one.sample for one in rows], filters.align_to)
-        for i in set(range(len(rows))).difference(places):
+        aligned = align([one.sample for one in rows], filters.align_to)
+        for i in set(range(len(rows))).difference(aligned):
             rows[i].reason = "beyond_alignment"
-        rows = [rows[i] for i in places]
+        rows = [rows[i] for i in aligned]
 
     # A sample without an advantage teaches nothing: it counts in the denominators of the loss alone.
     moves_alone = recipe.loss.moves_alone
@@ -199,10 +196,10 @@ def prepare(
         trained=trained,
         groups=_of_these(groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, shown, members, numbers, stats, trained, recipe.attribution, context.task_weights),
+        roles=_role_stats(samples, shown, built.groups, stats, trained, recipe.attribution, context.task_weights),
         reward=mean_over_tasks(means_by_task(samples, shown), context.task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
-        reached=_reached(samples, has_reward, ties, members, stats.flat[numbers]),
+        reached=_reached(samples, has_reward, ties, built.groups, stats.flat),
         warnings=tuple(warnings),
         state=step.state,
     )
@@ -317,12 +314,11 @@ def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
 
 
 def _reached(
-    samples: Sequence[Sample], has_reward: Bools, ties: Bools, members: Sequence[Sample], flat: Bools
+    samples: Sequence[Sample], has_reward: Bools, ties: Bools, groups: Sequence[Group], flat: Bools
 ) -> dict[str, Reached]:
     """How far the samples of each policy came.
 
-    `has_reward` and `ties` say it of the samples, [n]; `flat` says of the members of groups, [m], whether all rewards
-    of their group are equal.
+    `has_reward` and `ties` say it of the samples, [n]; `flat` says of each group whether all its rewards are equal.
     """
     reached: dict[str, Reached] = {sample.policy.name: "no reward" for sample in samples}
     # Each loop is a stage that is reached later, so it overwrites the one before.
@@ -330,10 +326,10 @@ def _reached(
         reached[samples[i].policy.name] = "filtered"
     for i in np.flatnonzero(has_reward & ~ties):
         reached[samples[i].policy.name] = "no comparison"
-    for member in members:
-        reached[member.policy.name] = "no signal"
+    for group in groups:
+        reached |= dict.fromkeys((member.policy.name for member in group.samples), "no signal")
     for i in np.flatnonzero(~flat):
-        reached[members[i].policy.name] = "filtered"
+        reached |= dict.fromkeys((member.policy.name for member in groups[i].samples), "filtered")
     return reached
 
 
@@ -356,9 +352,12 @@ def _alone(recipe: Method, alone: int, total: int) -> Iterable[str]:
     yield text
 
 
-def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Method, count: int) -> Spread:
-    """Spread of the rewards [n] of samples in each of `count` groups; `number` [n] is the group of each."""
-    return spread(units(samples, reward, number, recipe.unit), count)
+def group_spread(groups: Sequence[Group], rewards: Sequence[Floats], recipe: Method) -> Spread:
+    """Spread of the rewards in each group; `rewards` has an array for each group, in the order of its samples."""
+    members = [sample for group in groups for sample in group.samples]
+    sizes = np.array([len(group.samples) for group in groups], np.int64)
+    values: Floats = np.concatenate([np.zeros(0), *rewards])
+    return spread(units(members, values, np.repeat(np.arange(len(groups)), sizes), recipe.unit), len(groups))
 
 
 def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
@@ -372,8 +371,7 @@ def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) 
 def _role_stats(
     samples: Sequence[Sample],
     reward: Floats,
-    members: Sequence[Sample],
-    number: Codes,
+    groups: Sequence[Group],
     stats: Spread,
     trained: Sequence[Sample],
     attribution: Attribution,
@@ -381,31 +379,32 @@ def _role_stats(
 ) -> dict[str, RoleStats]:
     """Statistics by role; a group that spans several roles counts for each of them.
 
-    `reward` is that of the samples, [n]; `number` the group of each member, [m]; `stats` are those of the groups.
+    `reward` is the reward of each sample, [n], and `stats` the spread of each group.
     """
     of_role: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
         of_role.setdefault(sample.role, []).append(i)
     groups_of_role: dict[str, set[int]] = {}
-    for member, group in zip(members, number.tolist(), strict=True):
-        if stats.size[group] > 1:
-            groups_of_role.setdefault(member.role, set()).add(group)
+    for number, group in enumerate(groups):
+        if stats.size[number] > 1:
+            for member in group.samples:
+                groups_of_role.setdefault(member.role, set()).add(number)
     trained_of_role = Counter(sample.role for sample in trained)
     loses_by_length = overlong(samples, attribution) > 0
     deviation = np.sqrt(stats.variance)
 
     result: dict[str, RoleStats] = {}
     for role, places in of_role.items():
-        groups = sorted(groups_of_role.get(role, ()))
+        numbers = sorted(groups_of_role.get(role, ()))
         means = means_by_task([samples[i] for i in places], reward[places])
         mean = mean_over_tasks(means, task_weights)
         result[role] = RoleStats(
             samples=len(places),
             kept=trained_of_role[role],
             reward=math.nan if mean is None else mean,
-            groups=len(groups),
-            group_spread=float(deviation[groups].mean()) if groups else math.nan,
-            zero_variance=float(stats.flat[groups].mean()) if groups else math.nan,
+            groups=len(numbers),
+            group_spread=float(deviation[numbers].mean()) if numbers else math.nan,
+            zero_variance=float(stats.flat[numbers].mean()) if numbers else math.nan,
             truncated=float(np.mean([samples[i].truncated for i in places])),
             overlong=float(loses_by_length[places].mean()),
         )

@@ -72,9 +72,8 @@ def _signals(collected: Collected, recipes: Recipes, rewards: Floats) -> list[Gr
     signals: list[GroupSignal] = []
     for part, recipe, places in recipes.split(usable):
         groups = build_groups([usable[i] for i in places], recipe, part).groups
-        members = [sample for group in groups for sample in group.samples]
-        number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-        stats = group_spread(members, np.array([reward_of[s.id] for s in members]), number, recipe, len(groups))
+        rewards_of_groups = [np.array([reward_of[sample.id] for sample in group.samples]) for group in groups]
+        stats = group_spread(groups, rewards_of_groups, recipe)
         reasons = group_reasons(groups, stats, recipe.filters, ())
         for i, group in enumerate(groups):
             flat = bool(stats.flat[i])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from cotune.algorithms.comparing import FLAT
 from cotune.algorithms.filters import group_reasons
@@ -155,10 +154,5 @@ def _weighed(prepared: Prepared) -> frozenset[str]:
 
 
 def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Method) -> list[str | None]:
-    if not groups:
-        return []
-    members = [sample for group, _ in groups for sample in group.samples]
-    number = np.repeat(np.arange(len(groups)), [len(values) for _, values in groups])
-    values = np.concatenate([values for _, values in groups])
-    spreads = group_spread(members, values, number, recipe, len(groups))
+    spreads = group_spread([group for group, _ in groups], [values for _, values in groups], recipe)
     return group_reasons([group for group, _ in groups], spreads, recipe.filters, ())
