@@ -225,7 +225,7 @@ def decide(outcomes: Outcomes, roles: Sequence[str], live: Sequence[str]) -> Ver
 
 
 def _as_good_alone(outcomes: Outcomes, roles: Sequence[str], effects: Sequence[RoleEffect], scale: float) -> list[str]:
-    """The roles of which mending one alone may help as much as mending the best of them alone."""
+    """The roles whose mending alone may help as much as mending the best role alone."""
     ranked = sorted(effects, key=lambda effect: -effect.alone.mean)
     tied = []
     for effect in ranked:

@@ -107,7 +107,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 class OtherPlayers:
     """Who plays the roles that a lineup has no policy for: `player`, or the application's own provider if that is None.
 
-    `provider_roles` are left to the provider in any case. If `by_intent` is set, the report has no note on such roles.
+    `provider_roles` are left to the provider in any case. If `by_intent` is set, the report has no note on them.
     """
 
     player: PolicyRef | None
@@ -194,7 +194,7 @@ class Contest:
     notes: Sequence[str] = ()
 
     def pairs(self, sound: Collection[str]) -> list[tuple[str, str]]:
-        """The comparisons between lineups of which at least one episode ended well."""
+        """The comparisons between lineups that both have an episode that ended well."""
         compared = []
         for label, opponents in self.opponents:
             opponent = next((name for name in opponents if name in sound), None)

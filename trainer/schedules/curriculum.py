@@ -13,7 +13,7 @@ from cotune.records.structs import Task
 from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
 EASY = 0.6
-"""Mean reward of its episodes from which on a task is easy."""
+"""A task is easy if the mean reward of its episodes is this or more."""
 
 
 class Curriculum:

@@ -51,7 +51,7 @@ class OtherModel:
         except (openai.OpenAIError, ValueError) as error:
             cause = f"{self.model} did not answer a call of role {call.role!r}: {error_text(error)[:300]}"
             raise RunError(
-                cause, "Check the name of the model, its key, and whether it takes such requests."
+                cause, "Check the name of the model, its key, and whether it takes requests of this form."
             ) from error
 
     def _body(self, call: LiveCall) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """An estimate of the seconds of a step: operations and bytes of a run, divided by the rates of its devices.
 
-On a CPU the rates are measured, for a fraction of a second. Of a GPU they are those that its maker publishes, of which
-a run is taken to reach a part. Nothing here has been measured on a GPU.
+The rates of a CPU are measured, for a fraction of a second. For a GPU the published rates are taken, and a run is taken
+to reach a part of them. Nothing here has been measured on a GPU.
 """
 
 from __future__ import annotations
