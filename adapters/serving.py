@@ -22,7 +22,7 @@ from cotune.adapters.chat_endpoint import ChatEndpoint, Recording
 from cotune.adapters.model_names import ModelNames, name_models
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.prompts import prompts_for, told
-from cotune.collecting.open_sink import open_sink
+from cotune.collect.open_sink import open_sink
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
     Access,

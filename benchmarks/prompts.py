@@ -45,9 +45,9 @@ from cotune.records.ids import canonical
 from cotune.records.structs import Candidate, Usage
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
-from cotune.trainer.prompting.evaluations import answering_in_search
-from cotune.trainer.prompting.improve import improve
-from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompts.evaluations import answering_in_search
+from cotune.trainer.prompts.improve import improve
+from cotune.trainer.prompts.options import ImproveOptions
 
 FINDER = "You are a careful assistant. Please read the message and help the customer with the order."
 CLERK = "You are a polite clerk. Please write to the customer about the order in a friendly and helpful way."

@@ -50,10 +50,10 @@ from cotune.records.structs import Candidate, Task, Usage
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import is_run
-from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search
-from cotune.trainer.prompting.improve import improve
-from cotune.trainer.prompting.options import ImproveOptions, PromptRun
-from cotune.trainer.prompting.spending import Spending
+from cotune.trainer.prompts.evaluations import HELD_OUT, Evaluations, answering_in_search
+from cotune.trainer.prompts.improve import improve
+from cotune.trainer.prompts.options import ImproveOptions, PromptRun
+from cotune.trainer.prompts.spending import Spending
 from examples.tiny_model import Demonstration, base_builder
 
 COLOURS = ("red", "blue", "green", "pink", "white", "black", "brown", "gold")

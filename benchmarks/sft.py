@@ -33,8 +33,8 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.config.records import DpoConfig
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceLearner
 from tests.trainer.learner.forced import ForcedSettings
 
 LR, BETA, END = 1e-4, 0.1, 0

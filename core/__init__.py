@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cotune.adapters.serving import serve
     from cotune.episodes.later_feedback import feedback
     from cotune.episodes.tracing import trace
-    from cotune.integrations.apps.openai.judge import Judge
+    from cotune.integrations.judging.judge import Judge
     from cotune.integrations.web.gateway.server import gateway
     from cotune.trainer.before.check.dry_run import check
     from cotune.trainer.blame.analysis import blame
@@ -30,7 +30,7 @@ else:
     __getattr__ = opener(
         __name__,
         {
-            "Judge": "cotune.integrations.apps.openai.judge",
+            "Judge": "cotune.integrations.judging.judge",
             "blame": "cotune.trainer.blame.analysis",
             "check": "cotune.trainer.before.check.dry_run",
             "deployed": "cotune.adapters.deployed",
@@ -91,7 +91,7 @@ def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
 
 
 def _freeze() -> None:
-    from cotune.integrations.apps.time_machine.clock import install as hook_clock
+    from cotune.integrations.replay.clock import install as hook_clock
     from cotune.replay.draws import install as hook_draws
 
     hook_clock()

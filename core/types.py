@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
     from cotune.adapters.manifest import Manifest
     from cotune.config.train import TrainConfig
-    from cotune.integrations.apps.openai.judge_endpoint import JudgeSettings
+    from cotune.integrations.judging.endpoint import JudgeSettings
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.before.check.report import CheckLimits, CheckReport
@@ -37,7 +37,7 @@ else:
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.reading.evaluations",
             "Gate": "cotune.integrations.web.gateway.server",
-            "JudgeSettings": "cotune.integrations.apps.openai.judge_endpoint",
+            "JudgeSettings": "cotune.integrations.judging.endpoint",
             "Manifest": "cotune.adapters.manifest",
             "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.config.train",

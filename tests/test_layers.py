@@ -117,7 +117,7 @@ SQL = re.compile(r"\b(SELECT .+ FROM|INSERT INTO|INSERT OR|UPDATE \w+ SET|DELETE
 def test_only_storage_speaks_sql() -> None:
     """Others ask the store by its named queries."""
     rooms = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
-    speak = [ROOT / "core/storage", ROOT / "integrations/exchange/postgres"]
+    speak = [ROOT / "core/storage", ROOT / "integrations/collect/postgres"]
     found = []
     for path in (path for path in rooms if not any(map(path.is_relative_to, speak))):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -3,7 +3,7 @@ evaluate, commit.
 
 `train_on_rollouts` is the loop of a run, `make_step` makes one step, and `roll_out` runs the episodes of a step. In
 mode async the next steps roll out while this one trains, at most `max_staleness` steps ahead. Runs that learn from
-records have a loop of their own, `from_records/loop.py`.
+records have a loop of their own, `records/loop.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cotune.trainer.commit import commit
 from cotune.trainer.evaluation.best_checkpoint import note_best, note_start
 from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
+from cotune.trainer.judging.step import JudgedStep, judge_bench
 from cotune.trainer.opening.restore import add_new_roles, recover
 from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import answering, run_episodes
 from cotune.trainer.rollout.forks import run_forks
-from cotune.trainer.rollout.judged_step import JudgedStep, judge_bench
 from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.rollout.refill import RolledOut, refill_step
 from cotune.trainer.rollout.step_episodes import StepEpisodes, report_faults

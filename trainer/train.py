@@ -45,8 +45,6 @@ from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
-from cotune.trainer.from_records.loop import train_on_records
-from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.opening.open_run import open_run
 from cotune.trainer.opening.resume import (
     apply_changes,
@@ -58,6 +56,8 @@ from cotune.trainer.opening.resume import (
 )
 from cotune.trainer.opening.warm_start import check_same_bases, check_source
 from cotune.trainer.privileged import check_privileged
+from cotune.trainer.records.loop import train_on_records
+from cotune.trainer.records.run import RecordsRun, open_records_run
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up

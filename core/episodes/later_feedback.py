@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cotune.collecting.sender import is_collector, sender
+from cotune.collect.sender import is_collector, sender
 from cotune.episodes.trace_sinks import FileRecords
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.redaction import Redaction, Redactor, check_redactor

@@ -14,8 +14,8 @@ from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
-from cotune.collecting.sender import Sender, is_collector, sender
-from cotune.collecting.sink import CollectorRecords, Rates, check_rates
+from cotune.collect.sender import Sender, is_collector, sender
+from cotune.collect.sink import CollectorRecords, Rates, check_rates
 from cotune.episodes.later_feedback import check_key
 from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
 from cotune.errors import ConfigError, RecordError, WorkflowError, error_text

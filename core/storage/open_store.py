@@ -23,7 +23,7 @@ class StoreUnavailableError(RunError):
 
 def _postgres(address: Path | str, read_only: bool) -> Store:
     try:  # by its name: core imports no integration, and no package beyond its own
-        module = import_module("cotune.integrations.exchange.postgres.store")
+        module = import_module("cotune.integrations.collect.postgres.store")
     except ModuleNotFoundError as error:
         fault = f"needs psycopg ({error})"
         raise ConfigError("records", without_password(address), fault, install_extra("postgres")) from error

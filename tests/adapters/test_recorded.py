@@ -11,9 +11,9 @@ import pytest
 
 import cotune
 from cotune.adapters.serving import Answers
-from cotune.collecting import sender as senders
-from cotune.integrations.web.collector.apps import Apps
-from cotune.integrations.web.collector.server import running_collector
+from cotune.collect import sender as senders
+from cotune.integrations.collect.apps import Apps
+from cotune.integrations.collect.server import running_collector
 from cotune.records.structs import PolicyRef
 from cotune.storage.open_store import open_store
 from tests.adapters.test_serve import HELLO, scripted

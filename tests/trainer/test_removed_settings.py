@@ -9,7 +9,7 @@ import pytest
 from cotune.errors import ConfigError
 from cotune.trainer.config.load import load_config
 from cotune.trainer.config.removed import REMOVED
-from cotune.trainer.prompting.options import load_options
+from cotune.trainer.prompts.options import load_options
 
 
 @pytest.mark.parametrize(

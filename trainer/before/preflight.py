@@ -33,7 +33,7 @@ from cotune.trainer.before.findings import (
     scorer_findings,
 )
 from cotune.trainer.config.resolve import resolve_plan, resolve_policies
-from cotune.trainer.rollout.judging import Bench
+from cotune.trainer.judging.bench import Bench
 
 MOST_EPISODES = 16
 """Most episodes, run while each fails because of the untrained model's answers: on a hard task most do."""

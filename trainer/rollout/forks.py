@@ -18,8 +18,8 @@ from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeata
 from cotune.replay.script import Replay, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
+from cotune.trainer.judging.step import JudgedStep
 from cotune.trainer.rollout.episodes import run_episodes
-from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.run.run import RolloutRun
 
 

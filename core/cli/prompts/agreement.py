@@ -11,7 +11,7 @@ from cotune.tables import plural
 from cotune.terminal import agrees, tell
 
 if TYPE_CHECKING:
-    from cotune.trainer.prompting.options import ImproveOptions
+    from cotune.trainer.prompts.options import ImproveOptions
 
 _REMEDY = "Name a limit, --max-cost or --max-calls, or agree with --yes."
 

@@ -75,7 +75,7 @@ def run(a: argparse.Namespace) -> int:
 def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path) -> None:
     """Run both, say what came of it, and keep it with the prompts."""
     from cotune.prompts.file import write_prompts
-    from cotune.trainer.prompting.by_hand import compare, result
+    from cotune.trainer.prompts.by_hand import compare, result
 
     folder = file.parent / f"compared-{new_id()}"
     held = compare(a.app, a.tasks, before, after, folder)

@@ -28,7 +28,7 @@ NOT_SHOWN = 3
 
 def arguments(command: Parser) -> None:
     from cotune.cli.prompts.agreement import add_yes
-    from cotune.trainer.prompting.options import ImproveOptions
+    from cotune.trainer.prompts.options import ImproveOptions
 
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", metavar="FILE", help=TASKS)
@@ -52,9 +52,9 @@ def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.workflow or a.out} ...")
     from cotune.cli.prompts.agreement import agreed
     from cotune.storage.run_code import FOLDER, check_trusted
-    from cotune.trainer.prompting.improve import improve
-    from cotune.trainer.prompting.options import LIMITS, load_options, named_options, orders_of_search, read_search
-    from cotune.trainer.prompting.outcome import render
+    from cotune.trainer.prompts.improve import improve
+    from cotune.trainer.prompts.options import LIMITS, load_options, named_options, orders_of_search, read_search
+    from cotune.trainer.prompts.outcome import render
 
     given = {**fields_of(a), **settings(a.set)}
     if a.price:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cotune.cli.command import APP, RECORDS, Parser, add_trust_folder, tell_left_out
-from cotune.episodes.judge_agreement import judge_agreement
+from cotune.cli.records.judge_agreement import judge_agreement
 from cotune.errors import ConfigError
 from cotune.judging.labels import CALLS, write_blanks
 from cotune.tables import plural

@@ -167,7 +167,7 @@ def _copy(a: argparse.Namespace) -> int:
 
 
 def _upgrade(a: argparse.Namespace) -> int:
-    from cotune.integrations.exchange.postgres.tables import VERSION
+    from cotune.integrations.collect.postgres.tables import VERSION
     from cotune.storage.open_store import is_path, open_store
 
     if is_path(a.store):

@@ -29,8 +29,8 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from cotune.integrations.web.collector.apps import Apps, read_tokens
-    from cotune.integrations.web.collector.server import collect
+    from cotune.integrations.collect.apps import Apps, read_tokens
+    from cotune.integrations.collect.server import collect
     from cotune.integrations.web.http.limits import BodyLimits
 
     apps = Apps(a.token or os.environ.get("COTUNE_TOKEN"), read_tokens(a.tokens) if a.tokens else None)

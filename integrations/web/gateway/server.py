@@ -28,8 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotune.collecting.open_sink import open_sink
-from cotune.collecting.sender import Sender
+from cotune.collect.open_sink import open_sink
+from cotune.collect.sender import Sender
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, Text, task_of

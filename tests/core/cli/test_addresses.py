@@ -138,7 +138,7 @@ def test_what_cannot_be_opened_is_one_line(
         said = capsys.readouterr().err
         assert text in said and said.count("\n") == 1 and "secret" not in said
     monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
-    monkeypatch.delitem(__import__("sys").modules, "cotune.integrations.exchange.postgres.store", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "cotune.integrations.collect.postgres.store", raising=False)
     assert main(["show", postgres.database()]) == 1
     assert "pip install -e '.[postgres]'" in capsys.readouterr().err
 

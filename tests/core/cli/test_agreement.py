@@ -12,7 +12,7 @@ import pytest
 from cotune.cli.main import main
 from cotune.cli.prompts.agreement import agreed
 from cotune.errors import RunError
-from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompts.options import ImproveOptions
 
 APP = "tests.trainer.worker_app:solve"
 
@@ -59,7 +59,7 @@ def test_a_limit_in_the_file_is_one(
     tmp_path: Path, tasks: str, search: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal("no\n"))
-    monkeypatch.setattr("cotune.trainer.prompting.improve.improve", Mock(side_effect=RunError("begun", "")))
+    monkeypatch.setattr("cotune.trainer.prompts.improve.improve", Mock(side_effect=RunError("begun", "")))
     (tmp_path / "c.toml").write_text(search)
     searching = ["prompts", "improve", APP, "--tasks", tasks, "--reflection", "big", "--out", str(tmp_path / "p")]
     main([*searching, "--config", str(tmp_path / "c.toml")])

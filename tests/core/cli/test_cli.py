@@ -21,7 +21,7 @@ from cotune.reading.headline import Headline, role_rewards
 from cotune.reading.metrics import columns
 from cotune.trainer import train as train_module
 from cotune.trainer.config import load as train_config
-from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompts.options import ImproveOptions
 from cotune.trainer.reporting.summary import RunSummary
 from tests.test_surface import forms_of, leaves
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from cotune.integrations.exchange.postgres import store as postgres_store
+from cotune.integrations.collect.postgres import store as postgres_store
 from cotune.records.ids import new_id
 from cotune.records.structs import Episode, Task
 from cotune.storage.open_store import open_store
@@ -18,7 +18,7 @@ from tests.postgres import Server
 
 STANDS_STILL = """
 import os, signal, sys
-from cotune.integrations.exchange.postgres import store, tables
+from cotune.integrations.collect.postgres import store, tables
 
 def stand_still():
     print("still", flush=True)

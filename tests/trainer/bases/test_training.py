@@ -25,7 +25,7 @@ from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.opening.resume import check_bases
 from tests.integrations import tiny_models
 from tests.trainer.conftest import Trainer
-from tests.trainer.from_records.records import traced
+from tests.trainer.records.records import traced
 from tests.trainer.tiny_app import TASKS, application, build_base
 
 

@@ -18,7 +18,7 @@ from cotune.trainer.before.findings import EPISODES
 from cotune.trainer.config.load import convert, load_config
 from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.opening.resume import apply_changes
-from cotune.trainer.prompting.options import load_options
+from cotune.trainer.prompts.options import load_options
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
 

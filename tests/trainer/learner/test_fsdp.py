@@ -20,10 +20,10 @@ from cotune.config.records import DpoConfig
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.records.objectives import PreferenceLearner
 from tests.integrations.cluster.group_worker import alive
 from tests.trainer.learner.fsdp_ranks import TIMEOUT, open_learner, with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot

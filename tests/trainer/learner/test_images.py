@@ -33,12 +33,12 @@ from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.sampling.protocol import NEVER, SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.from_records.answers import read_answers
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
+from cotune.trainer.records.answers import read_answers
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_rows_and_columns, build_seeing
-from tests.trainer.from_records.records import reading
+from tests.trainer.records.records import reading
 
 torch.set_num_threads(1)
 LORA = LoraSpec(rank=4, alpha=8.0)

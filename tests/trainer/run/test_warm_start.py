@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from cotune.adapters.export import export_run, latest_policies
 from cotune.errors import ConfigError
 from tests.trainer.conftest import Trainer
-from tests.trainer.from_records.records import traced
+from tests.trainer.records.records import traced
 from tests.trainer.tiny_app import TASKS, application, ask, build_base, converse, letters
 
 

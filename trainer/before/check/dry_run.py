@@ -43,7 +43,7 @@ from cotune.trainer.config.load import convert
 from cotune.trainer.config.policy import shared_tool_format
 from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.evaluation.policies import answering
-from cotune.trainer.rollout.judging import Bench, judging_role
+from cotune.trainer.judging.bench import Bench, judging_role
 from cotune.trainer.schedules.curriculum import check_curriculum
 from cotune.trainer.schedules.refill import check_refill
 

@@ -16,7 +16,7 @@ from cotune.reading.headline import headline
 from cotune.reading.run import OpenedRun
 from cotune.trainer.train import train
 from tests.integrations.web.viewer.test_pages import text
-from tests.trainer.from_records.records import traced
+from tests.trainer.records.records import traced
 from tests.trainer.tiny_app import application, build_base, converse
 
 

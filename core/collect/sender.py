@@ -1,0 +1,373 @@
+"""The sender: a thread of the application's process that brings its spool to a collector, batch by batch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import http.client
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cotune.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
+from cotune.collect.spool import Spool, abandoned
+from cotune.errors import ConfigError
+from cotune.records.ids import address
+from cotune.records.structs import Record
+from cotune.records.wire import pack
+from cotune.runtime.forks import survives_fork
+from cotune.runtime.process_state import ProcessState
+from cotune.storage.state_folder import state_folder
+
+log = logging.getLogger("cotune.collect")
+
+LINGER = 2.0
+"""Seconds that a record waits for others to share its batch."""
+BATCH_BYTES = 1 << 20
+"""Bytes of records, before compression, that a batch has at most, unless a single part has more."""
+LARGEST = 15 << 20
+"""Most bytes of records that are written together: collectors take no larger body."""
+PAUSE = (0.5, 30.0)
+"""First and longest seconds before a batch is sent again."""
+REFUSED_PAUSE = 30.0
+"""Seconds before a batch is sent again whose token a collector refuses."""
+ADOPT = 60.0
+"""Most seconds between two looks at what ended processes have left."""
+TIMEOUT = 30.0
+"""Seconds for a request."""
+EXIT = 5.0
+"""Seconds that the end of the process waits for what is not sent yet."""
+SPOOL_MB = 64
+"""Bound of the spool of one process, unless COTUNE_SPOOL_MB sets it."""
+_NEVER = (400, 413, 415, 422)
+"""Answers to a batch that will not be taken however often it is sent."""
+_DENIED = (401, 403, 404)
+
+
+class _Undelivered(Exception):
+    """A batch that is to be sent again: why, and after how many seconds at the earliest."""
+
+    def __init__(self, cause: str, pause: float = 0.0) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.pause = pause
+
+
+class Sender:
+    """Brings the records of this process to the collector at `url`, as those of the application `app`. `write` neither
+    waits for the network nor raises; what cannot be sent stays in the spool."""
+
+    _spool: Spool | None
+    _thread: threading.Thread
+
+    def __init__(self, url: str, app: str, token: str | None = None) -> None:
+        """Raises ConfigError for an address that is none of http or https, or a token that no header can have."""
+        self._scheme, self._host, self._port, self._path = _parts(url)
+        self.url, self.app = url.rstrip("/"), check_app(app)
+        self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
+        if token:
+            if not (token.isascii() and token.isprintable()):
+                remedy = "Take out line breaks, and letters that are not ASCII."
+                raise ConfigError("COTUNE_TOKEN", None, "cannot be sent in a header", remedy)
+            self._headers["authorization"] = f"Bearer {token}"
+        self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
+        self._bound = spool_bound()
+        self._said = ""
+        """The failure of the disk that was told last."""
+        self.rejected = 0
+        """Records that the collector will not take, or that are too large."""
+        self.sampled = 0
+        """Calls that sampling rates left out, and that the collector was not told of yet."""
+        self._reset()
+        self._opened()
+        survives_fork(self)
+        atexit.register(self.finish)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Put records into the spool; they are sent soon."""
+        body, lost = pack(records)
+        if lost or len(body) > LARGEST:
+            self._reject(lost or len(records), "cannot be packed" if lost else f"take more than {LARGEST >> 20} MiB")
+            if len(body) > LARGEST:
+                return
+        spool = self._opened()
+        spool.add(body, len(records))
+        if spool.failure and self._said != spool.failure:
+            self._said = spool.failure
+            text = "The spool %s cannot be written (%s): records wait in memory. Free space there, or set COTUNE_SPOOL."
+            log.warning(text, self.folder, self._said)
+        if not self._news.is_set():
+            self._news.set()
+        if not self._started:
+            self._start()
+
+    def leave_out(self, calls: int) -> None:
+        """Count calls that a sampling rate leaves out."""
+        with self._guard:
+            self.sampled += calls
+
+    def flush(self, seconds: float) -> bool:
+        """Send what waits, for so many seconds at most; whether all has been sent."""
+        self._urgent.set()
+        self._news.set()
+        spool = self._opened()
+        with self._sent:
+            return self._sent.wait_for(lambda: not spool.waiting, seconds)
+
+    def finish(self) -> None:
+        """Send what waits and stop; what cannot be sent within some seconds waits for the next process."""
+        atexit.unregister(self.finish)
+        if self._spool is None:
+            return
+        if not self._started:
+            self._spool.close()
+            self._spool = None
+            return
+        self._closing.set()
+        self._urgent.set()
+        self._news.set()
+        self._thread.join(EXIT)
+        if waiting := self._spool.waiting - self._spool.loose:
+            text = "%d bytes of records wait in %s: the next process of %r that records there sends them."
+            log.warning(text, waiting, self.folder, self.app)
+        if loose := self._spool.loose:
+            text = "%d bytes of records are lost: neither the disk (%s) nor the collector took them."
+            log.error(text, loose, self._spool.failure)
+        if not self._thread.is_alive():
+            self._spool.close()
+            self._spool = None  # what is written later gets a spool that the next process finds
+
+    def after_fork(self) -> None:
+        """In a forked child: a spool and a thread of its own, once it records."""
+        if self._spool is not None:
+            self._spool.after_fork()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._spool = None
+        self._guard = threading.Lock()
+        self._news, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._sent = threading.Condition()
+        self._started = False
+        self._thread = threading.Thread(target=self._run, name="cotune-collect", daemon=True)
+        self._connection: http.client.HTTPConnection | None = None
+        self._down = ""
+        self._told_rejected: set[str] = set()
+        self._pause = PAUSE[0]
+
+    def _opened(self) -> Spool:
+        with self._guard:
+            if self._spool is None:
+                self._spool = Spool(self.folder, self._bound)
+            return self._spool
+
+    def _start(self) -> None:
+        with self._guard:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+
+    def _run(self) -> None:
+        spool = self._opened()
+        looked: float | None = None
+        while not self._closing.is_set():
+            if looked is None or time.monotonic() - looked >= ADOPT:
+                self._adopt()
+                looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # so that not all processes look at once
+            if not self._news.wait(ADOPT / 4):
+                continue
+            self._urgent.wait(LINGER)
+            self._news.clear()
+            try:
+                self._drain(spool)
+                self._urgent.clear()
+            except _Undelivered as failed:
+                self._news.set()
+                self._wait(failed)
+        end = time.monotonic() + EXIT
+        while True:
+            try:
+                self._drain(spool)
+            except _Undelivered:
+                if not spool.loose or time.monotonic() > end:  # what is on the disk waits there
+                    return
+                time.sleep(PAUSE[0])
+            else:
+                break
+        if looked is None:  # a process that ended at once: where all are short, nobody else sends what others left
+            self._adopt()
+
+    def _wait(self, failed: _Undelivered) -> None:
+        if self._down != failed.cause:
+            self._down = failed.cause
+            text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
+            log.warning(text, self.url, failed.cause, self.folder)
+        pause = max(failed.pause, self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(2 * self._pause, PAUSE[1])
+        self._closing.wait(pause)
+
+    def _adopt(self) -> None:
+        """Send what ended processes of the application have left, as far as the collector takes it now."""
+        for spool in abandoned(self.folder, self._opened().name, self._bound):
+            try:
+                self._drain(spool)
+            except _Undelivered:
+                return
+            finally:
+                spool.close()
+
+    def _drain(self, spool: Spool) -> None:
+        """Send all of a spool. Raises _Undelivered."""
+        while True:
+            try:
+                parts = spool.take(BATCH_BYTES)
+                dropped, sampled = spool.dropped, self.sampled
+                if not parts and not dropped and not sampled:
+                    break
+                self._deliver(spool, parts, dropped, sampled)
+                spool.acknowledge()
+            except BaseException as error:
+                spool.again()
+                if isinstance(error, OSError):
+                    raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
+                if isinstance(error, Exception) and not isinstance(error, _Undelivered):
+                    # The thread must outlive every answer: without it nothing is sent until the process ends.
+                    log.exception("A batch could not be sent.")
+                    raise _Undelivered(f"{type(error).__name__}: {error}") from None
+                raise
+            spool.tell_dropped(dropped)
+            with self._guard:
+                self.sampled -= sampled
+            if dropped:
+                log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
+            if self._down:
+                log.warning("The collector %s takes records again.", self.url)
+            self._down, self._pause = "", PAUSE[0]
+            with self._sent:
+                self._sent.notify_all()
+
+    def _deliver(self, spool: Spool, parts: Sequence[bytes], dropped: int, sampled: int) -> None:
+        """Send a batch; one that the collector will never take, in halves, so that only what is wrong is lost."""
+        status, text, pause = self._post(pack_batch(self.app, spool.name, parts, dropped, sampled))
+        if status == 200:
+            return
+        if status in _NEVER and len(parts) > 1:
+            half = len(parts) // 2
+            self._deliver(spool, parts[:half], dropped, sampled)
+            self._deliver(spool, parts[half:], 0, 0)
+        elif status in _NEVER:
+            self._reject(sum(_count(part) for part in parts), f"are refused by the collector: {text}")
+        else:
+            raise _Undelivered(f"HTTP {status}: {text}", REFUSED_PAUSE if status in _DENIED else pause)
+
+    def _post(self, body: bytes) -> tuple[int, str, float]:
+        """Status and text of the answer, and the seconds that it asks to wait."""
+        for fresh in (self._connection is None, True):
+            if self._connection is None:
+                kind = http.client.HTTPSConnection if self._scheme == "https" else http.client.HTTPConnection
+                self._connection = kind(self._host, self._port, timeout=TIMEOUT)
+            try:
+                self._connection.request("POST", self._path + PATH, body, self._headers)
+                answer = self._connection.getresponse()
+                text = answer.read(10_000)
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                self._connection = None
+                if fresh:
+                    raise _Undelivered(str(error) or type(error).__name__) from None
+                continue  # the server had closed a connection that was idle
+            if COLLECTOR_HEADER not in answer.headers:
+                # Another server at this address, or a proxy in front of the collector: its 200 stores nothing, and its
+                # 400 says nothing about the records.
+                pause = REFUSED_PAUSE if answer.status < 500 else 0.0
+                raise _Undelivered(f"HTTP {answer.status} is not from a collector: {_message(text)}", pause)
+            return answer.status, _message(text), _retry_after(answer.headers.get("retry-after", ""))
+        raise AssertionError
+
+    def _reject(self, count: int, why: str) -> None:
+        self.rejected += count
+        if why not in self._told_rejected:
+            self._told_rejected.add(why)
+            log.error("%d records of %r %s. They are lost.", count, self.app, why)
+
+
+def spool_folder() -> Path:
+    """Where spools are: COTUNE_SPOOL, or a folder of the user's."""
+    if named := os.environ.get("COTUNE_SPOOL"):
+        return Path(named).absolute()
+    return state_folder() / "spool"
+
+
+def spool_bound() -> int:
+    """Bytes of the spool of one process. Raises ConfigError."""
+    text = os.environ.get("COTUNE_SPOOL_MB") or str(SPOOL_MB)
+    if not text.isdigit() or not int(text):
+        raise ConfigError("COTUNE_SPOOL_MB", text, "must be a whole number of megabytes above 0")
+    return int(text) << 20
+
+
+class Senders(ProcessState):
+    """The senders of this process, by address and application."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[tuple[str, str], Sender] = {}
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked child, another thread of the parent may have held it."""
+        self.lock = threading.Lock()
+
+
+_senders = Senders()
+os.register_at_fork(after_in_child=_senders.renew_lock)
+
+
+def sender(url: str, app: str = "") -> Sender:
+    """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError."""
+    app = app or os.environ.get("COTUNE_APP", "")
+    with _senders.lock:
+        known = _senders.by_address.get((url, app))
+        if known is None:
+            known = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
+        return known
+
+
+def is_collector(path: object) -> bool:
+    """Whether records are to go to a collector rather than into a store."""
+    return isinstance(path, str) and path.startswith(("http://", "https://"))
+
+
+def _parts(url: str) -> tuple[str, str, int | None, str]:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError:
+        found, port = urlsplit(""), None
+    if found.scheme not in ("http", "https") or not found.hostname or found.query:
+        raise ConfigError("collector", url, "is not the address of a collector", "For example: https://collector:4319")
+    return found.scheme, found.hostname, port, found.path.rstrip("/")
+
+
+def _retry_after(value: str) -> float:
+    """Seconds that an answer asks to wait. Another form than a number, or more than an hour, counts as not given."""
+    if value.isascii() and value.isdigit() and len(value) <= 4:
+        return min(float(value), 3600.0)
+    return 0.0
+
+
+def _message(text: bytes) -> str:
+    """The message of an answer's error, or the beginning of its text."""
+    with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, UnicodeDecodeError, RecursionError):
+        return str(msgspec.json.decode(text)["error"]["message"])[:300]
+    return text[:200].decode(errors="replace").strip()
+
+
+def _count(part: bytes) -> int:
+    return len(msgspec.msgpack.decode(part, type=list[msgspec.Raw]))

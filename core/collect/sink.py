@@ -1,0 +1,115 @@
+"""The sink of one trace whose records go to a collector, and its sampling rates by role."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn
+
+from cotune.collect.sender import Sender
+from cotune.errors import ConfigError, RecordError
+from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
+
+Rates = float | Mapping[str, float]
+"""The share of episodes that are kept; or by role, the share in which its calls are kept, `*` for all other roles."""
+HELD = 4 << 20
+"""Bytes of messages that are held back for later calls, about; beyond them they are sent whether a call needs them or
+not."""
+
+
+def check_rates(rates: Rates) -> Rates:
+    """Sampling rates. Raises ConfigError for one that is not between 0 and 1."""
+    for role, rate in rates.items() if isinstance(rates, Mapping) else [("", rates)]:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            field = f"sample[{role!r}]" if role else "sample"
+            raise ConfigError(field, rate, "must be a number from 0 to 1", "For example: sample={'planner': 0.1}")
+    return rates
+
+
+class CollectorRecords:
+    """Sends the records of one episode on, but for the calls that the sampling rates leave out."""
+
+    def __init__(self, sender: Sender, rates: Rates = 1.0) -> None:
+        self._sender = sender
+        self._all = not rates if isinstance(rates, Mapping) else random.random() < rates
+        self._rates = rates if isinstance(rates, Mapping) else {}
+        self._drawn: dict[str, bool] = {}
+        """By role, whether its calls are kept."""
+        self._left_out: set[str] = set()
+        """Ids of calls that were left out."""
+        self._held: dict[str, Message | Segment] = {}
+        """What came with them: a later call may need it."""
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def write(self, records: Sequence[Record]) -> None:
+        if not self._all:
+            records = self._sampled(records)
+        if records:
+            self._sender.write(records)
+
+    def reading(self) -> AbstractContextManager[NoReturn]:
+        """Raises RecordError: what was sent cannot be read back here."""
+        raise RecordError(
+            f"The records of this trace go to {self._sender.url}.", "Read them in the collector's store: cotune show."
+        )
+
+    def close(self) -> None:
+        """Nothing waits here: the spool has it all."""
+
+    def _keeps(self, role: str) -> bool:
+        if role not in self._drawn:
+            self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
+        return self._drawn[role]
+
+    def _sampled(self, records: Sequence[Record]) -> list[Record]:
+        """Those of some records that are kept, after what they need of earlier ones. An episode that is left out as a
+        whole has no record."""
+        kept: list[Record] = []
+        with self._lock:
+            calls = [record for record in records if isinstance(record, CallRecord)]
+            left_out = [call.id for call in calls if not (self._rates and self._keeps(call.role))]
+            self._left_out.update(left_out)
+            self._sender.leave_out(len(left_out))
+            if not self._rates:
+                return kept
+            for record in records:
+                if isinstance(record, Message | Segment):
+                    self._hold(record)
+                elif isinstance(record, CallRecord):
+                    if record.id not in self._left_out:
+                        kept += [*self._take(_needs(record)), *self._path(record.prompt), record]
+                elif isinstance(record, Episode):
+                    kept += [*self._take([*(one.value for one in record.results), record.chance]), record]
+                elif record.target.partition(".")[0] not in self._left_out:
+                    kept.append(record)
+            if self._size > HELD:
+                kept += self._take(list(self._held))
+        return kept
+
+    def _hold(self, record: Message | Segment) -> None:
+        self._held[record.id] = record
+        self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
+
+    def _take(self, names: Iterable[str | None]) -> list[Record]:
+        """Those of these that are held; they are held no more."""
+        found: list[Record] = [self._held.pop(name) for name in dict.fromkeys(names) if name and name in self._held]
+        if not self._held:
+            self._size = 0
+        return found
+
+    def _path(self, prompt: str | None) -> list[Record]:
+        names = []
+        while prompt is not None and isinstance(segment := self._held.get(prompt), Segment):
+            names.append(prompt)
+            prompt = segment.parent
+        return self._take(names)
+
+
+def _needs(call: CallRecord) -> list[str | None]:
+    """The ids of messages that a call names."""
+    grammar = call.sampling.get("grammar")
+    names = [*call.messages, *call.sent, call.tools, call.sent_tools, call.sent_format]
+    return [*names, grammar if isinstance(grammar, str) else None]

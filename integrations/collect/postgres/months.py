@@ -1,0 +1,64 @@
+"""Months that a prune empties: their partitions are dropped, which takes no longer for many rows than for few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cotune.integrations.collect.postgres.tables import bounds
+from cotune.records.ids import ulid
+from cotune.storage.sql.transaction import Transactions
+from cotune.storage.sql.upkeep import delete_episodes
+
+_WAIT = "2s"
+"""How long a reader, such as a backup, may keep a partition from being dropped. Others cannot write meanwhile."""
+_PARTITIONS = """SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid = inhrelid
+    WHERE inhparent IN ('calls'::regclass, 'episodes'::regclass, 'rewards'::regclass)"""
+
+
+def months(does: Transactions) -> list[str]:
+    """The months that have partitions of calls and of episodes, such as `2026_11`."""
+    names = _partitions(does)
+    return sorted(name[-7:] for name in names if name.startswith("episodes_2") and f"calls_{name[-7:]}" in names)
+
+
+def drop_month(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> Mapping[str, int]:
+    """Drop the partitions of a month and return how many episodes and calls they had; nothing where a prune would keep
+    one of them. Rewards whose episodes have not come by now go with their month."""
+    low, high = bounds(month)
+    if high > ulid(int(before * 1000) << 80) or _keeps(does, month, before, app, keep_trained):
+        return {}
+    ends = f"calls_{month} AS own WHERE own.episode = calls.episode", f"episodes_{month} AS own WHERE id = episode"
+    across = f"""SELECT DISTINCT episode FROM calls WHERE episode >= ? AND episode < ? AND (id < ? OR id >= ?)
+        AND (EXISTS (SELECT 1 FROM {ends[0]}) OR EXISTS (SELECT 1 FROM {ends[1]}))"""
+    counts = dict(delete_episodes(does, [id for (id,) in does.execute(across, [low, high, low, high])]))
+    for table in ("episodes", "calls"):
+        counts[table] += does.execute(f"SELECT count(*) FROM {table}_{month}")[0][0]
+    partitions = {f"{table}_{month}" for table in ("calls", "episodes", "rewards")} & _partitions(does)
+    does.execute(f"SET LOCAL lock_timeout = '{_WAIT}'")
+    does.execute(f"DROP TABLE {', '.join(sorted(partitions))}")
+    for table in ("rewards", "feedback", "replaced", "consumed"):
+        does.execute(f"DELETE FROM {table} WHERE target >= ? AND target < ?", [low, high])
+    return counts
+
+
+def _keeps(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
+    """Whether a prune would keep an episode or a call of this month."""
+    low, high = bounds(month)
+    kept = "(started >= ?" + (" OR app != ?)" if app else ")")
+    asked: Sequence[Any] = [before, *([app] if app else [])]
+    trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)" if keep_trained else ""
+    of_others = f"""SELECT 1 FROM episodes WHERE ({kept}{trained}) AND NOT (id >= ? AND id < ?)
+        AND EXISTS (SELECT 1 FROM calls_{month} AS own WHERE own.episode = episodes.id) LIMIT 1"""
+    found = [
+        *does.execute(f"SELECT 1 FROM calls_{month} WHERE {kept} LIMIT 1", asked),
+        *does.execute(f"SELECT 1 FROM episodes_{month} WHERE {kept} LIMIT 1", asked),
+        *does.execute(of_others, [*asked, low, high]),
+    ]
+    if keep_trained:
+        found += does.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
+    return bool(found)
+
+
+def _partitions(does: Transactions) -> set[str]:
+    return {name for (name,) in does.execute(_PARTITIONS)}

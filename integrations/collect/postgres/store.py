@@ -1,0 +1,372 @@
+"""Records in a PostgreSQL database: many processes write, any number read. They are in the schema `cotune`, or the one
+that the address names as its `search_path`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Self
+
+import msgspec
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.numeric import FloatLoader
+from psycopg.types.string import StrDumper
+
+from cotune.errors import RunError, error_line
+from cotune.integrations.collect.postgres.months import drop_month, months
+from cotune.integrations.collect.postgres.tables import (
+    INDEXED,
+    LOCK,
+    MOST_SHORTENED,
+    NUMBERED,
+    SCHEMA,
+    SHORTENED,
+    TYPES,
+    UPGRADES,
+    VERSION,
+    insertion,
+    month_of,
+    partition,
+    stage,
+    translated,
+)
+from cotune.storage.open_store import StoreUnavailableError, without_password
+from cotune.storage.schema import COLUMNS, TABLES, WITHDRAWN, NameList, Row
+from cotune.storage.sql.store import SqlStore, StoreFailure
+from cotune.storage.sql.upkeep import key_columns
+from cotune.storage.sql.writer import Writer
+
+log = logging.getLogger("cotune.store")
+Connection = psycopg.Connection[Row]
+
+PATIENCE: Mapping[str, Any] = {
+    "application_name": "cotune",
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""Parameters of connections, unless the address has its own: a server that has gone is noticed within 25 seconds, and
+not after the two hours of most systems."""
+IDLE_SECONDS = 10
+"""After which the server ends a transaction whose process does nothing: all other writers wait for it."""
+LOCK_SECONDS = 20
+"""How long a writer waits for its turn before the attempt counts as failed."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at a writer that does not give up its turn."""
+
+_ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+
+
+class PostgresStore(SqlStore[Connection]):
+    """A `Store`, which documents its methods, in a database. Whoever writes waits for its turn: one transaction of many
+    records at a time, so that numbers of rows grow as they are committed."""
+
+    @classmethod
+    def open(cls, address: str, read_only: bool = False) -> Self:
+        """Open the records in the database `address`; a writer makes their tables, or brings them up to date.
+
+        Raises StoreUnavailableError if no server answers now, and RunError if the database has no records (read_only),
+        has records of another version, or refuses the user.
+        """
+        address, shown = str(address), without_password(str(address))
+        try:
+            return cls._open(address, shown, read_only)
+        except psycopg.Error as error:
+            if isinstance(error, psycopg.errors.LockNotAvailable):
+                text = f"The store {shown} is blocked: another process has been writing to it for {LOCK_SECONDS} s."
+                raise StoreUnavailableError(text, "Try again later, or end that process.") from error
+            if not _answers(address):
+                text = f"The store {shown} does not answer: {error_line(error)}."
+                raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
+            if not isinstance(error, psycopg.OperationalError):
+                raise _unusable(shown, error) from error
+        try:
+            return cls._open(address, shown, read_only)  # the server may have come up just now
+        except psycopg.Error as error:
+            raise _unusable(shown, error) from error
+
+    @classmethod
+    def _open(cls, address: str, shown: str, read_only: bool) -> Self:
+        if read_only:
+            with _connect(address) as db:
+                _check(db, shown)
+            return cls(shown, lambda: _connect(address), None, None)
+        with _connect(address, writes=True) as db:
+            _prepare(db, shown)
+        return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
+
+    @property
+    def folder(self) -> None:
+        return None
+
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
+        """Rows of any SELECT in SQLite's dialect, on a connection of its own that cannot write."""
+        again = bool(self._readers)
+        try:
+            with self._reader() as db:
+                return _whole(db, db.execute(translated(sql), [*map(_asked, parameters)]).fetchall())
+        except psycopg.OperationalError as error:
+            if not again:
+                raise _unusable(self.address, error) from error
+            while self._readers:  # opened before the server was restarted
+                self._readers.pop().close()
+            return self.rows(sql, parameters)
+        except psycopg.Error as error:
+            raise _unusable(self.address, error) from error
+
+    def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        for month in self.act(months):
+            dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
+            try:
+                if found := self.act(dropping):
+                    yield found
+            except StoreFailure as error:
+                log.warning("%s: %s is deleted row by row (%s)", self.address, month, error.reason)
+
+
+class PostgresDatabase:
+    """The connection of a writer: a `Database`."""
+
+    shared = True
+    # A server whose disk fails in an unusual way, such as by a quota, calls that an internal error. The last three: the
+    # rights or the tables were changed, which is no fault of a row.
+    trouble: tuple[type[Exception], ...] = (
+        *(psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError),
+        *(psycopg.errors.InsufficientPrivilege, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn),
+    )
+    broken: tuple[type[Exception], ...] = (psycopg.Error, ValueError, OverflowError, TypeError, struct.error)
+
+    def __init__(self, address: str, name: str) -> None:
+        self.name = name
+        self._address = address
+        self._months: set[str] = set()
+        self._db = _connect(address, writes=True)
+
+    def begin(self) -> None:
+        if self._db.closed or self._db.broken:
+            self._db.close()
+            self._db = _connect(self._address, writes=True)
+        self._db.execute("BEGIN")
+        _take_turn(self._db)
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        with _faults_of_values():
+            cursor = self._db.execute(translated(sql), [*map(_asked, parameters)])
+        return cursor.fetchall() if cursor.description else []
+
+    def insert(self, table: str, values: Sequence[Any]) -> None:
+        names, types = COLUMNS[table], _types(table)
+        width = len(names)
+        rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
+        if table in NUMBERED:
+            self._make_partitions(table, [row[0] for row in rows])
+        with _faults_of_values(), self._db.transaction(), self._db.cursor() as cursor:
+            cursor.execute(stage(table))
+            cursor.execute(f"DELETE FROM stage_{table}")  # of this transaction, mostly none: TRUNCATE makes a new file
+            with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
+                copy.set_types(types)
+                for row in rows:
+                    copy.write_row([*map(_stored, row)])
+            cursor.execute(insertion(table))
+
+    def _make_partitions(self, table: str, ids: Sequence[str]) -> None:
+        now = datetime.now(UTC)
+        for month in {month_of(id, now) for id in ids} - {None}:
+            if (name := f"{table}_{month}") not in self._months:
+                try:
+                    with self._db.transaction():
+                        self._db.execute(partition(table, str(month)))
+                except psycopg.errors.CheckViolation:
+                    pass  # rows of it came before their time, and lie among the others
+                self._months.add(name)
+
+    def widen(self) -> None:
+        """The server has its own memory."""
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+
+    def rollback(self) -> None:
+        self._months.clear()
+        if not self._db.closed:
+            try:
+                self._db.rollback()
+            except psycopg.Error:
+                self._db.close()
+
+    def pause(self) -> list[str]:
+        return []
+
+    def is_unchanged(self) -> bool:
+        return True  # this writer keeps nothing in memory that another one could make untrue
+
+    def close(self) -> list[str]:
+        self._db.close()
+        return []
+
+
+@contextlib.contextmanager
+def _faults_of_values() -> Iterator[None]:
+    """Raise DataError for a value that is above a limit of PostgreSQL, such as one too long for an index. psycopg calls
+    that an OperationalError, like a full disk; but to wait and try again is of no use."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        if (error.sqlstate or "").startswith("54"):  # class 54: program limit exceeded
+            raise psycopg.DataError(error_line(error)) from error
+        raise
+
+
+def _whole(db: Connection, rows: list[Row]) -> list[Row]:
+    """Rows of a query, with the whole texts in place of shortened ones."""
+    shortened: dict[str, set[str]] = {}  # by column
+    for row in rows:
+        for value in row:
+            if isinstance(value, str) and len(value) <= MOST_SHORTENED and (match := SHORTENED.search(value)):
+                shortened.setdefault(match[1], set()).add(value)
+    if not shortened:
+        return rows
+    texts: dict[str, str] = {}
+    for column, values in shortened.items():
+        texts.update(_whole_texts(db, column, values))
+    return [tuple(texts.get(value, value) if isinstance(value, str) else value for value in row) for row in rows]
+
+
+def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, str]:
+    """The whole texts of shortened ones in a column, each from a record that has it."""
+    table = next(table for table, columns in INDEXED.items() if column in columns)
+    sql = f"""SELECT shortened, (SELECT body FROM {table} WHERE {column} = shortened LIMIT 1)
+        FROM unnest(%s::text[]) AS shortened"""
+    texts = {}
+    for value, body in db.execute(sql, [[*shortened]]).fetchall():
+        if body is None:  # no record has it any more
+            continue
+        whole = msgspec.json.decode(body)[column]
+        if column == "task":
+            whole = whole["id"]
+        elif column == "policy":
+            whole = whole["name"]
+        texts[value] = str(_stored(whole))
+    return texts
+
+
+def _types(table: str) -> list[str]:
+    kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+    return [TYPES[kind] for kind in kinds]
+
+
+def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Rows without those whose key came before: one statement cannot change a row twice."""
+    keys = len(key_columns(table))
+    found: dict[Any, Sequence[Any]] = {}
+    for row in rows:
+        key = tuple(row[:keys])
+        if key not in found or keys > 1 or (table == "episodes" and row[4] == WITHDRAWN):
+            found[key] = row
+    return list(found.values())
+
+
+def _stored(value: Any) -> Any:
+    """A value as the database takes it: no NUL in texts, and NaN as SQLite has it, nothing."""
+    if isinstance(value, str):
+        return value.replace("\0", "\u2400") if "\0" in value else value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _asked(value: Any) -> Any:
+    """The same of a parameter; in a list of names, NUL is escaped."""
+    return _ESCAPED_NUL.sub("\\1\u2400", value) if isinstance(value, NameList) else _stored(value)
+
+
+def _connect(address: str, writes: bool = False) -> Connection:
+    chosen = conninfo_to_dict(address)
+    patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if name not in chosen}
+    db = psycopg.connect(address, autocommit=True, **patience)
+    db.adapters.register_dumper(str, StrDumper)
+    db.adapters.register_loader("numeric", FloatLoader)
+    db.execute("SET jit TO off")  # it costs more than these queries take
+    if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:
+        db.execute("SET search_path TO cotune")
+    if not writes:
+        db.execute("SET work_mem TO '64MB'")  # figures sort and hash the ids of all episodes
+        db.execute("SET default_transaction_read_only TO on")
+    else:
+        db.execute(f"SET idle_in_transaction_session_timeout TO {1000 * IDLE_SECONDS}")
+        db.execute(f"SET lock_timeout TO {1000 * LOCK_SECONDS}")
+    return db
+
+
+def _answers(address: str) -> bool:
+    """Whether a server takes connections at this address; not one that is starting up."""
+    return psycopg.pq.PGconn.ping(make_conninfo(address, connect_timeout=5).encode()) == psycopg.pq.Ping.OK
+
+
+def _take_turn(db: Connection) -> None:
+    """Wait until no other process writes. Raises LockNotAvailable after `LOCK_SECONDS`; by then the server was told to
+    end the transaction of a process that has stopped in the middle of it."""
+    try:
+        db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+    except psycopg.errors.LockNotAvailable:
+        if db.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
+            db.execute("ROLLBACK")
+        before = db.execute(_COPYING).fetchall()
+        time.sleep(LOOK_SECONDS)
+        for pid in {pid for pid, *_ in before if before == db.execute(_COPYING).fetchall()}:
+            log.warning("a writer that stands still is disconnected (process %d of the server)", pid)
+            db.execute("SELECT pg_terminate_backend(%s)", [pid])
+        raise
+
+
+_COPYING = f"""SELECT pid, xact_start, bytes_processed FROM pg_locks JOIN pg_stat_activity USING (pid)
+    JOIN pg_stat_progress_copy USING (pid) WHERE locktype = 'advisory' AND objid = {LOCK} AND granted
+    AND wait_event = 'ClientRead' AND usename = current_user AND pg_locks.database = pg_stat_progress_copy.datid"""
+"""The process of the server that has the turn to write and waits for rows from its client. The server's time-out for
+idle transactions does not apply then: for the server, COPY is running."""
+
+
+def _prepare(db: Connection, name: str) -> None:
+    """Make the tables, or bring them up to date; one process at a time."""
+    with db.transaction():
+        _take_turn(db)
+        if _version(db) is None:
+            schema = db.execute(
+                "SELECT quote_ident((parse_ident(current_setting('search_path'), false))[1])"
+            ).fetchall()
+            db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema[0][0]}; {SCHEMA}")
+        while (version := _version(db)) in UPGRADES:
+            db.execute(UPGRADES[version])
+    _check(db, name)
+
+
+def _version(db: Connection) -> int | None:
+    if not db.execute("SELECT to_regclass('store')").fetchall()[0][0]:
+        return None
+    return int(db.execute("SELECT version FROM store").fetchall()[0][0])
+
+
+def _check(db: Connection, name: str) -> None:
+    version = _version(db)
+    if version is None:
+        raise RunError(f"The database {name} has no records.", "A writer makes their tables: see cotune collect.")
+    if version != VERSION:
+        remedy = (
+            f"Bring it up to date: cotune records upgrade {name}"
+            if version < VERSION
+            else "Use the cotune that wrote it."
+        )
+        raise RunError(f"{name} has records of version {version}; this cotune reads version {VERSION}.", remedy)
+
+
+def _unusable(name: str, error: psycopg.Error) -> RunError:
+    remedy = "Check the address, the server and the rights of its user."
+    return RunError(f"The store {name} cannot be used: {error_line(error)}.", remedy)

@@ -1,0 +1,352 @@
+"""`cotune collect`: takes the batches of many applications, and answers once they are committed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cotune.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION, Batch, read_batch
+from cotune.collect.open_sink import open_folder
+from cotune.errors import CotuneError, RecordError
+from cotune.integrations.collect.apps import Apps
+from cotune.integrations.collect.checks import MOST_NAMES, KeyUse, admitted
+from cotune.integrations.collect.counts import Counts
+from cotune.integrations.collect.otlp import PATH as SPANS
+from cotune.integrations.collect.otlp import PROTOBUF, read_spans, records_of, response_body
+from cotune.integrations.web.http.bodies import decoded, inflated
+from cotune.integrations.web.http.limits import BodyLimits
+from cotune.integrations.web.http.requests import (
+    BodyRoom,
+    RequestError,
+    application,
+    header,
+    invalid_value,
+    json_response,
+    read_any,
+)
+from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.recording.rewards import reward_records
+from cotune.records.ids import key_target, pack_ids
+from cotune.records.structs import CallRecord, Record, Segment
+from cotune.storage.open_store import StoreUnavailableError, without_password
+from cotune.storage.protocol import Store
+from cotune.terminal import suggest
+
+log = logging.getLogger("cotune.collect")
+
+WAITING_BODIES = 4
+"""Bodies of the largest size that may arrive or be stored at a time; with more, applications are asked to wait."""
+THREADS = 8
+"""Batches that are read and committed at once."""
+SLOW_SECONDS = 5.0
+"""How long a commit may take before GET /health says so, for example while another writer blocks the database."""
+OPENING_PAUSE = 2.0
+"""Seconds between two attempts to reach the database at the start."""
+FEEDBACK = "/v1/feedback"
+DROPPED = {"lost": "unstorable", "refused": "trained", "foreign": "foreign"}
+"""Why a store leaves out a record, by the counter of the store."""
+
+
+class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/feedback: rewards of an episode, by its id or by the application's own key."""
+
+    episode: str = ""
+    key: str = ""
+    reward: float | bool | dict[str, float | bool] | None = None
+    text: str = ""
+    app: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the records of a request."""
+
+    stored: Counter[str]
+    """By kind, such as `call`."""
+    refused: Counter[str]
+    """By reason."""
+
+    def answer(self) -> dict[str, Any]:
+        """What the sender of a batch is told."""
+        return {"stored": self.stored.total(), "refused": self.refused.total(), "reasons": dict(self.refused)}
+
+
+class Collector:
+    """What a running collector has: its store, its applications and its counts."""
+
+    def __init__(self, store: Store, apps: Apps, limits: BodyLimits) -> None:
+        self.store = store
+        self.apps = apps
+        self.limits = limits
+        self.counts = Counts()
+        self.room = BodyRoom(WAITING_BODIES * limits.max_body)
+        """Counts bodies, as they came, that arrive or are being stored."""
+        self.failing = False
+        """Whether the store did not take the last batch."""
+        self._commits: set[float] = set()
+        """When each commit that is under way began, by the clock of `time.monotonic`."""
+        self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
+
+    async def batch(self, request: Request) -> Response:
+        """POST /v1/batches."""
+        raw, _ = await self._body(request, MEDIA_TYPE)
+
+        def store() -> Response:
+            batch = _read(self._unpacked(request, raw))
+            app = self.apps.app(request.scope, batch.app)
+            left_out = {name: n for name in ("dropped", "sampled") if (n := getattr(batch, name))}
+            done = self._stored(app, [record for part in batch.parts for record in part], left_out)
+            self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
+            self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
+            return json_response(done.answer())
+
+        return await self._aside(len(raw), store)
+
+    async def spans(self, request: Request) -> Response:
+        """POST /v1/traces."""
+        raw, kind = await self._body(request, "application/json", PROTOBUF)
+
+        def store() -> Response:
+            spans, service = read_spans(self._unpacked(request, raw), kind, self.limits.max_values)
+            left_out: Counter[str] = Counter()
+            records = records_of(spans, left_out)
+            for reason, count in left_out.items():
+                self.counts.add("left_out_spans", count, reason=reason)
+            done = self._stored(self.apps.app(request.scope, "", service), records)
+            calls = sum(isinstance(record, CallRecord) for record in records)
+            return Response(response_body(kind, calls - done.stored["call"], done.refused), media_type=kind)
+
+        return await self._aside(len(raw), store)
+
+    async def feedback(self, request: Request) -> Response:
+        """POST /v1/feedback."""
+        raw, _ = await self._body(request, "application/json")
+
+        def store() -> Response:
+            given = decoded(self._unpacked(request, raw), GiveFeedback, self.limits.max_values)
+            app = self.apps.app(request.scope, given.app)
+            if bool(given.episode) == bool(given.key):
+                text = "Either `episode` or `key` is needed, and not both."
+                raise RequestError(400, text, param="episode", code="invalid_value")
+            named = given.reward if isinstance(given.reward, dict) else {"team": given.reward}
+            rewards = {name: float(value) for name, value in named.items() if value is not None}
+            if len(rewards) > MOST_NAMES:
+                text = f"A request has at most {MOST_NAMES} rewards, not {len(rewards)}."
+                raise RequestError(400, text, param="reward", code="invalid_value")
+            if not rewards and not given.text.strip():
+                raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
+            target = given.episode or key_target(app, given.key)
+            done = self._stored(app, reward_records(target, rewards, given.text))
+            if done.refused:
+                text = f"{(given.episode or given.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
+                raise RequestError(400, text, param="episode", code="invalid_value")
+            return json_response({"target": target, "rewards": rewards})
+
+        return await self._aside(len(raw), store)
+
+    async def _body(self, request: Request, *kinds: str) -> tuple[bytes, str]:
+        """The body of a request as it came, and its type. Raises RequestError, also (429) where too much waits."""
+        self.apps.check(request.scope)
+        kind = header(request.scope, b"content-type").split(b";")[0].strip().lower().decode("latin-1")
+        if kind not in kinds:
+            text = f"The body must be sent as Content-Type: {' or '.join(kinds)}."
+            raise RequestError(415, text, code="unsupported_media_type")
+        self.room.check()
+        return await read_any(request.scope, request.receive, self.limits.max_body, self.room), kind
+
+    def _unpacked(self, request: Request, raw: bytes) -> bytes:
+        coding = header(request.scope, b"content-encoding").decode("latin-1")
+        body = inflated(raw, coding, self.limits.max_body, "--max-body")
+        self.counts.add("bytes", len(raw), form="packed")
+        self.counts.add("bytes", len(body), form="unpacked")
+        return body
+
+    async def _aside(self, size: int, work: Callable[[], Response]) -> Response:
+        self.room.bytes += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._work, work)
+        finally:
+            self.room.bytes -= size
+
+    def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> Outcome:
+        """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
+        store does not take them."""
+        refused: Counter[str] = Counter()
+        parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
+        stored = self.store.figures().stored_segments(parents)
+        keys = KeyUse(records, app, self.store)
+        kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, keys, refused)
+        begun = time.monotonic()
+        self._commits.add(begun)
+        try:
+            *first, last = keys.slices(kept)
+            dropped = [self.store.commit(part) for part in first]
+            # A batch that is sent again, as a commit failed, must not count twice what was left out.
+            dropped.append(self.store.commit(last, left_out))
+        except CotuneError as error:
+            self.counts.add("commits", outcome="failed")
+            self.failing = True
+            log.error("A batch cannot be stored: %s", error)
+            text = "The store takes no records now: send the batch again later."
+            raise RequestError(503, text, code="store_failed", headers={"retry-after": "5"}) from None
+        finally:
+            self._commits.discard(begun)
+        self.counts.add("commits", outcome="ok")
+        self.failing = False
+        self.counts.add("commit_seconds", time.monotonic() - begun)
+        stored_kinds = Counter(map(_kind, kept))
+        for dropped_part in dropped:
+            for counter, dropped_records in dropped_part.items():
+                refused[DROPPED[counter]] += len(dropped_records)
+                stored_kinds.subtract(map(_kind, dropped_records))
+        for kind, count in stored_kinds.items():
+            self.counts.add("records", count, app=app, kind=kind)
+        for reason, count in refused.items():
+            self.counts.add("refused_records", count, app=app, reason=reason)
+            log.warning("%d records of %r are refused: %s", count, app, reason)
+        return Outcome(stored_kinds, refused)
+
+    def _path(self, segment: str) -> bytes | None:
+        try:
+            return pack_ids(self.store.token_ids(segment))
+        except RecordError:
+            return None
+
+    async def health(self, request: Request) -> Response:
+        """GET /health."""
+        seconds = time.monotonic() - min(self._commits.copy(), default=math.inf)
+        status = "ok"
+        if self.failing:
+            status = "store_failed"
+        elif seconds > SLOW_SECONDS:
+            status = "store_slow"
+        return json_response({"status": status, "lost": self.store.health.lost, "waiting_bytes": self.room.bytes})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        if self.apps.check(request.scope) is not None:
+            text = "The counts are those of all applications: read them with the collector's own --token."
+            raise RequestError(403, text, code="wrong_app")
+        health = self.store.health
+        gauges = {
+            "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.room.bytes)),
+            "foreign_records": ("Records not stored, as their episodes belong to others.", float(health.foreign)),
+            "late_rewards": ("Rewards of episodes that were trained on already.", float(health.refused)),
+            "lost_records": ("Records that no store can hold.", float(health.lost)),
+        }
+        return PlainTextResponse(self.counts.text(gauges), media_type="text/plain; version=0.0.4")
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [
+            Route(PATH, self.batch, methods=["POST"]),
+            Route(SPANS, self.spans, methods=["POST"]),
+            Route(FEEDBACK, self.feedback, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        paths = {route.path for route in routes}
+        made = application(routes)
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sent(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    path = scope["path"] if scope["path"] in paths else "other"
+                    self.counts.add("requests", path=path, status=str(message["status"]))
+                    message["headers"] = [*message.get("headers", ()), (COLLECTOR_HEADER.encode(), b"1")]
+                await send(message)
+
+            await made(scope, receive, sent)
+
+        return counted
+
+    def close(self) -> None:
+        """Finish what was received."""
+        self._work.shutdown()
+
+
+def _kind(record: Record) -> str:
+    return type(record).__name__.removesuffix("Record").lower()
+
+
+def _read(body: bytes) -> Batch:
+    try:
+        batch = read_batch(body)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RequestError(400, f"The body is no batch: {error}.", code="invalid_batch") from None
+    if batch.v != VERSION:
+        text = f"The batch has version {batch.v}; this collector reads version {VERSION}."
+        raise RequestError(400, text, param="v", code="invalid_value")
+    return batch
+
+
+def running_collector(
+    address: str, apps: Apps, *, limits: BodyLimits | None = None, host: str = "127.0.0.1", port: int = 0
+) -> AbstractContextManager[RunningServer[Collector]]:
+    """Run a collector in a background thread. Raises ConfigError, RunError when it cannot start."""
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[tuple[ASGIApp, Collector]]:
+        with open_folder(address) as store:
+            made = Collector(store, apps, limits or BodyLimits())
+            try:
+                yield made.app(), made
+            finally:
+                await asyncio.to_thread(made.close)
+
+    return running(
+        opening,
+        host=host,
+        port=port,
+        token="tokens" if apps.needed else None,
+        name="cotune-collector",
+        date_header=False,
+    )
+
+
+def _await_store(address: str, say: Callable[[str], None]) -> None:
+    """Return once the database of `address` answers. Raises what opening it raises for any other reason."""
+    told = False
+    while True:
+        try:
+            open_folder(address).close()
+            return
+        except StoreUnavailableError as error:
+            if not told:
+                say(f"Waiting for the store. {error}")
+                told = True
+            time.sleep(OPENING_PAUSE)
+
+
+def collect(
+    address: str, apps: Apps, say: Callable[[str], None], *, limits: BodyLimits | None = None, host: str, port: int
+) -> None:
+    """Run a collector until Ctrl-C, SIGTERM or SIGHUP, and commit what was received. Waits for its database first."""
+    with stopped_by_signals(), contextlib.ExitStack() as stack:
+        _await_store(address, say)
+        found = stack.enter_context(running_collector(address, apps, limits=limits, host=host, port=port))
+        say(f"Collecting at {found.url}")
+        say(f"Records: {found.opened.store.address}")
+        say("Ctrl-C stops it.")
+        suggest(
+            f"COTUNE_COLLECTOR={found.url} COTUNE_APP=my_app python my_app.py",
+            f"cotune show {without_password(address)}",
+        )
+        found.wait()

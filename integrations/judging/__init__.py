@@ -1,0 +1,1 @@
+"""Judges that ask a model: of an OpenAI-compatible endpoint, or a role of the application."""

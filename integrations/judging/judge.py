@@ -1,0 +1,235 @@
+"""A judge: a model that ranks candidates of one prompt, or episodes of one task, where no function can score them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from cotune.errors import ConfigError, JudgeError, SamplerError
+from cotune.integrations.judging.endpoint import Endpoint, JudgeSettings, Passing
+from cotune.judging.episodes import FinishedEpisode, Ranking
+from cotune.judging.question import AGAIN, Question, Unusable, Verdict, question, values
+from cotune.judging.shown import shown_message, shown_messages, shown_tools
+from cotune.recording.call_records import CallerContext
+from cotune.recording.context import judging
+from cotune.recording.model_calls import ask_async
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.redaction import Redaction
+from cotune.records.ids import address, canonical
+from cotune.records.structs import Candidate
+from cotune.runtime.run_context import current_run
+from cotune.sampling.scoring import Call, Feedback
+from cotune.storage.judge_ledger import Ledger
+
+log = logging.getLogger("cotune")
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
+"""Answers a chat request with a text; raises Passing or JudgeError."""
+
+
+class Judge(Ranking):
+    """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`, or,
+    for the episodes of a task, a judge for `@solve.judge`.
+
+    The reward of each, named `name`, is the share of its siblings that it is better than, equal ones counted half: 1
+    for the best, 0 for the last. Episodes that the policy failed are siblings too, and all others are better. Equal
+    answers get equal rewards without being told apart. An answer that cannot be used, and a request that fails or takes
+    too long, is asked again once; else the siblings get no reward and are left out, counted. Answers are kept by
+    content in the run folder, and never asked for twice.
+
+    ```python
+    rubric = "Prefer the reply that answers the question, then the shorter one."
+    judge = cotune.Judge(model="gpt-4o-mini", rubric=rubric, price=(0.15, 0.6), max_cost=5.0)
+    solve.scorer("writer", group=True)(judge)
+    ```
+    """
+
+    def __init__(
+        self,
+        *,
+        rubric: str,
+        model: str | None = None,
+        role: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        price: tuple[float, float] | None = None,
+        max_cost: float | None = None,
+        settings: JudgeSettings | None = None,
+    ) -> None:
+        """Either `model`, at an OpenAI-compatible endpoint, or `role`, played by a policy of the run.
+
+        Args:
+            rubric: what makes an answer better than another, in words.
+            model: name of the model at `base_url`; like `api_key` that is the OpenAI SDK's own where it is None.
+            role: name of a role: its requests are calls of the episode, or of one of their own where it judges whole
+                episodes, recorded and, with a policy, trained like any.
+            price: of a million prompt tokens and of a million completion tokens.
+            max_cost: most that a run's requests may cost, at `price`. A request that could pass it is not sent.
+            settings: the rest, such as `passes`, `max_calls` and `timeout`.
+
+        Raises ConfigError for values that do not fit.
+        """
+        settings = settings or JudgeSettings()
+        if not isinstance(rubric, str) or not rubric.strip():
+            raise ConfigError("Judge.rubric", rubric, "must be a text that says what makes an answer better")
+        if (model is None) == (role is None):
+            fault = "is missing" if model is None else "cannot be used with role"
+            raise ConfigError("Judge.model", model, fault, "Name a model, or a role of the run.")
+        if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
+            fault = "must be the prices of a million prompt and completion tokens"
+            raise ConfigError("Judge.price", price, fault, "For example: price=(0.15, 0.6).")
+        if max_cost is not None and price is None:
+            raise ConfigError("Judge.max_cost", max_cost, "needs a price", "For example: price=(0.15, 0.6).")
+        if max_cost is not None and not max_cost > 0:
+            raise ConfigError("Judge.max_cost", max_cost, "must be a number above 0")
+        if role is not None and (settings.max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
+            fault = "cannot be used with max_calls, max_cost, price, base_url or api_key: a policy of the run answers"
+            raise ConfigError("Judge.role", role, fault)
+        self.rubric = rubric
+        self.model = model
+        self.role = role
+        self.name = settings.name
+        self.settings = settings
+        self._body = {"model": model or role, "temperature": 0, "max_tokens": settings.max_tokens, **settings.params}
+        if "max_completion_tokens" in self._body:
+            del self._body["max_tokens"]
+        self._folder = None if settings.folder is None else Path(settings.folder).absolute()
+        self._memory = Ledger(None)
+        self._place = base_url
+        self.key = f"{self.name}:{model or role}:{address(canonical([base_url, rubric]))[:8]}"
+        """The key under which its answers and costs are kept."""
+        self._endpoint = Endpoint(self.key, str(self), base_url, api_key, price or (0.0, 0.0), max_cost, settings)
+
+    def __str__(self) -> str:
+        return f"The judge {self.model or self.role}"
+
+    @overload
+    async def __call__(self, of: Sequence[Candidate], call: Call, task: Any, /) -> Sequence[Feedback | None]: ...
+    @overload
+    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Feedback | None]: ...
+    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Feedback | None]:
+        """Rewards of candidates of a call, or of episodes of a task, with the reasons; none for a single one. Raises
+        JudgeError."""
+        episode: LiveEpisode | None
+        if len(about) == 2:
+            call = about[0]
+            shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
+            entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in of]
+            kind, episode = "answers to one request", call.episode if isinstance(call, LiveCall) else None
+        else:
+            shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
+            kind, episode = "attempts at one task", judging.get().episode
+        if len(entries) < 2:
+            return [None] * len(entries)
+        distinct = list(dict.fromkeys(entries))
+        asked = functools.partial(
+            question, self.rubric, shared, distinct, what=kind, seed=self.settings.seed, reason=self.settings.reason
+        )
+        if episode is not None and episode.offline:
+            return await self._made_up(shared, len(entries), asked, episode)
+        if len(distinct) == 1:
+            return [Feedback({self.name: 0.5}, "")] * len(entries)
+        ask, redaction = self._ask(episode), judging.get().redaction if episode is None else episode.redaction
+        questions = [asked(turn=turn) for turn in range(self.settings.passes)]
+        passes = (self._verdict(one, ask, redaction) for one in questions)
+        verdicts = await asyncio.gather(*passes, return_exceptions=True)
+        numbers = [distinct.index(entry) for entry in entries]
+        ranked, reasons = [], []
+        for one, verdict in zip(questions, verdicts, strict=True):
+            if isinstance(verdict, BaseException):
+                self._ledger.count(self.key, "dropped")
+                raise verdict
+            ranked.append(values([[i for i, n in enumerate(numbers) if n in tier] for tier in verdict.tiers]))
+            reasons.append([one.feedback(verdict, number) for number in numbers])
+        means = (sum(of) / self.settings.passes for of in zip(*ranked, strict=True))
+        texts = ("\n".join(filter(None, of)) for of in zip(*reasons, strict=True))
+        return [Feedback({self.name: mean}, text) for mean, text in zip(means, texts, strict=True)]
+
+    async def _verdict(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
+        """The judge's answer to a question, which may be one that it gave before. Raises JudgeError."""
+        ledger = self._ledger
+        body = self._request(asked)
+        key = address(canonical([self._place, body]))
+        kept = ledger.answer(key) if self.role is None else None
+        if kept is not None:
+            ledger.count(self.key, "cached")
+            return asked.verdict(kept)
+        fault = ""
+        for attempt in range(2):
+            if attempt:
+                ledger.count(self.key, "asked_again")
+            try:
+                text = await ask(body)
+                verdict = asked.verdict(text)
+            except Passing as error:
+                fault = str(error)
+            except Unusable as error:
+                fault = f"its answer cannot be used: {error}"
+                correction = {"role": "user", "content": AGAIN.format(fault=error)}
+                body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
+            else:
+                if self.role is None:
+                    stored = verdict
+                    if redaction is not None and verdict.reason:  # it may quote what a redactor keeps out of records
+                        stored = verdict._replace(reason=redaction.text(verdict.reason, "feedback") or "")
+                    ledger.keep(key, self.key, asked.answer(stored))
+                return verdict
+        raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
+
+    def _ask(self, episode: LiveEpisode | None) -> Ask:
+        if self.role is None:
+            ledger = self._ledger
+            return lambda body: self._endpoint.ask(body, ledger)
+        if episode is None or episode.responder is None:
+            raise JudgeError(
+                f"{self} is a role of the run, and there is no run whose policy plays it.",
+                "Give it a model and base_url: `cotune serve` serves a run's policies.",
+            )
+        return lambda body: self._ask_role(episode, body)
+
+    async def _ask_role(self, episode: LiveEpisode, body: Mapping[str, Any]) -> str:
+        """Ask the policy of the judge's role: a call of the episode, recorded like any."""
+        assert self.role is not None
+        made = episode.start(CallerContext(self.role, "judge", given=True), body)
+        try:
+            answer = await ask_async(made)
+        except SamplerError as error:
+            raise JudgeError(f"{self} gave no answer: {error}") from error
+        if answer is None:
+            made.fail("error", "no policy plays the judge")
+            raise JudgeError(
+                f"{self} is a role that is left to the application's provider.",
+                "Give it a policy, or a model instead of a role.",
+            )
+        return answer.candidates[answer.chosen].text
+
+    async def _made_up(
+        self, shared: str, count: int, asked: Callable[[], Question], episode: LiveEpisode
+    ) -> Sequence[Feedback | None]:
+        """Rewards in a dry run, which contacts nobody: the calls of a role are made, and their answers are ignored."""
+        if self.role is not None:
+            await self._ask_role(episode, self._request(asked()))
+        order = random.Random(address(shared.encode())).sample(range(count), count)
+        return [Feedback({self.name: value}, "") for value in values([[i] for i in order])]
+
+    def _request(self, asked: Question) -> dict[str, Any]:
+        form = asked.response_format(reason=self.settings.reason) if self.settings.structured else None
+        return {**self._body, "messages": asked.messages, **({"response_format": form} if form else {})}
+
+    @property
+    def _ledger(self) -> Ledger:
+        folder = self._folder or current_run.get().folder
+        if folder is None:
+            return self._memory
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            if folder != self._folder:
+                log.warning(
+                    "%s is not shared with this machine: a judge keeps answers and caps of its own here.", folder
+                )
+        return Ledger(folder)

@@ -1,0 +1,1 @@
+"""Judging the episodes of a training step while others are rolled out."""

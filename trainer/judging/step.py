@@ -1,0 +1,99 @@
+"""Judging the episodes of a step while others are still rolled out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from cotune.errors import WorkflowError
+from cotune.judging.episodes import Outcomes, keep_outcomes, outcomes_of, refusals
+from cotune.recording.recorder import Responder
+from cotune.records.structs import Episode
+from cotune.sampling.scoring import Scored
+from cotune.trainer.judging.bench import Bench, judging_role
+from cotune.trainer.run.run import RolloutRun
+
+
+def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
+    """How the workflow's judge is asked in a step. If the judge is a role, `responder` answers for it.
+
+    If the judge is a role that is trained, it is asked about each task as often as the task has episodes, so that its
+    own episodes can be compared; otherwise once.
+    """
+    flow, plan = run.workflow, run.plan
+    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
+    return Bench(
+        workflow=flow,
+        store=run.store,
+        responder=responder,
+        training_step=step,
+        attempts=plan.k if compared else 1,
+        timeout=run.config.episode_timeout,
+    )
+
+
+class JudgedStep:
+    """Has the episodes of a step judged, those of a task together, as soon as the last of them has ended.
+
+    Without a judge it does nothing. Leaving the context cancels the judging that is not done.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._judge = bench.workflow.episode_judge
+        self._redaction = bench.workflow.redaction
+        self._ask = bench.ask
+        self._store = bench.store
+        self._expected: dict[str, int] = {}
+        self._ended: dict[str, list[Episode]] = {}
+        self._judging: list[asyncio.Task[Outcomes]] = []
+
+    async def __aenter__(self) -> JudgedStep:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._judging:
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
+
+    def expect(self, episodes: Mapping[str, int]) -> None:
+        """Tell how many episodes each task, by id, has in this step. When so many have ended, they are judged."""
+        self._expected.update(episodes)
+        for task_id in episodes:
+            self._begin(task_id)
+
+    def already(self, episodes: Iterable[Episode]) -> None:
+        """Count episodes that ended before an interruption."""
+        for episode in episodes:
+            self.ended(episode)
+
+    def ended(self, episode: Episode) -> None:
+        """Count an episode that has ended, with or without an error."""
+        self._ended.setdefault(episode.task.id, []).append(episode)
+        self._begin(episode.task.id)
+
+    async def finish(self) -> Mapping[str, int]:
+        """Wait for all outcomes. Returns the number of episodes that got none, by error.
+
+        Raises the error if no episode got an outcome, as `judge_episodes` does.
+        """
+        outcomes: dict[str, Scored | WorkflowError] = {}
+        for outcomes_of_task in await asyncio.gather(*self._judging):
+            outcomes.update(outcomes_of_task)
+        return refusals(outcomes, self._ask)
+
+    def _begin(self, task_id: str) -> None:
+        """Begin to judge a task if all of its episodes have ended."""
+        episodes = self._ended.get(task_id, [])
+        if self._judge is not None and len(episodes) == self._expected.get(task_id):
+            ordered = sorted(episodes, key=lambda episode: episode.rollout)
+            self._judging.append(asyncio.create_task(self._outcomes(ordered)))
+
+    async def _outcomes(self, episodes: list[Episode]) -> Outcomes:
+        """Have the episodes of a task judged, and store their outcomes."""
+        await asyncio.to_thread(self._store.flush)  # the judge reads their calls
+        outcomes = await outcomes_of(self._judge, self._store, episodes, self._ask, self._redaction)
+        await asyncio.to_thread(keep_outcomes, self._store, outcomes, self._redaction)
+        return outcomes

@@ -1,0 +1,67 @@
+"""What a change by hand is worth: the prompts before and after it, on the same tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import WorkflowSource, workflow_of
+from cotune.errors import RunError
+from cotune.prompts.edits import Prompts
+from cotune.records.tasks import as_tasks
+from cotune.runtime.run_context import RunContext, current_run
+from cotune.storage.open_store import open_store
+from cotune.storage.run_layout import RunLayout
+from cotune.tables import plural
+from cotune.terminal import terminal
+from cotune.trainer.evaluation.statistics import shown
+from cotune.trainer.prompts.evaluations import Evaluations, check_judge
+from cotune.trainer.prompts.held_out import HeldOut, compare_held_out
+from cotune.trainer.prompts.options import ImproveOptions
+from cotune.trainer.prompts.spending import LimitReached, Spending
+from cotune.trainer.reporting.progress import episode_bar
+
+MAX_CALLS = 2000
+"""Most calls of a comparison. More tasks than these allow belong to a search, which has a limit of its own."""
+
+
+def compare(
+    workflow: WorkflowSource,
+    tasks: str | Path | Iterable[Any],
+    before: Prompts,
+    after: Prompts,
+    folder: Path,
+) -> HeldOut | None:
+    """Run the application with both prompts on each task, and record that in a new `folder`; None where the workflow
+    gives no outcome. The application's own provider answers. Raises LimitReached after MAX_CALLS calls."""
+    app = workflow_of(workflow)
+    check_judge(app)
+    listed = as_tasks(tasks)
+    options = ImproveOptions(max_calls=MAX_CALLS)
+    console = terminal(stderr=True)
+    console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
+    folder.mkdir(parents=True, exist_ok=True)
+    current_run.set(RunContext(folder=folder))
+    with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
+        evaluations = Evaluations(app, store, None, options, Spending(MAX_CALLS, None, {}), bar)
+        try:
+            held = run_sync(compare_held_out(evaluations, before, after, listed))
+        except LimitReached as error:
+            raise LimitReached(error.cause, "Pass a file with fewer tasks: each is run twice.") from None
+        except RunError as error:
+            raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
+    for name, first in evaluations.errors.items():
+        console.print(f"{name} {evaluations.counts[name]}, the first: {first}", markup=False, highlight=False)
+    return held
+
+
+def result(held: HeldOut) -> str:
+    """The result in one sentence."""
+    said = {"better": "better", "worse": "worse", "not shown": "not shown to be better or worse"}[held.verdict]
+    difference = shown(held.difference, "+.3f")
+    text = f"{said}: {held.base:.3f} before, {held.best:.3f} after, difference {difference}"
+    text += f" on {plural(held.tasks, 'task')} ({held.level:.0%})"
+    text += f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else ""
+    return text + (f"; {plural(held.unknown, 'task')} left out without an outcome" if held.unknown else "")

@@ -1,0 +1,341 @@
+"""`cotune prompts improve`: better prompts for an application, found on its tasks and judged on held-out ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.prompts import prompts_of, trained_with
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
+from cotune.errors import ConfigError, RunError
+from cotune.integrations.apps.openai.asking import key_for
+from cotune.integrations.prompts.search import require, search
+from cotune.integrations.versions import installed
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import read_prompts, write_prompts
+from cotune.prompts.wording import Wording
+from cotune.recording.recorder import Responder
+from cotune.records.tasks import as_tasks
+from cotune.runtime.run_context import RunContext, current_run
+from cotune.storage.file_lock import FileLock
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+from cotune.storage.run_code import import_from, is_trusted, remember
+from cotune.storage.run_layout import whole_address
+from cotune.tables import plural
+from cotune.terminal import print_line, terminal
+from cotune.trainer.prompts.credit import Credit, Turns, measure
+from cotune.trainer.prompts.evaluations import Evaluations, answering_in_search, check_judge
+from cotune.trainer.prompts.found import earlier_base, find_base, guard_of, improved
+from cotune.trainer.prompts.held_out import HeldOut, compare_held_out
+from cotune.trainer.prompts.options import (
+    ImproveOptions,
+    PromptRun,
+    StoredSearch,
+    check_changes,
+    orders_of_search,
+    read_search,
+    with_whole_places,
+)
+from cotune.trainer.prompts.outcome import ImproveReport, described, write_candidates
+from cotune.trainer.prompts.problem import SCORERS, Accepted, PromptProblem
+from cotune.trainer.prompts.reflection import Reflection
+from cotune.trainer.prompts.spending import LimitReached, Spending
+from cotune.trainer.prompts.tasks import SearchTasks, split_for_search
+from cotune.trainer.prompts.tried import Tried
+from cotune.trainer.reporting.progress import episode_bar
+from cotune.trainer.run.run_folder import write_atomically
+
+Say = Callable[[str], None]
+
+
+def improve(
+    workflow: WorkflowSource,
+    tasks: str | Path | Iterable[Any],
+    options: ImproveOptions,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    responder: Responder | None = None,
+    reflector: Responder | None = None,
+) -> ImproveReport:
+    """Search for better prompts; `out` is a new folder, or with `resume` that of a search that was interrupted.
+
+    `responder` answers the application's calls, and `reflector` those of the reflection model, in place of who would.
+    Raises CotuneError subclasses for bad input, and where models cannot be reached; what was found until then is in the
+    folder.
+    """
+    options = with_whole_places(options)
+    trusted = not resume
+    if resume:
+        before = read_search(out)
+        trusted = is_trusted(orders_of_search(out))
+        if trusted:
+            import_from(before.cwd)
+    app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
+    if options.reflection is None and reflector is None:
+        raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
+    check_judge(app)
+    require()
+    if reflector is None:
+        key_for(options.reflection_url, options.reflection_key_env)
+    if options.prompts_file is None and prompts_of(options.run) is not None:
+        options = msgspec.structs.replace(options, prompts_file=options.run)
+    known = as_tasks(tasks)
+    split = split_for_search(known, options)
+    folder = PromptRun(out)
+    about = {
+        "app": whole_address(workflow) if isinstance(workflow, str) else "",
+        "cwd": str(Path.cwd()),
+        "workflow": app.name,
+        "tasks": str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else "",
+        "task_ids": [task.id for task in known],
+        "options": json.loads(msgspec.json.encode(options)),
+        "versions": installed(("cotune", "gepa", "openai")),
+    }
+    with _opened(folder, about, resume) as secret, open_store(folder.records) as store:
+        if trusted:
+            remember(orders_of_search(out))
+        current_run.set(RunContext(folder=folder.path))
+        return run_sync(_improve(app, split, options, folder, store, secret, responder, reflector))
+
+
+@contextlib.contextmanager
+def _opened(folder: PromptRun, now: dict[str, Any], resume: bool) -> Iterator[str]:
+    """The folder of the search, held; yields the secret of its marks."""
+    if folder.described.exists() and not resume:
+        raise RunError(f"{folder.path} already holds a search.", "Choose another --out, or go on with --resume.")
+    if resume:
+        before = read_search(folder.path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.lock, f"The search {folder.path}")
+    try:
+        if resume:
+            _check_same(before, now)
+            now = {**json.loads(folder.described.read_bytes()), "options": now["options"]}
+        else:
+            now = {**now, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "secret": secrets.token_hex(16)}
+        write_atomically(folder.described, json.dumps(now, indent=2).encode())
+        yield str(now["secret"])
+    finally:
+        lock.release()
+
+
+def _check_same(before: StoredSearch, now: dict[str, Any]) -> None:
+    """Raise ConfigError where a search that goes on would be another one."""
+    if before.task_ids != now["task_ids"]:
+        raise ConfigError("tasks", None, "are others than those of the search", "Name the same file, or a new --out.")
+    check_changes(before.options, now["options"])
+
+
+async def _improve(
+    app: Workflow,
+    tasks: SearchTasks,
+    options: ImproveOptions,
+    folder: PromptRun,
+    store: Store,
+    secret: str,
+    given: Responder | None,
+    reflector: Responder | None,
+) -> ImproveReport:
+    console = terminal(stderr=True)
+    say = partial(print_line, console)
+
+    for note in tasks.notes:
+        say(note)
+    spending = Spending(options.max_calls, options.max_cost, options.prices)
+    async with contextlib.AsyncExitStack() as stack:
+        responder = given or await stack.enter_async_context(answering_in_search(app, options, say))
+        bar = stack.enter_context(episode_bar(console, None))
+        evaluations = Evaluations(app, store, responder, options, spending, bar)
+        reflection = Reflection(store, options, spending, secret, reflector)
+        spending.reserve = 2 * len(tasks.held_out)
+        base, notes = await _base(evaluations, tasks, folder, say)
+        tried = await evaluations.run(base, tasks.validation)
+        _check_outcomes(tried, evaluations, say)
+        floor = min([0.0, *(one.outcome for one in tried if one.outcome is not None)])
+        say(_plan(base, tasks, options, spending))
+        credit = await measure(evaluations, base, improved(base), tasks.train, floor)
+        say(f"whose calls decide: {credit.note}")
+        problem = PromptProblem(
+            evaluations=evaluations,
+            reflection=reflection,
+            base=base,
+            wording=Wording(base.parts),
+            parts={part.name: part for part in improved(base)},
+            tasks={task.id: task for task in (*tasks.train, *tasks.validation)},
+            credit=credit,
+            turns=Turns(improved(base), scored=bool(app.scorers)),
+            floor=floor,
+            guard=guard_of(base, tasks, store, options),
+            loop=asyncio.get_running_loop(),
+        )
+        problem.on_accepted = _keeping(problem, folder, say)
+        return await _searched(problem, tasks, folder, credit, notes, say)
+
+
+async def _searched(
+    problem: PromptProblem, tasks: SearchTasks, folder: PromptRun, credit: Credit, notes: list[str], say: Say
+) -> ImproveReport:
+    base, spending = problem.base, problem.evaluations.spending
+    held: HeldOut | None = None
+    why = ""
+    try:
+        await _search(problem, tasks)
+        best = problem.prompts(problem.best().texts)
+        if isinstance(problem.ended, LimitReached):
+            why = str(problem.ended)
+        elif problem.ended is not None:
+            raise problem.ended
+        elif problem.exhausted:
+            notes = [*notes, f"The search ended after {problem.rounds} rounds, as nothing new was proposed any more."]
+        if best.id != base.id:
+            say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
+            spending.reserve = 0
+            try:
+                held = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
+            except LimitReached as error:
+                why = f"{error} The held-out tasks were not all asked."
+    except BaseException:
+        if problem.pool and not _says_more(folder, problem):
+            _write(problem, folder, credit, None)
+        raise
+    return _write(problem, folder, credit, held, why, notes)
+
+
+def _says_more(folder: PromptRun, problem: PromptProblem) -> bool:
+    """Whether the file of an earlier process is of a longer search, or has the verdict on these very prompts."""
+    if not folder.prompts.exists():
+        return False
+    before = read_prompts(folder.prompts)
+    if before.provenance.get("candidates", 0) != len(problem.pool):
+        return bool(before.provenance.get("candidates", 0) > len(problem.pool))
+    return bool(before.evaluation.get("held_out")) and before.id == problem.prompts(problem.best().texts).id
+
+
+def _check_outcomes(tried: Sequence[Tried], evaluations: Evaluations, say: Say) -> None:
+    """Raise RunError where nobody knows the outcome of any run: neither candidates nor held-out tasks would say a
+    thing. Runs that failed may be what better prompts mend."""
+    if any(one.outcome is not None for one in tried):
+        return
+    why = next((f" The first error: {text}" for name, text in evaluations.errors.items() if name == "judge_errors"), "")
+    if any(not one.error for one in tried):
+        raise RunError(
+            f"No run on the {len(tried)} tasks to choose by has an outcome, and a search needs one.{why}",
+            "Return a number from the workflow, and choose another --out. If a judge failed, mend it and use --resume.",
+        )
+    say(f"all {plural(len(tried), 'run')} of the prompts as they are failed; the first: {tried[0].error}")
+
+
+async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
+    """gepa's loop in a thread of its own; this event loop stays that of all clients of the application."""
+    options = problem.evaluations.options
+    work = asyncio.create_task(
+        asyncio.to_thread(
+            search,
+            problem,
+            problem.start(),
+            [task.id for task in tasks.train],
+            [task.id for task in tasks.validation],
+            minibatch=options.minibatch,
+            perfect=_perfect(problem, tasks),
+            seed=options.seed,
+        )
+    )
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        problem.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        raise
+    except Exception as error:
+        if problem.ended is not error or not problem.pool:
+            raise
+
+
+def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
+    """The score above which there is none, where outcomes are known to be shares."""
+    tried = [problem.evaluations.known(problem.base, task.id) for task in tasks.validation]
+    outcomes = [value for one in tried if one is not None for value in one.rewards.values()]
+    names = {name for one in tried if one is not None for name in one.rewards}
+    own = [value for one in tried if one is not None for value in one.by_role.values()]
+    if not outcomes or not all(0 <= value <= 1 for value in (*outcomes, *own)):
+        return None
+    return len(names) + (SCORERS if own else 0.0)
+
+
+async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:
+    """The parts that may change, as the application has them or as earlier prompts do, and what is said of them."""
+    options = evaluations.options
+    if folder.parts.exists():
+        return read_prompts(folder.parts), []
+    notes: list[str] = []
+    if options.prompts_file is not None:
+        base = earlier_base(options)
+    else:
+        say("running the application as it is, to find the parts of its prompts ...")
+        unedited = Prompts(parts=(), workflow=evaluations.workflow.name)
+        await evaluations.run(unedited, [*tasks.validation, *tasks.train[: max(0, 8 - len(tasks.validation))]])
+        base, notes = find_base(evaluations, options)
+    base = msgspec.structs.replace(base, trained_with=trained_with(options.run))
+    for note in notes:
+        say(note)
+    if not improved(base):
+        raise RunError(
+            "No prompt was found that can be improved.",
+            f"See why with: cotune prompts show {folder.path}.",
+        )
+    write_prompts(folder.parts, base)
+    return base, notes
+
+
+def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
+    """What will be searched, and what it may cost."""
+    parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in improved(base))
+    money = f", {options.max_cost:g} of money" if options.max_cost is not None else ""
+    if spending.prices and options.max_cost is None:
+        money = f", about {spending.cost / max(spending.calls, 1) * options.max_calls:.2g} of money"
+    return (
+        f"improving {parts}\n"
+        f"tasks: {len(tasks.train)} to reflect on, {len(tasks.validation)} to choose by, {len(tasks.held_out)} held "
+        f"out; {spending.calls_per_episode:.1f} calls a run\n"
+        f"at most {options.max_calls} calls{money}, of which {spending.calls} are made; "
+        f"{spending.reserve} runs of these are kept for the held-out tasks"
+        + (f"\n{spending.unpriced}" if spending.unpriced else "")
+    )
+
+
+def _keeping(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable[[Accepted], None]:
+    """Writes the pool after each candidate, and says what it is."""
+
+    def keep(accepted: Accepted) -> None:
+        write_candidates(folder, problem)
+        number = len(problem.pool) - 1
+        calls = problem.evaluations.spending.calls
+        what = "the prompts as they are" if not number else f"candidate {number}"
+        say(f"{what}: {accepted.score:.3f} on the tasks to choose by, after {calls} calls")
+
+    return keep
+
+
+def _write(
+    problem: PromptProblem,
+    folder: PromptRun,
+    credit: Credit,
+    held: HeldOut | None,
+    why: str = "",
+    notes: Iterable[str] = (),
+) -> ImproveReport:
+    report = described(problem, credit.note, held, why, tuple(notes), folder)
+    write_prompts(folder.prompts, report.prompts)
+    return report

@@ -1,0 +1,164 @@
+"""Training from records (recipes sft and dpo): in each step the rows of some recorded episodes, until held-out losses
+no longer fall."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from cotune.adapters.export import read_weights
+from cotune.algorithms.samples import TrainRow
+from cotune.storage.metrics_file import StepMetrics
+from cotune.trainer.commit import commit
+from cotune.trainer.records.run import RecordsRun
+from cotune.trainer.reporting.metrics import Updates, moved, step_seconds, throughput
+from cotune.trainer.reporting.profile import profiled
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.run.checkpoint import BestLoss
+from cotune.trainer.run.run_folder import write_atomically
+from cotune.trainer.schedules.schedule import lr_scale
+from cotune.trainer.step_report import StepReport
+from cotune.trainer.updates import update_policies
+
+BEST = "best"
+"""Folder of a run with the weights of each policy at its lowest held-out loss."""
+
+
+async def train_on_records(run: RecordsRun, progress: Progress) -> None:
+    """Train from the run's next step to its last, or until no policy learns any more or the run is stopped.
+
+    A policy of a finished run ends with the weights of its lowest held-out loss.
+    """
+    report = StepReport(run, progress)
+    with report.phase("checkpoint"):
+        await commit(run)
+    while not (run.finished or run.stopping):
+        async with profiled(run, progress):
+            # The rows of the step's episodes, for the policies that still learn.
+            episodes = run.schedule.of(run.state.steps)
+            rows_of_policies = run.recorded.of(episodes, run.trained)
+            rows = {policy: rows_of_policies[policy] for policy in rows_of_policies if policy in run.learning}
+
+            with report.phase("update", ", ".join(rows)):
+                scales = {policy: run.lr_scale(policy) for policy in rows}
+                updates = await update_policies(run.learner, rows, scales)
+            for policy in moved(updates):  # a version is only counted: no sampler serves it
+                run.state.versions[policy] = run.state.versions.get(policy, 0) + 1
+
+            with report.phase("held_out"):
+                held_out = await _held_out_losses(run)
+            metrics = _metrics(run, episodes, rows, updates, held_out, progress.activity.seconds)
+            report.write(metrics)
+            run.state.metrics = metrics.roles
+            run.state.steps += 1
+            with report.phase("checkpoint"):
+                await commit(run)
+    if run.finished:
+        await _adopt_best_weights(run, progress)
+    await commit(run, due=True)
+
+
+async def _held_out_losses(run: RecordsRun) -> dict[str, dict[str, float]]:
+    """The held-out loss of each policy that still learns, if it is due after this step. The weights of the lowest loss
+    so far are kept."""
+    steps = run.state.steps + 1
+    if steps % run.config.evaluation.every and steps != run.config.steps:
+        return {}
+    losses = {}
+    for policy in run.learning:
+        if policy not in run.held_out:
+            continue
+        losses[policy] = await asyncio.to_thread(run.learner.loss, policy, run.held_out[policy])
+        best, loss = run.state.best.get(policy), losses[policy]["loss"]
+        if best is None or loss < best.loss:
+            run.state.best[policy] = BestLoss(loss, steps)
+            await asyncio.to_thread(_keep_best_weights, run, policy)
+        else:
+            run.state.best[policy] = msgspec.structs.replace(best, since=best.since + 1)
+    return losses
+
+
+def _keep_best_weights(run: RecordsRun, policy: str) -> None:
+    from safetensors.numpy import save
+
+    file = _best_file(run, policy)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, save(dict(run.learner.weights(policy))))
+
+
+async def _adopt_best_weights(run: RecordsRun, progress: Progress) -> None:
+    """Give each policy the weights of its lowest held-out loss."""
+    for policy, best in run.state.best.items():
+        progress.say(f"{policy}: lowest held-out loss {best.loss:.4f} after step {best.step}; its weights are kept")
+        if best.since:
+            weights = await asyncio.to_thread(read_weights, _best_file(run, policy))
+            await asyncio.to_thread(run.learner.adopt, policy, weights)
+            run.committed = -1  # the newest checkpoint has the last weights, and is written again
+
+
+def _best_file(run: RecordsRun, policy: str) -> Path:
+    return run.folder.path / BEST / f"{run.state.policies.trained.index(policy)}.safetensors"
+
+
+def _metrics(
+    run: RecordsRun,
+    episodes: Sequence[str],
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Updates,
+    held_out: Mapping[str, Mapping[str, float]],
+    seconds: Mapping[str, float],
+) -> StepMetrics:
+    """The figures of a step. No sampler takes part in it, so figures of rollouts are 0 or empty."""
+    first_step = run.state.steps == 0
+    row_count = sum(len(rows_of_policy) for rows_of_policy in rows.values())
+    tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())
+    rates = throughput(updates, seconds) | {"tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)}
+
+    held_out_figures: dict[str, dict[str, float]] = {}
+    for policy, losses in held_out.items():
+        held_out_figures[policy] = {f"held_out_{name}": value for name, value in losses.items()}
+    roles: dict[str, dict[str, float]] = {}
+    for role, policy in run.trained.items():
+        if policy in rows:
+            rows_of_role = [row for row in rows[policy] if row.role == role]
+            roles[role] = _role_figures(rows_of_role, updates[policy]) | held_out_figures.get(policy, {})
+    policies: dict[str, dict[str, float]] = {}
+    for policy, figures in updates.items():
+        version = run.state.versions.get(policy, 0)
+        policies[policy] = {"version": version, **figures, **held_out_figures.get(policy, {})}
+
+    return StepMetrics(
+        step=run.state.steps,
+        episodes=len(episodes),
+        failed=0,
+        calls=row_count,
+        candidates=row_count,
+        groups=0,
+        rows=row_count,
+        outcome={},
+        held_out={},
+        roles=roles,
+        policies=policies,
+        left_out=dict(run.recorded.left_out) if first_step else {},
+        staleness={},
+        counters={},
+        lr_scale=lr_scale(run.config.schedule, run.state.steps, run.config.steps),
+        seconds=dict(seconds),
+        **rates,
+        updated=bool(moved(updates)),
+        notes=tuple(run.notes) if first_step else (),
+        stayed={policy: "no gradient" for policy in rows if policy not in moved(updates)},
+    )
+
+
+def _role_figures(rows: Sequence[TrainRow], update: Mapping[str, float]) -> dict[str, float]:
+    """Figures of a role from its rows; the losses are those of its policy's update."""
+    lengths = [sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in rows]
+    figures = {"rows": float(len(rows)), "tokens_mean": sum(lengths) / max(len(rows), 1)}
+    for name in ("loss", "margin", "accuracy"):
+        if name in update:
+            figures[name] = update[name]
+    return figures

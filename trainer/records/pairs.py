@@ -1,0 +1,228 @@
+"""Recipe dpo: the best and the worst of the recorded answers to each prompt, as rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import RecordError, RequestRefused
+from cotune.integrations.models.chat.answers import encode_answer
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.reading.recorded_answers import answer_values, outcome_values
+from cotune.records.ids import candidate_id, canonical, pack_ids
+from cotune.records.images import prompt_id
+from cotune.records.structs import CallRecord, Candidate
+from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.outcomes import OnFailure
+from cotune.storage.protocol import Store
+from cotune.trainer.records.answers import Unwritten, counts, learned_from
+from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is remembered of an answer while all are compared: where it is, and what it is worth."""
+
+    episode: str
+    task: str
+    call: str
+    role: str
+    index: int
+    said: bytes
+    """Digest of the answer: equal answers have equal ones."""
+    rewards: tuple[float, ...]
+    """Of every time that it was given; an answer is worth their mean."""
+
+    @property
+    def worth(self) -> float:
+        return fmean(self.rewards)
+
+
+class _Given(NamedTuple):
+    """An answer, read again."""
+
+    call: CallRecord
+    candidate: Candidate
+
+    @classmethod
+    def read(cls, store: Store, answer: _Answer) -> _Given:
+        call = next(call for call in store.calls(answer.episode) if call.id == answer.call)
+        return cls(call, next(one for one in call.candidates if one.index == answer.index))
+
+
+def read_pairs(
+    store: Store,
+    readers: Readers,
+    on_failure: OnFailure = "lowest",
+    labels: Mapping[str, float] | None = None,
+) -> Recorded:
+    """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
+
+    Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
+    of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, its
+    value in the tree of the episodes that share it (`answer_values`), or else that of its episode (`outcome_values`,
+    with `on_failure`); equal answers count once, with their mean. With `labels` by candidate, people's scores are the
+    rewards, and there are no others. Raises RecordError where there is no pair.
+    """
+    left_out: Counter[str] = Counter()
+    unwritten = Unwritten()
+    rows, learned = Rows(), Counter[str]()
+    tasks: dict[str, str] = {}
+    for answers in _by_prompt(store, left_out, on_failure, labels).values():
+        ranked = sorted(answers, key=lambda answer: answer.worth)
+        worst, best = ranked[0], ranked[-1]
+        if len(answers) < 2 or not worst.worth < best.worth:
+            left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
+            continue
+        pair = _rows(store, readers(best.role), _Given.read(store, best), _Given.read(store, worst))
+        if isinstance(pair, str):
+            left_out[pair] += len(answers)
+            for answer in answers:
+                unwritten.add(answer.role, pair, _Given.read(store, answer).candidate)
+            continue
+        left_out["in_between"] += len(answers) - 2
+        learned[best.role] += len(pair)
+        tasks[best.episode] = best.task
+        rows.add(best.episode, {best.role: pair})
+    if not rows:
+        raise RecordError(
+            f"There is no pair of a better and a worse answer to one prompt ({counts(left_out) or 'no answers'}).",
+            "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
+            "replay, or several episodes of each task.",
+        )
+    counted = {reason: count for reason, count in left_out.items() if count}
+    return Recorded(rows=rows, tasks=tasks, left_out=counted, notes=unwritten.notes(learned))
+
+
+def _by_prompt(
+    store: Store, left_out: Counter[str], on_failure: OnFailure, labels: Mapping[str, float] | None
+) -> dict[Hashable, list[_Answer]]:
+    """The different answers to each prompt that have a reward."""
+    own: dict[Hashable, list[_Answer]] = defaultdict(list)
+    shared: dict[Hashable, list[_Answer]] = defaultdict(list)
+    outcomes = outcome_values(store, on_failure)
+    values = answer_values(store, outcomes)
+    repeated: set[str] = set()
+    for episode in learned_from(store, left_out):
+        for call in store.calls(episode.id):
+            if call.status != "ok" or not call.messages:
+                left_out["failed_call" if call.status != "ok" else "no_messages"] += max(1, len(call.candidates))
+                continue
+            first = call.replayed or call.id
+            if first in values and first in repeated:
+                left_out["replayed"] += 1
+                continue
+            repeated.add(first)
+            same = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
+            prompt: Hashable = (episode.task.id, call.role, same or (call.messages_out, call.tools_out))
+            ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+            found = store.rewards(ids)
+            for id, candidate in zip(ids, call.candidates, strict=True):
+                rewards, chosen = found.get(id), candidate.index == call.chosen
+                if labels is not None:
+                    rewards = {"label": labels[id]} if id in labels else None
+                    if rewards is None:
+                        left_out["no_label"] += 1
+                        continue
+                if rewards:
+                    worth = sum(rewards.values())
+                elif chosen and (first in values or episode.id in outcomes):
+                    worth = values.get(first, outcomes.get(episode.id, 0.0))
+                else:
+                    left_out["no_reward" if chosen else "not_chosen"] += 1
+                    continue
+                answer = _Answer(
+                    episode=episode.id,
+                    task=episode.task.id,
+                    call=call.id,
+                    role=call.role,
+                    index=candidate.index,
+                    said=_digest(candidate),
+                    rewards=(worth,),
+                )
+                (own if rewards else shared)[prompt].append(answer)
+    for key, answers in shared.items():
+        if key in own:
+            left_out["no_reward"] += len(answers)
+    return {prompt: _distinct(answers) for prompt, answers in {**shared, **own}.items()}
+
+
+def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
+    found: dict[Hashable, _Answer] = {}
+    for answer in answers:
+        if before := found.get(answer.said):
+            answer = msgspec.structs.replace(before, rewards=(*before.rewards, *answer.rewards))
+        found[answer.said] = answer
+    return list(found.values())
+
+
+def _digest(candidate: Candidate) -> bytes:
+    said = pack_ids(candidate.token_ids) if candidate.token_ids else canonical(candidate.message)
+    return hashlib.blake2b(said, digest_size=16).digest()
+
+
+def _rows(store: Store, reader: Reader, best: _Given, worst: _Given) -> list[TrainRow] | str:
+    """The rows of a pair, which have one prompt, or why there are none."""
+    found, chat = [], reader.chat
+    for answer in (best, worst):
+        ids = _sampled(store, chat, answer) or _encoded(store, chat, answer)
+        if isinstance(ids, str):
+            return ids
+        found.append(ids)
+    try:
+        messages = [store.message(id) for id in best.call.messages_out]
+        images = chat.images(messages)
+    except (RecordError, RequestRefused) as error:
+        return "lost_message" if isinstance(error, RecordError) else "unrenderable"
+    prompt = found[0][0]
+    if found[1][0] != prompt:
+        return "other_prompt"
+    if len(prompt) + max(len(answer) for _, answer in found) > reader.longest:
+        return "too_long"
+    return [
+        TrainRow(
+            id=candidate_id(answer.call.id, answer.candidate.index),
+            role=answer.call.role,
+            prompt_ids=prompt,
+            response_ids=ids,
+            logprobs=(0.0,) * len(ids),
+            advantage=0.0,
+            trajectory=answer.call.episode,
+            images=images,
+        )
+        for answer, (_, ids) in zip((best, worst), found, strict=True)
+    ]
+
+
+Ids = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _sampled(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | None:
+    """Prompt and answer as they were sampled, where they are on record and of this model's tokenizer."""
+    call, ids = answer.call, answer.candidate.token_ids
+    if call.prompt is None or not ids or max(ids) >= len(chat.tokenizer):
+        return None
+    try:
+        prompt = store.token_ids(call.prompt)
+        tools = store.message(call.tools_out) if call.tools_out else None
+    except RecordError:
+        return None
+    read = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)[0]
+    return (prompt, ids) if read == answer.candidate.text else None
+
+
+def _encoded(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | str:
+    call = answer.call
+    try:
+        messages = [store.message(id) for id in call.messages_out]
+        tools = store.message(call.tools_out) if call.tools_out else None
+    except RecordError:
+        return "lost_message"
+    options: Mapping[str, object] = template_options(call.params)
+    found = encode_answer(chat, messages, tools_shown(call.params, tools), answer.candidate.message, options)
+    return found if isinstance(found, str) else (found.prompt, found.answer)
