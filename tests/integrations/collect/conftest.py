@@ -16,7 +16,7 @@ TOKENS = {"desk": ["desk-token-0123456789"], "shop": ["shop-token-0123456789"]}
 
 
 @pytest.fixture(autouse=True)
-def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def spool_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A spool of the test's own, and senders that it has to itself."""
     monkeypatch.setenv("COTUNE_SPOOL", str(tmp_path / "spool"))
     monkeypatch.setattr(senders._senders, "by_address", {})

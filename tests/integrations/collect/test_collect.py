@@ -94,7 +94,7 @@ def test_a_role_that_is_left_out_leaves_its_messages_to_others(collector, record
     assert b"private" not in records.read_bytes() + records.with_name("records.db-wal").read_bytes()
 
 
-def test_a_redactor_works_before_anything_reaches_the_disk(collector, records: Path, spool: Path, ask) -> None:
+def test_a_redactor_works_before_anything_reaches_the_disk(collector, records: Path, spool_folder: Path, ask) -> None:
     collector.opened.apps.needed = True  # every batch is refused, so that all of it stays in the spool
 
     def hide(message):
@@ -102,7 +102,7 @@ def test_a_redactor_works_before_anything_reaches_the_disk(collector, records: P
 
     with cotune.trace(collector.url, app="desk", redactor=hide):
         ask("my secret")
-    files = list(spool.rglob("*.frames"))
+    files = list(spool_folder.rglob("*.frames"))
     assert files and all(b"secret" not in path.read_bytes() and b"gone" in path.read_bytes() for path in files)
 
 

@@ -45,7 +45,7 @@ def test_kills_lose_nothing_and_store_nothing_twice(
 @pytest.mark.parametrize(
     ("kills", "applications"), [(1, 1), pytest.param(5, 5, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )
-def test_a_killed_postgres_loses_nothing(spool: Path, kills: int, applications: int) -> None:
+def test_a_killed_postgres_loses_nothing(spool_folder: Path, kills: int, applications: int) -> None:
     """Two collectors before one database, which is killed, as by a loss of power, and comes back."""
     rng, told = random.Random(8), []
     with server() as database:
@@ -62,19 +62,19 @@ def test_a_killed_postgres_loses_nothing(spool: Path, kills: int, applications: 
                 database.start()
                 told += app.end(kill=True)
             for collector in (one, two):
-                told += adopted(collector.url, spool)
+                told += adopted(collector.url, spool_folder)
                 assert collector.stop() == 0
         check(store, told)
 
 
 @pytest.mark.long  # `test_full_disk.py` fills the disk of each on its own
-def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, records: Path) -> None:
+def test_a_full_disk_of_the_application_and_then_of_the_collector(spool_folder: Path, records: Path) -> None:
     with collecting(str(records), free_port()) as collector:
         app = App(collector.url, 6.0, pause=0.1, most=4000)  # the collector is not there yet, and the spool soon full
         app.wait_for(30)
         collector.start()
         told = app.end()
-        assert not list(spool.rglob("*.frames"))
+        assert not list(spool_folder.rglob("*.frames"))
         collector.stop()
         collector.start(most=records.stat().st_size + 100_000)
         full = App(collector.url, 60.0, pause=0.0)
@@ -84,6 +84,6 @@ def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, r
         told += full.end(kill=True)
         assert collector.stop() == 0
         collector.start()
-        told += adopted(collector.url, spool)
+        told += adopted(collector.url, spool_folder)
         assert collector.stop() == 0
     check(str(records), told)
