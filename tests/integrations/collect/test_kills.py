@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
     ("applications", "collectors"), [(4, 2), pytest.param(100, 20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_kills_lose_nothing_and_store_nothing_twice(
-    spool: Path, records: Path, applications: int, collectors: int, record_property: Callable[..., None]
+    spool_folder: Path, records: Path, applications: int, collectors: int, record_property: Callable[..., None]
 ) -> None:
     rng, told = random.Random(7), []
     with collecting(str(records), free_port()) as collector:
@@ -36,7 +36,7 @@ def test_kills_lose_nothing_and_store_nothing_twice(
                 collector.start()
             time.sleep(rng.uniform(0.0, 0.5))
             told += app.end(kill=True)
-        told += adopted(collector.url, spool)
+        told += adopted(collector.url, spool_folder)
         assert collector.stop() == 0
     record_property("records", check(str(records), told))
     assert len(told) >= 30 * applications
