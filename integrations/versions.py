@@ -1,31 +1,57 @@
-"""Versions of the foreign packages that the integrations are tested with, and the refusal of any other."""
+"""Versions of the foreign packages that the integrations are tested with.
+
+An older version is refused, and so is a newer major version: recording through hooks that have moved would lose calls.
+A newer version within the tested major version is used with a warning; hooks that it lacks are still refused by name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotune.errors import CotuneError
 
-SUPPORTED: dict[str, tuple[str, str]] = {
-    "openai": ("2.45", "4"),
-    "langchain-core": ("1.3", "2"),
-    "langgraph": ("1.1", "2"),
-    "autogen-agentchat": ("0.7", "0.8"),
-    "autogen-core": ("0.7", "0.8"),
-    "openai-agents": ("0.18.3", "1"),
-    "crewai": ("1.15.29", "2"),
-    "vllm": ("0.28", "0.33"),
-    "ray": ("2.49", "3"),
+log = logging.getLogger("cotune")
+
+ALLOW_UNTESTED = "COTUNE_UNTESTED"
+"""The environment variable that allows a newer major version, if it is "1"."""
+
+
+class VersionRange(NamedTuple):
+    """The oldest and the newest version that the tests ran with; `newest` includes its patch releases."""
+
+    oldest: str
+    newest: str
+
+    @property
+    def next_major(self) -> str:
+        return str(_release(self.newest)[0] + 1)
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}.x"
+
+
+SUPPORTED: dict[str, VersionRange] = {
+    "openai": VersionRange("2.45", "3.57"),
+    "langchain-core": VersionRange("1.3", "1.8"),
+    "langgraph": VersionRange("1.1", "1.2"),
+    "autogen-agentchat": VersionRange("0.7", "0.7"),
+    "autogen-core": VersionRange("0.7", "0.7"),
+    "openai-agents": VersionRange("0.18.3", "0.24"),
+    "crewai": VersionRange("1.15.29", "1.15"),
+    "vllm": VersionRange("0.28", "0.32"),
+    "ray": VersionRange("2.49", "2.60"),
 }
-"""By distribution: the oldest version that is supported, and the first that is not any more."""
+"""By distribution. docs/reference/versions.md shows the ranges and the tests that ran."""
 
 _RUNS = ("vllm", "ray")
-"""What cotune runs on; the others it records."""
+"""cotune runs on these; it records the others."""
 
 
 _version_once = functools.cache(version)
@@ -37,20 +63,46 @@ class UnsupportedVersion(CotuneError):
 
 
 def require(distribution: str) -> str:
-    """The installed version of a framework, or "" where it has no distribution (a vendored copy).
+    """The installed version of a framework, or "" if it has no distribution (a vendored copy).
 
-    Raises UnsupportedVersion when it is older or newer than what is supported.
+    Raises UnsupportedVersion as `check` does.
     """
     try:
-        found = version(distribution)
+        installed_version = version(distribution)
     except PackageNotFoundError:
         return ""
-    check(distribution, found)
-    return found
+    check(distribution, installed_version)
+    return installed_version
+
+
+def check(distribution: str, installed_version: str) -> None:
+    """Warn, once a process, about a version that is newer than the tested ones.
+
+    Raises UnsupportedVersion if it is older than the tested ones, or of a newer major version that COTUNE_UNTESTED=1
+    does not allow.
+    """
+    tested = SUPPORTED[distribution]
+    release = _release(installed_version)
+    is_older = release < _release(tested.oldest)
+    if is_older or _is_refused_major(release, tested):
+        use = "used" if distribution in _RUNS else "recorded"
+        remedy = f"Install a supported version: pip install '{distribution}>={tested.oldest},<{tested.next_major}'"
+        raise UnsupportedVersion(
+            f"{distribution} {installed_version} cannot be {use}: tested is {tested}.",
+            f"{remedy}." if is_older else f"{remedy}, or try this one with {ALLOW_UNTESTED}=1.",
+        )
+    if untested(distribution, installed_version):
+        _warn_once(distribution, installed_version)
+
+
+def untested(distribution: str, installed_version: str) -> bool:
+    """Whether a version is newer than those that the tests ran with."""
+    newest = _release(SUPPORTED[distribution].newest)
+    return _release(installed_version)[: len(newest)] > newest
 
 
 def refusal(distribution: str) -> UnsupportedVersion | None:
-    """Why the installed version of a distribution is not supported; None where it is, or where any is."""
+    """Why the installed version of a distribution is not supported; None if it is, or if any version is."""
     try:
         if distribution in SUPPORTED:
             require(distribution)
@@ -60,23 +112,27 @@ def refusal(distribution: str) -> UnsupportedVersion | None:
 
 
 def installed(distributions: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """The versions of the distributions that are installed."""
+    versions = {}
     for name in distributions:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = _version_once(name)
-    return found
+            versions[name] = _version_once(name)
+    return versions
 
 
-def check(distribution: str, found: str) -> None:
-    """Raises UnsupportedVersion when `found` is older or newer than what is supported."""
-    oldest, beyond = SUPPORTED[distribution]
-    if not _release(oldest) <= _release(found) < _release(beyond):
-        raise UnsupportedVersion(
-            f"{distribution} {found} cannot be {'used' if distribution in _RUNS else 'recorded'}: supported is "
-            f">= {oldest} and < {beyond}.",
-            f"Install a supported version: pip install '{distribution}>={oldest},<{beyond}'.",
-        )
+def _is_refused_major(release: tuple[int, ...], tested: VersionRange) -> bool:
+    return release[0] > _release(tested.newest)[0] and os.environ.get(ALLOW_UNTESTED) != "1"
+
+
+@functools.cache
+def _warn_once(distribution: str, installed_version: str) -> None:
+    log.warning(
+        "%s %s is newer than the versions that cotune is tested with (%s). If calls are missing or fail, install one "
+        "of those.",
+        distribution,
+        installed_version,
+        SUPPORTED[distribution],
+    )
 
 
 def require_hooks(distribution: str, owner: Any, *names: str) -> None:
@@ -92,9 +148,9 @@ def require_hooks(distribution: str, owner: Any, *names: str) -> None:
 
 def unhooked(distributions: Sequence[str], error: Exception) -> UnsupportedVersion:
     """The error for a framework whose private parts are not as they were, though its version is in the range."""
-    found = ", ".join(f"{name} {version(name)}" for name in distributions)
+    installed_versions = ", ".join(f"{name} {version(name)}" for name in distributions)
     refused = UnsupportedVersion(
-        f"{found} is not built as cotune knows it: {type(error).__name__}: {error}.",
+        f"{installed_versions} is not built as cotune knows it: {type(error).__name__}: {error}.",
         "Install versions that docs/reference/versions.md lists as tested.",
     )
     refused.__cause__ = error

@@ -290,9 +290,17 @@ def _samplers(config: TrainConfig) -> int:
 
 
 def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
-    for name, found in machine.versions.items():
+    for name, installed_version in machine.versions.items():
         refused = versions.refusal(name)
-        yield blocking(refused, name) if refused else Finding("ok", name, found)
+        if refused:
+            yield blocking(refused, name)
+        elif name in versions.SUPPORTED and versions.untested(name, installed_version):
+            tested = versions.SUPPORTED[name]
+            yield Finding(
+                "warns", name, f"{installed_version}, tested is {tested}", "If it fails, install a tested version."
+            )
+        else:
+            yield Finding("ok", name, installed_version)
     needed = {"torch": "train", **({"ray": "ray"} if cluster.on_ray else {})}
     if extra:
         needed[extra] = extra

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from cotune.errors import CotuneError
 from cotune.integrations import versions
 from cotune.integrations.apps import activation
 from cotune.integrations.apps.activation import INTEGRATIONS
-from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
+from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, VersionRange, installed, require, untested
 from tests.integrations.recorded import Recorded
 
 ROOT = Path(__file__).parents[4]
@@ -25,21 +27,65 @@ def test_the_installed_versions_are_supported():
     assert require("langgraph").startswith("1.")
 
 
-@pytest.mark.parametrize("found", ["2.44.9", "2.30.0", "1.99", "4.0.0", "4.0.0rc1", "10.0"])
-def test_another_version_is_refused_by_name_range_and_remedy(found: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(versions, "version", lambda _: found)
+@pytest.fixture
+def openai_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the installed version of openai another one."""
+    versions._warn_once.cache_clear()
+    monkeypatch.delenv("COTUNE_UNTESTED", raising=False)
+    monkeypatch.setitem(SUPPORTED, "openai", VersionRange("2.45", "3.57"))
+    return lambda name: monkeypatch.setattr(versions, "version", lambda _: name)
+
+
+@pytest.mark.parametrize("older", ["2.44.9", "2.30.0", "1.99"])
+def test_an_older_version_is_refused_by_name_range_and_remedy(
+    older: str, openai_version: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COTUNE_UNTESTED", "1")
+    openai_version(older)
     with pytest.raises(UnsupportedVersion) as error:
         require("openai")
     assert str(error.value) == (
-        f"openai {found} cannot be recorded: supported is >= 2.45 and < 4. "
+        f"openai {older} cannot be recorded: tested is 2.45 to 3.57.x. "
         "Install a supported version: pip install 'openai>=2.45,<4'."
     )
 
 
-@pytest.mark.parametrize("found", ["2.45.0", "2.54.0", "3.0.0", "3.99.1.post2"])
-def test_a_version_in_the_range_passes(found: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(versions, "version", lambda _: found)
-    assert require("openai") == found
+@pytest.mark.parametrize("newer", ["4.0.0", "4.0.0rc1", "10.0"])
+def test_a_newer_major_version_is_refused_unless_it_is_allowed(
+    newer: str,
+    openai_version: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    openai_version(newer)
+    with pytest.raises(UnsupportedVersion, match="or try this one with COTUNE_UNTESTED=1"):
+        require("openai")
+    monkeypatch.setenv("COTUNE_UNTESTED", "1")
+    assert require("openai") == newer
+    assert f"openai {newer} is newer than the versions that cotune is tested with (2.45 to 3.57.x)" in caplog.text
+
+
+@pytest.mark.parametrize("tested", ["2.45.0", "2.54.0", "3.0.0", "3.57.0", "3.57.1.post2"])
+def test_a_tested_version_passes_without_a_word(
+    tested: str, openai_version: Callable[[str], None], caplog: pytest.LogCaptureFixture
+):
+    openai_version(tested)
+    assert require("openai") == tested
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("newer", ["3.58.0", "3.99.1.post2"])
+def test_a_newer_version_is_used_with_one_warning(
+    newer: str, openai_version: Callable[[str], None], caplog: pytest.LogCaptureFixture
+):
+    openai_version(newer)
+    assert require("openai") == require("openai") == newer
+    (warning,) = caplog.messages
+    assert warning.startswith(f"openai {newer} is newer than the versions that cotune is tested with (2.45 to 3.57.x).")
+
+
+def test_the_installed_versions_are_not_newer_than_the_tested_ones():
+    assert [name for name, found in installed(SUPPORTED).items() if untested(name, found)] == []
 
 
 def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):
@@ -70,8 +116,14 @@ def test_a_framework_first_imported_inside_an_episode_fails_it(monkeypatch: pyte
 def test_the_extras_allow_what_is_supported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = {pin for extra in project["optional-dependencies"].values() for pin in extra}
-    for name, (oldest, beyond) in SUPPORTED.items():
-        assert f"{name}>={oldest},<{beyond}" in pins
+    for name, tested in SUPPORTED.items():
+        assert f"{name}>={tested.oldest},<{tested.next_major}" in pins
+
+
+def test_the_page_on_versions_shows_the_ranges():
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
+    for name, tested in SUPPORTED.items():
+        assert re.search(rf"^\| [^|]*\b{name}\b[^|]* \| {re.escape(str(tested))} \|", page, re.MULTILINE), name
 
 
 HOOKS = {

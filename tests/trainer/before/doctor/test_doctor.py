@@ -102,6 +102,13 @@ def test_an_unsupported_framework_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "langgraph 0.1" in finding.text and "pip install" in finding.remedy
 
 
+def test_a_framework_that_is_newer_than_the_tests_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = msgspec.structs.replace(MACHINE, versions={**MACHINE.versions, "langgraph": "1.99"})
+    monkeypatch.setattr("cotune.integrations.versions.version", machine.versions.__getitem__)
+    findings = {finding.about: finding for finding in judge_machine(machine, ClusterConfig())}
+    assert (findings["langgraph"].level, findings["langgraph"].text) == ("warns", "1.99, tested is 1.1 to 1.2.x")
+
+
 def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
     asked = ClusterConfig(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
     assert not blocking(judge_placement([node(64, 8)], asked))
