@@ -211,6 +211,7 @@ def timed_update(bench: Bench, learner: LocalLearner, rows: Sequence[TrainRow]) 
         "checkpointed_steps": figures["checkpointed_steps"],
         "peak_gb": peak_gb(bench),
         "kernels": kernels(bench, learner, rows),
+        "attention": "flex" if learner._policies["agent"].logprob_model._flex else "blocks",
     }
 
 

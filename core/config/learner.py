@@ -85,8 +85,9 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     activation_checkpointing: ClassVar[bool | Literal["auto"]] = "auto"
     """Recompute each layer in the backward pass, in optimizer steps with a row that would not fit otherwise, or where
     small passes would compute a third more. It takes a fraction of the memory and a third more time."""
-    tree_attention: ClassVar[Literal["blocks", "flex"]] = "blocks"
-    """A few calls of SDPA with masks. FlexAttention, which computes the same on a GPU, waits for a measurement."""
+    tree_attention: ClassVar[Literal["auto", "blocks", "flex"]] = "auto"
+    """blocks: a few calls of SDPA with masks. flex: FlexAttention, which computes the same by one kernel. auto: blocks
+    on a CPU; on a GPU the faster one, by a trial before the first update."""
 
     def __post_init__(self) -> None:
         counts = ("mini_batch", "epochs", "micro_batch_tokens")

@@ -36,7 +36,7 @@ REMOVED: dict[str, str] = {
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.seed": "Use seed.",
     "learner.shared_prompts": "Leave it out: what rows have in common is computed once if the model allows it.",
-    "learner.tree_attention": "Leave it out: rows with a common beginning attend in blocks.",
+    "learner.tree_attention": "Leave it out: a GPU takes the faster of SDPA and FlexAttention.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
     "profile": "Pass --profile to cotune train: it traces one step; see docs/how-to/profile.md.",
     "records.best_of": "Use records.min_reward: it takes the answers of all episodes that did well enough.",

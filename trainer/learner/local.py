@@ -102,6 +102,9 @@ class LocalLearner:
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = PassSizes(self._policies, settings, self._group, self._optimizers)
+        # After the passes were measured: small trees are padded for FlexAttention, which keeps as much per token.
+        for policy in self._policies.values():
+            policy.choose_attention()
         trainable = {name: policy.parameters() for name, policy in policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {

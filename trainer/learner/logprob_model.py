@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from cotune.config.learner import LearnerSettings
 from cotune.errors import LearnerError
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.trainer.learner.attention_trial import prefers_flex
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.fused_layers import fuse_layers
@@ -23,9 +23,7 @@ from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
 from cotune.trainer.learner.pass_inputs import PassInputs, prepare_pass
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
-from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, flex_problem, states_over
-
-log = logging.getLogger("cotune")
+from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, states_over
 
 
 def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None = None) -> Tensor:
@@ -95,9 +93,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._dtype = settings.precision
         self._flex = settings.tree_attention == "flex"
-        if self._flex and (problem := flex_problem(network, getattr(torch, self._dtype))):
-            log.warning("FlexAttention cannot train this model here (%s): rows attend in blocks instead", problem)
-            self._flex = False
+        self._chooses_attention = settings.tree_attention == "auto"
         self.network = network
         self.fuse_layers(network.get_input_embeddings().weight.device)
         self.checkpointing = Checkpointing(network)
@@ -114,6 +110,14 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def fuse_layers(self, device: torch.device) -> None:
         """Compute by fused kernels from now on, if `device` is a GPU that they work on."""
         fuse_layers(self.network, device, getattr(torch, self._dtype))
+
+    def choose_attention(self) -> None:
+        """Choose the faster attention over trees on this network's device, unless the settings name one.
+
+        Called once before the first update, when the weights are on their device in their final form."""
+        if self._chooses_attention and self.shares:
+            dtype = getattr(torch, self._dtype)
+            self._flex = prefers_flex(self.network, dtype, autocast=self._autocast)
 
     def _needs_autocast(self, computing: Iterable[Tensor]) -> bool:
         """Whether some weights that passes compute with are in another precision than the passes. Networks that see

@@ -54,6 +54,12 @@ class PolicyModel:
         infix = f".{self.adapter}."
         return {name: p for name, p in self.peft.named_parameters() if infix in name}
 
+    def choose_attention(self) -> None:
+        """See `LogprobModel.choose_attention`; also for the untrained copy."""
+        for model in (self.logprob_model, self.frozen_copy):
+            if model is not None:
+                model.choose_attention()
+
     def activate(self) -> None:
         """Make the network compute, and take gradients for, this policy."""
         if self.adapter is not None and self.peft.active_adapter != self.adapter:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cotune.errors import error_text
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, hidden_keys, token_tree
 
@@ -193,45 +192,6 @@ def _block_mask(place: Tensor, last: Tensor, seen: Callable[..., Tensor]) -> Any
     return BlockMask.from_kv_blocks(
         *ordered(some & ~every), *ordered(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=lengths
     )
-
-
-def flex_problem(network: Any, dtype: torch.dtype) -> str:
-    """Why FlexAttention cannot train this network on its GPU; empty if it can.
-
-    Kernels are compiled for the network's shapes, forward and backward, and their gradients compared with those of
-    `BlockedAttention`. Some GPUs have too little shared memory for the backward kernel, which otherwise shows in the
-    middle of the first update. On a CPU there are no kernels to try.
-    """
-    device = network.get_input_embeddings().weight.device
-    if device.type in ("cpu", "meta"):
-        return ""
-    return _trial_problem(network.config.get_text_config(), device, dtype)
-
-
-def _trial_problem(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    heads = int(config.num_attention_heads)
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    trunk = list(range(2 * FLEX_BLOCK))
-    tree = token_tree([trunk, [*trunk[:FLEX_BLOCK], *range(1000, 1200)], [*trunk[:200], *range(2000, 2100)]])
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, count, len(tree.tokens), width, generator=generator).to(device, dtype).requires_grad_()
-        for count in (heads, groups, groups)
-    )
-    results: list[Tensor] = []
-    try:
-        for attention in (FlexAttention(tree, device), BlockedAttention(tree, device)):
-            output = attention(query, key, value, None)
-            gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
-            results.append(torch.cat([part.detach().float().flatten() for part in (output, *gradients)]))
-    except Exception as error:  # noqa: BLE001 - compilers fail in ways of their own
-        return error_text(error)
-    flex, blocks = results
-    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
-    if not (flex - blocks).norm() <= tolerance * blocks.norm():
-        return "it computes other values"
-    return ""
 
 
 @cache

@@ -13,4 +13,4 @@ class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):
     threads: int | None = LearnerSettings.threads
     shared_prompts: bool = LearnerSettings.shared_prompts
     activation_checkpointing: bool | Literal["auto"] = LearnerSettings.activation_checkpointing
-    tree_attention: Literal["blocks", "flex"] = LearnerSettings.tree_attention
+    tree_attention: Literal["auto", "blocks", "flex"] = LearnerSettings.tree_attention

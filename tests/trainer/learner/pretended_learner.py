@@ -34,7 +34,8 @@ def trained(folder: str, case: str, device: str) -> tuple[LocalLearner, list[flo
     layout, settings, loss = CASES[case]
     policies = policies_for(layout, ["a", "b"], SMALL)
     name = next(iter(policies.specs))
-    learner = LocalLearner.open(folder, policies, change(FAST, device=device, **settings), loss)
+    chosen = change(FAST, device=device, tree_attention="blocks", **settings)
+    learner = LocalLearner.open(folder, policies, chosen, loss)
     rows = [change(row, logit_bias=((3, 0.5),)) for row in make_rows()]
     rows = on_policy(learner, name, rows)
     found = [learner.update(name, rows)]

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
 from cotune.records.policies import policies_for
-from cotune.trainer.learner import load, logprob_model, tree_attention
+from cotune.trainer.learner import load, tree_attention
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.teacher import LocalTeacher
@@ -50,7 +50,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CopiesToHos
     # Both compare numbers when a model is opened, which there are none of.
     monkeypatch.setattr(load, "_check_head", lambda network: None)
     monkeypatch.setattr(tree_attention, "_computes_the_same", lambda network, flex: True)
-    monkeypatch.setattr(logprob_model, "flex_problem", lambda network, dtype: "")
     with fake_gpu() as copies:
         yield copies
 

@@ -3,14 +3,20 @@ gradient, which the kernels of GPUs compute."""
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.attention import flex_attention
 
+from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
-from cotune.trainer.learner import tree_attention
+from cotune.trainer.learner import attention_trial, logprob_model, tree_attention
 from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.token_tree import token_tree
 from tests.trainer.learner.learner_rows import FAST, SMALL, build_learner_base, change, make_rows
 
@@ -113,24 +119,96 @@ class FailsBackward(torch.autograd.Function):
         raise RuntimeError("out of resource: shared memory, Required: 114688, Hardware limit: 101376")
 
 
-def test_a_kernel_that_fails_in_the_backward_pass_is_found_before_the_first_update(folder, monkeypatch, caplog):
-    monkeypatch.setattr(
-        tree_attention, "_kernel", lambda device: lambda query, key, value, **more: FailsBackward.apply(query)
-    )
-    config = policy(folder, "blocks").network.config
-    problem = tree_attention._trial_problem(config, torch.device("cpu"), torch.float32)
-    assert "Hardware limit: 101376" in problem
-    monkeypatch.setattr("cotune.trainer.learner.logprob_model.flex_problem", lambda network, dtype: problem)
-    model = policy(folder, "flex").logprob_model
-    assert (model._flex, model.shares) == (False, True)
-    assert "rows attend in blocks instead" in caplog.text
+SHAPE = attention_trial.AttentionShape(heads=2, groups=1, width=16)
+CPU = torch.device("cpu")
 
 
-def test_a_kernel_that_computes_other_values_is_not_taken(folder, monkeypatch):
-    config = policy(folder, "blocks").network.config
+@pytest.fixture
+def trial(monkeypatch, caplog):
+    """The trial of a GPU, on the CPU and with small trees. FlexAttention computes by torch's formula."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)  # refuses gradients on a CPU
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    trial = lambda: tree_attention._trial_problem(config, torch.device("cpu"), torch.float32)  # noqa: E731
-    assert trial() == ""
-    monkeypatch.setattr(tree_attention, "_kernel", lambda device: lambda query, key, value, **more: 2.0 * query)
-    assert trial() != ""
+    monkeypatch.setattr(attention_trial, "SCALE", 16)
+    caplog.set_level(logging.INFO)
+    return lambda dtype=torch.float32: attention_trial.try_flex(SHAPE, CPU, dtype, autocast=False)
+
+
+def with_kernel(monkeypatch, kernel):
+    monkeypatch.setattr(tree_attention, "_kernel", lambda device: kernel)
+
+
+def with_seconds(monkeypatch, *seconds):
+    """Let the trial measure these for FlexAttention and for blocks."""
+    measured = iter(seconds)
+    monkeypatch.setattr(attention_trial, "fastest_seconds", lambda work, device: next(measured))
+
+
+@pytest.mark.parametrize(
+    ("flex_seconds", "blocks_seconds", "chosen"), [(0.5, 1.0, True), (0.95, 1.0, False), (2.0, 1.0, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_clearly_faster_attention_is_taken(trial, monkeypatch, caplog, dtype, flex_seconds, blocks_seconds, chosen):
+    with_seconds(monkeypatch, flex_seconds, blocks_seconds)
+    assert trial(dtype) is chosen
+    [line] = caplog.messages
+    assert line.startswith(f"Rows attend by {'FlexAttention' if chosen else 'SDPA'}: ")
+    assert f"over 512 tokens takes {1e3 * flex_seconds:.2f} ms by FlexAttention" in line
+
+
+def test_the_trial_times_forward_and_backward(trial, caplog):
+    trial()
+    [line] = caplog.messages
+    flex, blocks = (float(text) for text in re.findall(r"([0-9.]+) ms", line))
+    assert flex > 0
+    assert blocks > 0
+
+
+def out_of_memory(query, key, value, **more):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
+
+
+def without_triton(query, key, value, **more):
+    raise BackendCompilerFailed(lambda: None, RuntimeError("Cannot find a working triton installation.\nSee ..."), None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (lambda query, key, value, **more: FailsBackward.apply(query), "Hardware limit: 101376"),
+        (out_of_memory, "CUDA out of memory"),
+        (without_triton, "Cannot find a working triton installation"),
+        (lambda query, key, value, **more: query + 0.0 * (key.sum() + value.sum()), "it computes other values"),
+    ],
+)
+def test_a_trial_that_fails_leaves_blocks_and_says_why_in_one_line(trial, monkeypatch, caplog, kernel, reason):
+    with_kernel(monkeypatch, kernel)
+    assert trial() is False
+    [line] = caplog.messages
+    assert line.startswith("Rows attend by SDPA, because FlexAttention does not work here (")
+    assert reason in line
+    assert "\n" not in line
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_no_trial_is_made_on_a_cpu(folder, monkeypatch):
+    monkeypatch.setattr(attention_trial, "try_flex", lambda *shape, **more: pytest.fail("a trial on the CPU"))
+    learner = LocalLearner.open(folder, policies_for("full", ["a"], SMALL), FAST, LossSpec(kl=0.1))
+    model = learner._policies["a"]
+    assert (model.logprob_model._flex, model.logprob_model.shares) == (False, True)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_learner_trains_by_the_attention_that_the_trial_chose(folder, monkeypatch, chosen):
+    """The frozen copy, to which the KL divergence is measured, attends in the same way."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)  # refuses gradients on a CPU
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(logprob_model, "prefers_flex", lambda network, dtype, *, autocast: chosen)
+    loss = LossSpec(kl=0.1)
+    learner, blocks = (
+        LocalLearner.open(folder, policies_for("full", ["a"], SMALL), change(FAST, tree_attention=how), loss)
+        for how in ("auto", "blocks")
+    )
+    model = learner._policies["a"]
+    assert (model.logprob_model._flex, model.frozen_copy._flex) == (chosen, chosen)
+    found, expected = (one.update("a", turns()) for one in (learner, blocks))
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)

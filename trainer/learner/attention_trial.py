@@ -1,0 +1,176 @@
+"""A trial on the GPU, before the first update, of the two ways in which a network can attend over token trees.
+
+Which one is faster depends on the GPU, its drivers and the versions of torch and Triton, so it is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cotune.errors import error_line
+from cotune.trainer.learner.token_tree import token_tree
+from cotune.trainer.learner.tree_attention import FLEX_BLOCK, BlockedAttention, FlexAttention
+
+log = logging.getLogger("cotune")
+
+SCALE = 128
+"""The timed tree has 32 times as many tokens: 4,096, about a pass of a few episodes."""
+ROUNDS = 5
+"""The fastest of so many rounds counts, after one that compiles and warms up."""
+CLEARLY_FASTER = 0.9
+"""FlexAttention must take at most this share of the time of blocks. It compiles kernels for half a minute or more,
+which a small gain does not pay for, and repeated measurements differ by some percent."""
+TOLERANCE = {torch.float32: 3e-3}
+"""How far outputs and gradients may be apart, as a share of their norm. Tensor cores round float32 to TF32."""
+HALF_TOLERANCE = 5e-2
+"""The same in half precision."""
+
+Attention = BlockedAttention | FlexAttention
+States = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionShape(NamedTuple):
+    """Heads of queries, heads of keys and values, and the width of a head."""
+
+    heads: int
+    groups: int
+    width: int
+
+
+class _OtherValues(Exception):
+    """FlexAttention does not compute what blocks compute."""
+
+
+def prefers_flex(network: Any, dtype: torch.dtype, *, autocast: bool) -> bool:
+    """Whether `network`, trained in `dtype` on a GPU, attends over trees faster by FlexAttention.
+
+    Always False on a CPU. Networks of one shape are tried once per process.
+    """
+    device = network.get_input_embeddings().weight.device
+    if device.type != "cuda":
+        return False
+    config = network.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return _tried_once(AttentionShape(heads, groups, width), device, dtype, autocast)
+
+
+@cache
+def _tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, autocast: bool) -> bool:
+    log.info("Trying FlexAttention on this GPU. It compiles kernels, which may take a minute.")
+    try:
+        return try_flex(shape, device, dtype, autocast=autocast)
+    finally:
+        torch.cuda.empty_cache()  # a sampler may be on the same GPU
+
+
+def try_flex(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool) -> bool:
+    """Run both kinds of attention forward and backward, and log which is taken and why.
+
+    FlexAttention is not taken if it fails, for example without Triton, with too little shared memory for its backward
+    kernel, or if memory runs out; nor if it computes other values or is not clearly faster.
+    """
+    try:
+        # Kernels are compiled for trees of any size, but specially for one block. The last tree is the timed one.
+        for sequences in (one_block(), two_turns(16), two_turns(SCALE)):
+            tree = token_tree(sequences)
+            states = _random_states(shape, len(tree.tokens), device, dtype)
+            flex, blocks = FlexAttention(tree, device), BlockedAttention(tree, device)
+            with torch.autocast(device.type, dtype=dtype, enabled=autocast):
+                _compare(flex, blocks, states)
+        with torch.autocast(device.type, dtype=dtype, enabled=autocast):
+            flex_seconds = fastest_seconds(lambda: _forward_and_backward(flex, states), device)
+            blocks_seconds = fastest_seconds(lambda: _forward_and_backward(blocks, states), device)
+    except Exception as error:  # noqa: BLE001 - compilers fail in ways of their own
+        cause = getattr(error, "inner_exception", error)  # dynamo wraps the errors of its compiler
+        log.warning("Rows attend by SDPA, because FlexAttention does not work here (%s)", error_line(cause))
+        return False
+
+    is_faster = flex_seconds <= CLEARLY_FASTER * blocks_seconds
+    log.info(
+        "Rows attend by %s: a layer's attention over %d tokens takes %.2f ms by FlexAttention and %.2f ms by SDPA",
+        "FlexAttention" if is_faster else "SDPA",
+        len(tree.tokens),
+        1e3 * flex_seconds,
+        1e3 * blocks_seconds,
+    )
+    return is_faster
+
+
+def one_block() -> list[list[int]]:
+    """Two sequences that fit into one block of FlexAttention's mask."""
+    trunk = list(range(FLEX_BLOCK // 2))
+    return [trunk, [*trunk[:20], *range(1000, 1030)]]
+
+
+def two_turns(scale: int) -> list[list[int]]:
+    """A prompt with eight answers, one of which a second turn continues with eight answers of its own.
+
+    The tree has 32 times `scale` tokens.
+    """
+    token = 0
+
+    def fresh(count: int) -> list[int]:
+        nonlocal token
+        token += count
+        return list(range(token - count, token))
+
+    prompt = fresh(8 * scale)
+    answers = [fresh(3 * scale // 2) for _ in range(8)]
+    second_prompt = prompt + answers[0] + fresh(4 * scale)
+    return [prompt + answer for answer in answers[1:]] + [second_prompt + fresh(scale) for _ in range(8)]
+
+
+def _random_states(shape: AttentionShape, tokens: int, device: torch.device, dtype: torch.dtype) -> States:
+    """Queries [1, heads, tokens, width], and keys and values [1, groups, tokens, width], all with gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def states(heads: int) -> Tensor:
+        drawn = torch.randn(1, heads, tokens, shape.width, generator=generator)
+        return drawn.to(device, dtype).requires_grad_()
+
+    return states(shape.heads), states(shape.groups), states(shape.groups)
+
+
+def _forward_and_backward(attention: Attention, states: States) -> list[Tensor]:
+    """The output [tokens, heads, width], and the gradients of `states`."""
+    output = attention(*states, None)
+    return [output, *torch.autograd.grad(output.float().square().sum(), states)]
+
+
+def _compare(flex: FlexAttention, blocks: BlockedAttention, states: States) -> None:
+    """Raises _OtherValues unless outputs, with and without a gradient, and gradients agree."""
+    found = _forward_and_backward(flex, states)
+    expected = _forward_and_backward(blocks, states)
+    with torch.no_grad():  # a kernel of its own
+        found.append(flex(*states, None))
+        expected.append(expected[0])
+    tolerance = TOLERANCE.get(states[0].dtype, HALF_TOLERANCE)
+    for one, other in zip(found, expected, strict=True):
+        if not (one.float() - other.float()).norm() <= tolerance * other.float().norm():
+            raise _OtherValues("it computes other values")
+
+
+def fastest_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The least seconds of `ROUNDS` rounds, with the time of the host to start the kernels."""
+    wait: Callable[[], object] = contextlib.nullcontext
+    if device.type == "cuda":
+        wait = torch.cuda.synchronize
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
