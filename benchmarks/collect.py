@@ -67,8 +67,8 @@ def applications(url: str, a: argparse.Namespace) -> None:
     import multiprocessing
 
     import cotune
-    from cotune.collect import sender as senders
-    from cotune.collect.sender import Sender
+    from cotune.integrations.collect import sender as senders
+    from cotune.integrations.collect.sender import Sender
 
     processes, rate = a.processes, a.rate
     run = of_langgraph() if a.framework == "langgraph" else of_openai()
@@ -208,7 +208,7 @@ def of_openai() -> Callable[[str], list[float]]:
 
 def alone(folder: Path) -> Mapping[str, float]:
     """What a write costs in one process, to nowhere, into the spool, and into a records file, one after another."""
-    from cotune.collect.sender import Sender
+    from cotune.integrations.collect.sender import Sender
     from cotune.recording.call_records import CallerContext
     from cotune.recording.recorder import LiveEpisode, Nowhere, Sink
     from cotune.records.answers import Answer

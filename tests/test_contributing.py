@@ -20,7 +20,6 @@ NAMES = {
     "PACKAGES": "integrations/exchange/trackers/tracker.py",
     "PAGES": "integrations/web/viewer/pages.py",
     "PUBLISHED": "core/algorithms/catalogue.py",
-    "STORES": "core/storage/open_store.py",
     "SUPPORTED": "integrations/versions.py",
     "Tool": "core/config/train.py",
 }

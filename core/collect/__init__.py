@@ -1,1 +1,1 @@
-"""What an application sends to a collector: a spool on its disk, batches, and the thread that sends them."""
+"""Where records go: a store or a collector, and how much of an episode a collector gets."""

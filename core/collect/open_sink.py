@@ -1,4 +1,4 @@
-"""Where a server or a deployment records to: a store that it opens, or a collector."""
+"""Where records go: a store that is opened here, or a collector."""
 
 from __future__ import annotations
 
@@ -6,24 +6,39 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from cotune.collect.sender import Sender, is_collector, sender
+from cotune.collect.sink import Collector
+from cotune.entry_points import COLLECTORS, entry_points_by_scheme, load_entry_point, scheme_of
 from cotune.storage.open_store import is_path, open_store
 from cotune.storage.protocol import Store
 
 
+def is_collector(address: object) -> bool:
+    """Whether records are to go to a collector rather than into a store."""
+    scheme = scheme_of(address) if isinstance(address, str) else ""
+    return bool(scheme) and scheme in entry_points_by_scheme(COLLECTORS)
+
+
+def open_collector(address: str, app: str = "") -> Collector:
+    """This process's connection to a collector, for the application `app` (default: COTUNE_APP). It is shared and
+    stays open. Raises ConfigError, RunError."""
+    collector: Collector = load_entry_point(COLLECTORS, scheme_of(address))(address, app)
+    return collector
+
+
 @contextlib.contextmanager
-def open_sink(address: str | Path, app: str = "") -> Iterator[Store | Sender]:
-    """The store at an address, closed at the end, or this process's sender to a collector, for the application `app`
-    (default: COTUNE_APP). Raises ConfigError, RunError."""
+def open_sink(address: str | Path, app: str = "") -> Iterator[Store | Collector]:
+    """The store at an address, closed at the end, or this process's connection to a collector, for the application
+    `app` (default: COTUNE_APP). Raises ConfigError, RunError."""
     if is_collector(address):
-        yield sender(str(address), app)
+        yield open_collector(str(address), app)
         return
     with open_folder(address) as store:
         yield store
 
 
 def open_folder(address: str | Path) -> Store:
-    """The store at an address; a path without a suffix is a run folder, which is made. Raises ConfigError, RunError."""
+    """The store at an address. A path without a suffix is a run folder, which is created. Raises ConfigError,
+    RunError."""
     if is_path(address) and not Path(address).suffix:
         Path(address).mkdir(parents=True, exist_ok=True)
     return open_store(address)

@@ -1,4 +1,4 @@
-"""The sink of one trace whose records go to a collector, and its sampling rates by role."""
+"""A collector as core sees it, and what one trace sends to it: all records, or a share of them by role."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from cotune.collect.sender import Sender
 from cotune.errors import ConfigError, RecordError
 from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
 
@@ -28,11 +27,25 @@ def check_rates(rates: Rates) -> Rates:
     return rates
 
 
+class Collector(Protocol):
+    """This process's connection to a collector, for one application."""
+
+    url: str
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Send records soon. Never waits for the network and never raises."""
+        ...
+
+    def leave_out(self, calls: int) -> None:
+        """Count calls that a sampling rate leaves out."""
+        ...
+
+
 class CollectorRecords:
     """Sends the records of one episode on, but for the calls that the sampling rates leave out."""
 
-    def __init__(self, sender: Sender, rates: Rates = 1.0) -> None:
-        self._sender = sender
+    def __init__(self, collector: Collector, rates: Rates = 1.0) -> None:
+        self._collector = collector
         self._all = not rates if isinstance(rates, Mapping) else random.random() < rates
         self._rates = rates if isinstance(rates, Mapping) else {}
         self._drawn: dict[str, bool] = {}
@@ -48,12 +61,13 @@ class CollectorRecords:
         if not self._all:
             records = self._sampled(records)
         if records:
-            self._sender.write(records)
+            self._collector.write(records)
 
     def reading(self) -> AbstractContextManager[NoReturn]:
         """Raises RecordError: what was sent cannot be read back here."""
         raise RecordError(
-            f"The records of this trace go to {self._sender.url}.", "Read them in the collector's store: cotune show."
+            f"The records of this trace go to {self._collector.url}.",
+            "Read them in the collector's store: cotune show.",
         )
 
     def close(self) -> None:
@@ -72,7 +86,7 @@ class CollectorRecords:
             calls = [record for record in records if isinstance(record, CallRecord)]
             left_out = [call.id for call in calls if not (self._rates and self._keeps(call.role))]
             self._left_out.update(left_out)
-            self._sender.leave_out(len(left_out))
+            self._collector.leave_out(len(left_out))
             if not self._rates:
                 return kept
             for record in records:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cotune.collect.sender import is_collector, sender
+from cotune.collect.open_sink import is_collector, open_collector
 from cotune.episodes.trace_sinks import FileRecords
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.redaction import Redaction, Redactor, check_redactor
@@ -56,7 +56,7 @@ def feedback(
     rewards = components(given, source) if given else {}
     redaction = None if redactor is None else Redaction((check_redactor(redactor),))
     app = app or os.environ.get("COTUNE_APP", "")
-    sink = sender(str(address), app) if is_collector(address) else FileRecords(address)
+    sink = open_collector(str(address), app) if is_collector(address) else FileRecords(address)
     target = episode or key_target(app, check_key(key))
     try:
         sink.write(reward_records(target, rewards, text or said, redaction=redaction))

@@ -14,8 +14,8 @@ from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
-from cotune.collect.sender import Sender, is_collector, sender
-from cotune.collect.sink import CollectorRecords, Rates, check_rates
+from cotune.collect.open_sink import is_collector, open_collector
+from cotune.collect.sink import Collector, CollectorRecords, Rates, check_rates
 from cotune.episodes.later_feedback import check_key
 from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
 from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
@@ -93,21 +93,21 @@ class Recording:
         if address is None:
             address = os.environ.get("COTUNE_COLLECTOR") or None
         self._address = address
-        self._sender: Sender | None = None
+        self._collector: Collector | None = None
         if isinstance(address, str) and is_collector(address):
-            self._sender = sender(address, app)
-        if self._sender is None and sample is not None:
+            self._collector = open_collector(address, app)
+        if self._collector is None and sample is not None:
             raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
         self._sample = check_rates(1.0 if sample is None else sample)
         self._durable = durable
-        self.app = "" if self._sender else app
+        self.app = "" if self._collector is not None else app
         """The application that episodes belong to; empty for a collector, which names it itself."""
         self.redactors = () if redactor is None else (check_redactor(redactor),)
 
     def open_sink(self) -> TraceSink:
         """Open what the calls are written to."""
-        if self._sender is not None:
-            return CollectorRecords(self._sender, self._sample)
+        if self._collector is not None:
+            return CollectorRecords(self._collector, self._sample)
         return MemoryRecords() if self._address is None else FileRecords(self._address, self._durable)
 
 

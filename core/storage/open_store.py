@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from cotune.errors import ConfigError, RunError, install_extra
+from cotune.entry_points import STORES, entry_points_by_scheme, load_entry_point, scheme_of
+from cotune.errors import RunError
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
 from cotune.storage.sqlite_store import SqliteStore
 
+POSTGRESQL = ("postgresql", "postgres")
+"""Schemes of PostgreSQL, which has many addresses for one database."""
 DEFAULT_PORT = 5432
 """The port of PostgreSQL where an address names none."""
 
 
 class StoreUnavailableError(RunError):
     """The server of a store does not answer now. It may do so later."""
-
-
-def _postgres(address: Path | str, read_only: bool) -> Store:
-    try:  # by its name: core imports no integration, and no package beyond its own
-        module = import_module("cotune.integrations.collect.postgres.store")
-    except ModuleNotFoundError as error:
-        fault = f"needs psycopg ({error})"
-        raise ConfigError("records", without_password(address), fault, install_extra("postgres")) from error
-    store: Store = module.PostgresStore.open(str(address), read_only)
-    return store
-
-
-STORES: Mapping[str, Callable[[str | Path, bool], Store]] = {
-    "": SqliteStore.open,
-    "postgresql": _postgres,
-    "postgres": _postgres,
-}
-"""Stores by the scheme of their addresses; a path has none."""
 
 
 def is_path(address: Path | str) -> bool:
@@ -71,10 +54,12 @@ def store_identity(address: Path | str) -> str:
 
     Paths are resolved with their symbolic links, and a run folder stands for its records file. A database is known by
     its servers, its name and its `options`, which may choose a schema. The user, the password and how to connect do not
-    count.
+    count. The address of another package's store is compared as it is, without its password.
     """
     if is_path(address):
         return str(records_file(address))
+    if scheme_of(address) not in POSTGRESQL:
+        return without_password(address)
     parts = urlsplit(without_password(address))
     asked = dict(parse_qsl(parts.query))
     user, _, servers = parts.netloc.rpartition("@")
@@ -99,17 +84,28 @@ def folder_of(address: Path | str) -> Path | None:
 
 
 def open_store(address: Path | str, read_only: bool = False) -> Store:
-    """Open the records at an address: a run folder, a records file, or `postgresql://...`. A writer creates the file,
-    or the tables.
+    """Open the records at an address: a run folder, a records file, `postgresql://...`, or the scheme of a store that
+    another package registers. A writer creates the file, or the tables.
 
-    Raises RunError when another process writes the file, or it cannot be opened.
+    Raises RunError when no installed package opens the address, another process writes the file, or it cannot be
+    opened; ConfigError when the store needs a package that is not installed.
     """
-    scheme = "" if is_path(address) else str(address).partition("://")[0]
-    if scheme not in STORES:
-        known = ", ".join(f"{name}://" for name in STORES if name)
-        cause = f"No store is known for the address {without_password(address)} (known: {known})."
-        raise RunError(cause, "Name a run folder, its records file, or a database.")
-    return STORES[scheme](address, read_only)
+    if is_path(address):
+        return SqliteStore.open(address, read_only)
+    scheme = scheme_of(address)
+    installed = entry_points_by_scheme(STORES)
+    if scheme not in installed:
+        schemes = ", ".join(f"{name}://" for name in sorted(installed)) or "none"
+        raise RunError(
+            f"No installed package opens {without_password(address)} (installed: {schemes}).",
+            f"Name a run folder, its records file or a database, or install a package that registers {scheme!r} in "
+            f"the entry points {STORES}.",
+        )
+    opened = load_entry_point(STORES, scheme)(address, read_only)
+    if not isinstance(opened, Store):
+        cause = f"{installed[scheme][0].value} returned {type(opened).__name__} for {scheme}://, not a Store."
+        raise RunError(cause, "Return an instance of a subclass of cotune.storage.protocol.Store.")
+    return opened
 
 
 def no_records(folder: Path) -> Store:

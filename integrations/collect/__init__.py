@@ -1,1 +1,1 @@
-"""The collector: batches of many applications, and OTLP, into one store."""
+"""What an application sends to a collector, the collector itself, and records in PostgreSQL."""

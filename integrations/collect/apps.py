@@ -9,8 +9,8 @@ from pathlib import Path
 
 from starlette.types import Scope
 
-from cotune.collect.batch import check_app
 from cotune.errors import ConfigError
+from cotune.integrations.collect.batch import check_app
 from cotune.integrations.web.http.requests import Access, RequestError, header
 
 _BEARER = b"Bearer "

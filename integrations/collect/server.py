@@ -20,10 +20,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotune.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION, Batch, read_batch
 from cotune.collect.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.collect.apps import Apps
+from cotune.integrations.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION, Batch, read_batch
 from cotune.integrations.collect.checks import MOST_NAMES, KeyUse, admitted
 from cotune.integrations.collect.counts import Counts
 from cotune.integrations.collect.otlp import PATH as SPANS

@@ -11,7 +11,7 @@ import pytest
 
 import cotune
 from cotune.adapters.serving import Answers
-from cotune.collect import sender as senders
+from cotune.integrations.collect import sender as senders
 from cotune.integrations.collect.apps import Apps
 from cotune.integrations.collect.server import running_collector
 from cotune.records.structs import PolicyRef

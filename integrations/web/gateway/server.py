@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cotune.collect.open_sink import open_sink
-from cotune.collect.sender import Sender
+from cotune.collect.sink import Collector
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, Text, task_of
@@ -57,9 +57,9 @@ _TOKENS = (b"x-cotune-token", *KEYS)
 class Gateway:
     """The ASGI application of one gateway, with its providers and its store."""
 
-    def __init__(self, config: GatewayConfig, sink: Store | Sender | None) -> None:
+    def __init__(self, config: GatewayConfig, sink: Store | Collector | None) -> None:
         access = Access(config.token, _TOKENS)
-        store = None if isinstance(sink, Sender) else sink
+        store = sink if isinstance(sink, Store) else None
         self.loop = asyncio.get_running_loop()
         self.store = store
         self.episodes = Episodes(sink, config)

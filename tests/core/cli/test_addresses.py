@@ -130,7 +130,7 @@ def test_what_cannot_be_opened_is_one_line(
 ) -> None:
     wrong = {
         "postgresql://nobody:secret@127.0.0.1:1/x": "does not answer",
-        "mysql://x": "No store is known for the address mysql://x (known: postgresql://, postgres://)",
+        "mysql://x": "No installed package opens mysql://x (installed: postgres://, postgresql://)",
         postgres.database(): "has no records",
     }
     for address, text in wrong.items():

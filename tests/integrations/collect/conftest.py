@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from cotune.collect import sender as senders
+from cotune.integrations.collect import sender as senders
 from cotune.integrations.collect.apps import Apps
 from cotune.integrations.collect.server import Collector, running_collector
 from cotune.integrations.web.http.server import RunningServer

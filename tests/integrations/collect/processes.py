@@ -17,7 +17,7 @@ from cotune.storage.open_store import open_store
 
 APP = """
 import sys, time
-from cotune.collect.sender import sender
+from cotune.integrations.collect.sender import sender
 from cotune.collect.sink import CollectorRecords
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from cotune.collect import sender as senders
-from cotune.collect.sender import Sender
 from cotune.collect.sink import CollectorRecords
+from cotune.integrations.collect import sender as senders
+from cotune.integrations.collect.sender import Sender
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer

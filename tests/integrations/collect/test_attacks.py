@@ -16,9 +16,9 @@ import httpx
 import msgspec
 import pytest
 
-from cotune.collect.batch import MEDIA_TYPE, pack_batch
 from cotune.errors import ConfigError
 from cotune.integrations.collect.apps import Apps, read_tokens
+from cotune.integrations.collect.batch import MEDIA_TYPE, pack_batch
 from cotune.integrations.collect.checks import KeyUse, admitted
 from cotune.integrations.collect.server import running_collector
 from cotune.records.ids import ROOT, address, canonical, key_target, message_id, new_id, pack_ids, segment_id

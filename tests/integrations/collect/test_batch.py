@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.collect import batch
-from cotune.collect.batch import MOST_LISTS, pack_batch, read_batch
+from cotune.integrations.collect import batch
+from cotune.integrations.collect.batch import MOST_LISTS, pack_batch, read_batch
 from cotune.records.structs import Message
 from cotune.records.wire import pack
 

@@ -9,9 +9,9 @@ import pytest
 from opentelemetry.exporter.otlp.proto.http import Compression
 
 import cotune
-from cotune.collect.sender import sender
 from cotune.errors import ConfigError, RecordError
 from cotune.integrations.collect.otlp import PROTOBUF
+from cotune.integrations.collect.sender import sender
 from cotune.storage.open_store import open_store
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cotune.collect.batch import pack_batch
 from cotune.integrations.collect.apps import Apps
+from cotune.integrations.collect.batch import pack_batch
 from cotune.integrations.collect.server import running_collector
 from cotune.records.ids import message_id, new_id
 from cotune.records.structs import CallRecord, Message, Record

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import openai
 
-from cotune.collect.sender import sender
+from cotune.integrations.collect.sender import sender
 from cotune.integrations.web.gateway.server import running_gateway
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.storage.open_store import open_store

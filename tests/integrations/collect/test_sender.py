@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import cotune
-from cotune.collect import sender as senders
-from cotune.collect.batch import COLLECTOR_HEADER, Batch, read_batch
-from cotune.collect.sender import Sender
 from cotune.errors import ConfigError
+from cotune.integrations.collect import sender as senders
+from cotune.integrations.collect.batch import COLLECTOR_HEADER, Batch, read_batch
+from cotune.integrations.collect.sender import Sender
 from cotune.records.ids import new_id
 from cotune.records.structs import Record, RewardRecord
 
@@ -298,7 +298,7 @@ def test_a_folder_that_takes_no_spool_stops_no_application(
 FULL_DISK = """
 import resource, sys
 import cotune
-from cotune.collect import sender as senders
+from cotune.integrations.collect import sender as senders
 
 senders.LINGER = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and take no byte: as on a full disk

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cotune.collect.spool import Spool, abandoned
 from cotune.errors import RunError
+from cotune.integrations.collect.spool import Spool, abandoned
 
 BOUND = 80_000
 
@@ -257,8 +257,8 @@ def test_a_damaged_text_that_looks_like_heads_costs_bounded_time(
     content = bytearray(path.read_bytes())
     content[15 + 4] ^= 1  # the head of the second frame
     path.write_bytes(content)
-    monkeypatch.setattr("cotune.collect.spool._MOST_SUMMED", 10 << 20)
-    monkeypatch.setattr("cotune.collect.spool.zlib.crc32", counted)
+    monkeypatch.setattr("cotune.integrations.collect.spool._MOST_SUMMED", 10 << 20)
+    monkeypatch.setattr("cotune.integrations.collect.spool.zlib.crc32", counted)
     (found,) = abandoned(tmp_path, "", 1 << 30)
     assert found.take(1 << 20)[0] == b"one" and found.dropped > 0
     assert summed[0] < 13 << 20

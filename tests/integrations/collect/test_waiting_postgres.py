@@ -10,10 +10,10 @@ import httpx
 import psycopg
 import pytest
 
-from cotune.collect.batch import pack_batch
 from cotune.errors import RunError
 from cotune.integrations.collect import server as collector_server
 from cotune.integrations.collect.apps import Apps
+from cotune.integrations.collect.batch import pack_batch
 from cotune.integrations.collect.postgres import store as postgres_store
 from cotune.integrations.collect.postgres.tables import LOCK
 from cotune.integrations.collect.server import running_collector

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cotune.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
-from cotune.collect.spool import Spool, abandoned
 from cotune.errors import ConfigError
+from cotune.integrations.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
+from cotune.integrations.collect.spool import Spool, abandoned
 from cotune.records.ids import address
 from cotune.records.structs import Record
 from cotune.records.wire import pack
@@ -330,18 +330,14 @@ os.register_at_fork(after_in_child=_senders.renew_lock)
 
 
 def sender(url: str, app: str = "") -> Sender:
-    """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError."""
+    """This process's sender to a collector; core finds this function by its entry point. `app` is COTUNE_APP by
+    default. Raises ConfigError."""
     app = app or os.environ.get("COTUNE_APP", "")
     with _senders.lock:
         known = _senders.by_address.get((url, app))
         if known is None:
             known = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
         return known
-
-
-def is_collector(path: object) -> bool:
-    """Whether records are to go to a collector rather than into a store."""
-    return isinstance(path, str) and path.startswith(("http://", "https://"))
 
 
 def _parts(url: str) -> tuple[str, str, int | None, str]:
