@@ -54,9 +54,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Rows per optimizer step, at most. Rows of one conversation, else of one prompt, stay together where they
     fit in."""
 
-    epochs: int = 1
-    """Passes over the rows of one update."""
-
     micro_batch_tokens: int | Literal["auto"] = "auto"
     """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones
     where rows do not share. Bounds the memory of activations; gradients do not depend on it. "auto": up to 8192
@@ -90,7 +87,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     on a CPU; on a GPU the faster one, by a trial before the first update."""
 
     def __post_init__(self) -> None:
-        counts = ("mini_batch", "epochs", "micro_batch_tokens")
+        counts = ("mini_batch", "micro_batch_tokens")
         check_bounds(self, *counts, least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
         check_bounds(self, "grad_clip", "weight_decay", least=0, table="learner.")

@@ -32,10 +32,6 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
         if records.labels:
             raise ConfigError("records.labels", records.labels, f"cannot be used with recipe {recipe}", "Use dpo.")
         return
-    if learner.epochs > 1:
-        raise ConfigError(
-            "learner.epochs", learner.epochs, "cannot be used with recipe dpo", "Set it to 1, and raise steps."
-        )
     if learner.mini_batch < 2:
         raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
     if records.min_reward is not None:

@@ -33,6 +33,7 @@ REMOVED: dict[str, str] = {
     "cluster.placement": "Leave it out: learners are placed on as few machines as possible.",
     "cluster.pools": "Leave it out: the learners train all policies in turn.",
     "learner.activation_checkpointing": "Leave it out: layers are computed again where a row would not fit otherwise.",
+    "learner.epochs": "Leave it out: an update passes over its rows once. For more optimizer steps set learner.mini_batch.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.seed": "Use seed.",
     "learner.shared_prompts": "Leave it out: what rows have in common is computed once if the model allows it.",

@@ -1,9 +1,8 @@
 """The learner of one process, which may be one rank of several that train the same weights.
 
 update ── the rows of one policy in one step of training
-  └ epoch ── all rows, in another order each time
-      └ mini-batch ── rows of one optimizer step
-          └ pass (micro-batch) ── rows that go through the model at once; gradients add up over passes
+  └ mini-batch ── rows of one optimizer step, in another order in each update
+      └ pass (micro-batch) ── rows that go through the model at once; gradients add up over passes
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class LocalLearner:
     def _train(
         self, policy: str, rows: Sequence[TrainRow], lr_scale: float, advantages: Sequence[Floats] | None = None
     ) -> Mapping[str, float]:
-        """All epochs and mini-batches of one step. `advantages` [tokens of the row] go before those of the rows.
+        """All mini-batches of one step, each once. `advantages` [tokens of the row] go before those of the rows.
 
         Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
         row's grammar forced does not count either. Rows without an advantage count in the denominators of the loss; no
@@ -190,17 +189,17 @@ class LocalLearner:
             # Rows into optimizer steps; which of them go through the model.
             self._seen[policy] = {}
             rows = model.without_forced_tokens(rows)
-            epochs = [mini_batches(rows, settings.mini_batch, self._order[policy]) for _ in range(settings.epochs)]
+            split = mini_batches(rows, settings.mini_batch, self._order[policy])
             tokens = UpdateTokens(rows, loss, advantages)
             passed = [loss.moves_alone or moves for moves in tokens.moves]
             halved = size.halved
 
             # log pi before the first step, which the loss's mask compares with the sampler's.
-            before = partial(self._logprobs_before, model, tokens, epochs, passed)
+            before = partial(self._logprobs_before, model, tokens, split, passed)
             tokens.compare(size.fitting(before, lambda: None))
             found = {**tokens.masked_share(), "rows": float(sum(passed))}
             lengths = tokens.lengths.tolist()
-            batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if lengths[i]])]
+            batches = [used for batch in split if (used := [i for i in batch if lengths[i]])]
             if not batches:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
 
@@ -208,12 +207,11 @@ class LocalLearner:
             update = Update(model, tokens, passed, MetricSums([row.role for row in rows]))
             norms, checkpointed = [0.0] * len(batches), 0
             losses = torch.zeros(len(batches), dtype=torch.float64, device=model.device)
-            first = sum(any(lengths[i] for i in batch) for batch in epochs[0])
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
                 if not (any(passed[i] for i in batch) or settings.weight_decay):
                     continue  # idle
-                backward = partial(self._backward, update, batch, noting=step < first)
+                backward = partial(self._backward, update, batch)
                 losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += size.checkpointed
                 norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
@@ -340,14 +338,14 @@ class LocalLearner:
         return passes(rows, batch, size.tokens, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
-        self, model: PolicyModel, tokens: UpdateTokens, epochs: Sequence[Batches], passed: Sequence[bool]
+        self, model: PolicyModel, tokens: UpdateTokens, split: Batches, passed: Sequence[bool]
     ) -> Tensor | None:
         """[N] log pi before the update, where it has to be known before the first optimizer step; also of rows that are
         not `passed`, where the loss has a mask. NaN, or None for all, where the first step's own passes tell it.
-        Computed in the passes of the first epoch: in bfloat16 other passes round otherwise."""
+        Computed in the passes of the update: in bfloat16 other passes round otherwise."""
         rows, masks = tokens.rows, tokens.loss.mask != "none"
-        told = epochs[0][0] if len(epochs) == 1 and not masks else []
-        batches = [[i for i in batch if passed[i]] for batch in epochs[0] if batch is not told]
+        told = [] if masks else split[0]
+        batches = [[i for i in batch if passed[i]] for batch in split if batch is not told]
         batches.append([i for i in range(len(rows)) if masks and not passed[i]])
         if not any(batches):
             return None
@@ -386,9 +384,9 @@ class LocalLearner:
             at = at[tokens.counted[at]]
             update.sums.skip(tokens.row[at], to_device(tokens.sampler[at], update.model.device))
 
-    def _backward(self, update: Update, batch: Sequence[int], *, noting: bool) -> Tensor:
-        """Gradients of one mini-batch (indices of rows), with `noting` for `seen`; returns this rank's part of its
-        loss, on the device: the host queues all passes of a step without waiting for one."""
+    def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
+        """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss, on the device: the
+        host queues all passes of a step without waiting for one."""
         model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
         weight = torch.zeros(len(tokens.rows))
         weight[places] = row_weights(loss, tokens.lengths[places], tokens.trajectory_lengths[places])
@@ -416,8 +414,7 @@ class LocalLearner:
             done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach()), inputs.computed))
         for micro, own, parts, computed in done:
             update.sums.add(micro, own, parts, computed=computed)
-            if noting:
-                tokens.note(micro, own)
+            tokens.note(micro, own)
         return total
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:

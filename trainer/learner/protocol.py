@@ -18,7 +18,7 @@ class Learner(Protocol):
     """Holds the trainable weights of every policy and one optimizer per policy."""
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """Train one policy on its rows (all epochs and mini-batches of one step); return metrics by name."""
+        """Train one policy on its rows (all mini-batches of one step); return metrics by name."""
         ...
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:

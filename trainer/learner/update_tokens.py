@@ -148,8 +148,7 @@ class UpdateTokens:
         )
 
     def note(self, rows: Sequence[int], own: Tokens) -> None:
-        """Keep what a pass of the first epoch saw of its tokens that count, before the update or early in it. In later
-        ones a row may be another rank's, and would count twice in `seen`."""
+        """Keep what a pass saw of its tokens that count, for `seen`."""
         at = self.at(rows)
         if own.entropy is not None:
             self._noted.append((at[self.counted[at]], torch.stack([own.new, own.entropy]).detach().float()))

@@ -155,10 +155,10 @@ def test_loss_of_the_first_step_is_worked_out_by_hand(opened, base):
 
 
 @long_on_workers
-def test_mini_batches_and_epochs_are_optimizer_steps(opened, base):
-    learner = opened(base, settings=change(FAST, mini_batch=4, epochs=2))
+def test_mini_batches_are_optimizer_steps(opened, base):
+    learner = opened(base, settings=change(FAST, mini_batch=4))
     metrics = learner.update("a", on_policy(learner, "a", make_rows(groups=3, k=4)))
-    assert metrics["steps"] == 6
+    assert metrics["steps"] == 3
     assert metrics["ratio_max"] > 1.0
 
 
@@ -186,7 +186,7 @@ def test_mini_batches_without_an_advantage_do_not_lower_the_gradient_norm(opened
 
 
 def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
-    learner = opened(base, settings=change(FAST, mini_batch=1, epochs=2, micro_batch_tokens=64))
+    learner = opened(base, settings=change(FAST, mini_batch=1, micro_batch_tokens=64))
     rows = on_policy(learner, "a", make_rows(temperature=0.7))
     rows[0] = msgspec.structs.replace(rows[0], advantage=0.0)
     shifted = [msgspec.structs.replace(row, logprobs=tuple(p - 0.25 for p in row.logprobs)) for row in rows]
@@ -204,11 +204,10 @@ def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
 
 
 @maths
-def test_a_row_is_noted_in_the_first_epoch_alone(opened, base, monkeypatch):
-    """Later it may be another rank's, whose figures would be added to those of the first."""
+def test_a_row_is_noted_once(opened, base, monkeypatch):
     noted = []
     monkeypatch.setattr(UpdateTokens, "note", lambda tokens, rows, own: noted.extend(rows))
-    opened(base, settings=change(FAST, mini_batch=4, epochs=3)).update("a", make_rows())
+    opened(base, settings=change(FAST, mini_batch=4)).update("a", make_rows())
     assert sorted(noted) == list(range(12))
 
 
@@ -309,12 +308,12 @@ def test_a_large_gap_is_truncated_and_counted(opened, base):
 
 @long_on_workers
 def test_the_policy_before_the_update_is_taken_before_the_first_step(opened, base):
-    learner = opened(base, settings=change(FAST, mini_batch=4, epochs=2))
+    learner = opened(base, settings=change(FAST, mini_batch=4))
     metrics = learner.update("a", [msgspec.structs.replace(r, logprobs=(-3.0,) * len(r.logprobs)) for r in make_rows()])
     rows = make_rows()
     before = opened(base).logprobs("a", rows)
     gap = np.abs(np.concatenate(before) + 3.0)
-    assert metrics["sampler_gap_mean"] == pytest.approx(gap.mean(), rel=1e-4)  # of all rows, in both epochs
+    assert metrics["sampler_gap_mean"] == pytest.approx(gap.mean(), rel=1e-4)  # of all rows, in all steps
     assert metrics["ratio_max"] > 1.0
 
 
@@ -368,7 +367,7 @@ def test_full_weights_are_named_like_the_models_parameters_and_are_copies(opened
 
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_a_resumed_run_is_bit_exact(opened, base, tmp_path, layout):
-    settings = change(FAST, mini_batch=4, epochs=2)
+    settings = change(FAST, mini_batch=4)
     steps = [make_rows(groups=2, seed=seed) for seed in range(3)]
     straight = opened(base, layout, settings)
     straight.update("a", steps[0])

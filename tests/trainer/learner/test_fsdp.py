@@ -128,7 +128,7 @@ def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks
 
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
-    settings = change(FINE, mini_batch=3, epochs=2, micro_batch_tokens=60)
+    settings = change(FINE, mini_batch=2, micro_batch_tokens=60)
     policies = policies_for(layout, ("a", "b"), SMALL)
     local = with_eps(LocalLearner.open(base, policies, settings, LossSpec()))
     fsdp = with_eps(two_ranks.learner(base, policies, settings, LossSpec()))

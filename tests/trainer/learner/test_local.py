@@ -78,8 +78,8 @@ def test_what_the_first_steps_passes_tell_is_not_computed_before_them(base, monk
     settings = change(FAST, mini_batch=4)
     computed = []
 
-    def before(learner, model, tokens, epochs, passed):  # of all rows, as a mask would ask
-        return learner._logprobs(model, tokens.rows, epochs[0])
+    def before(learner, model, tokens, split, passed):  # of all rows, as a mask would ask
+        return learner._logprobs(model, tokens.rows, split)
 
     def counted(learner, model, rows, batches):
         computed.append(sum(map(len, batches)))
@@ -222,7 +222,7 @@ def test_lora_weights_are_a_peft_state_dict(base, tmp_path):
 
 
 def test_bad_settings_name_the_field(base, tmp_path):
-    for fields in ({"mini_batch": 0}, {"epochs": 0}, {"lr": 0.0}, {"grad_clip": -1.0}):
+    for fields in ({"mini_batch": 0}, {"lr": 0.0}, {"grad_clip": -1.0}):
         with pytest.raises(ConfigError, match=rf"learner\.{next(iter(fields))}"):
             change(FAST, **fields)
     with pytest.raises(ConfigError, match=r"learner\.device"):

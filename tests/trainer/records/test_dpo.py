@@ -161,7 +161,6 @@ def test_a_run_on_the_groups_of_a_tree(trainer: Trainer, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learner": {"epochs": 2}}, "learner.epochs = 2 cannot be used with recipe dpo"),
         ({"learner": {"mini_batch": 1}}, "learner.mini_batch = 1 must be 2 or more"),
         ({"dpo": {"beta": 0.0}}, "dpo.beta = 0.0 must be a number above 0"),
         ({"records": {"path": "x", "min_reward": 1.0}}, "records.min_reward = 1.0 cannot be used with recipe dpo"),

@@ -257,7 +257,7 @@ def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkp
 
     # Logits are computed for answers only, and again for the gradient of the output embedding.
     of_answer_token = (4.0 if size.adapter else 8.0) * size.head
-    return config.learner.epochs * (tokens * of_token + answer_tokens * of_answer_token) / rates.operations
+    return (tokens * of_token + answer_tokens * of_answer_token) / rates.operations
 
 
 def _prompts(config: TrainConfig) -> int:

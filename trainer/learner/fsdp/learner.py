@@ -119,7 +119,7 @@ class FsdpLearner:
         return learner
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """All epochs and mini-batches of one step, as `LocalLearner.update`, with the same metrics."""
+        """All mini-batches of one step, as `LocalLearner.update`, with the same metrics."""
         check_rows(rows)
         self._check(policy)
         metrics: dict[str, float] = self._ranks.call("update", policy, pack_rows(rows), lr_scale)

@@ -230,9 +230,9 @@ def test_the_configuration_is_grouped_with_defaults_and_help(run):
         heads = re.findall(r'scope="rowgroup">\[(\w+)\]', page)
         assert heads[-1] == "versions" and {"plan", "replay", "rewards", "learner"} <= set(heads)
         assert re.search(r'learner.lr</td><td class="mono break"><b>0.003</b></td>.*Learning rate of AdamW', page)
-        assert re.search(r'learner.epochs</td><td class="mono break">1</td>', page)
+        assert re.search(r'learner.quantize</td><td class="mono break">none</td>', page)
         said = text(f"{server.url}/run/trained/config?set=1")
-        assert "learner.lr" in said and "learner.epochs" not in said
+        assert "learner.lr" in said and "learner.quantize" not in said
 
 
 def test_the_view_of_curves_is_in_the_address(driver, site):

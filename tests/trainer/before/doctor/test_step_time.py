@@ -75,7 +75,6 @@ def test_a_step_on_a_gpu_in_numbers() -> None:
 
 def test_what_costs_more_takes_longer() -> None:
     plain = estimate(asked(), on_gpu())
-    assert estimate(asked(learner={"epochs": 2}), on_gpu()).parts["updates"] == 2 * plain.parts["updates"]
     # TF32 has half of the rate of bfloat16.
     slow = estimate(asked(learner={"dtype": "float32"}), on_gpu()).parts["updates"]
     assert slow == pytest.approx(2 * plain.parts["updates"])
