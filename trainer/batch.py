@@ -80,14 +80,12 @@ def with_teacher_hints(run: RolloutRun, episodes: Sequence[Episode], collected: 
 
 def group_and_weigh(run: RolloutRun, collected: Collected) -> Prepared:
     """Samples in groups, with advantages."""
-    policies = run.policies_at(run.state.steps)
     return prepare_each(
         collected.samples,
         run.recipes,
         run.state.advantages,
         context=StepContext(
             consumed=run.store.consumed(),
-            decays=[name for name in policies.trained if run.config.decay_of(name) > 0],
             frozen=run.frozen(run.state.steps),
             task_weights=run.task_weights,
         ),

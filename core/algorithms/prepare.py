@@ -88,8 +88,6 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
 
     consumed: Container[str] = ()
     """Ids of groups that were trained on before."""
-    decays: Collection[str] = ()
-    """Policies that weight decay moves even without a signal."""
     frozen: Collection[str] = ()
     """Policies that are compared but not trained in this step."""
     task_weights: Mapping[str, float] | None = None
@@ -108,7 +106,7 @@ def prepare(
     """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
 
     `others` are the other answers in the episodes (`Collected.others`). A policy whose advantages are all zero has no
-    signal: its samples are left out, unless the loss or weight decay moves the policy anyway. `part` names the samples
+    signal: its samples are left out, unless the loss moves the policy anyway. `part` names the samples
     if other samples of the step have another recipe; each part has its own groups and moving averages.
 
     Raises GroupError when candidates of different prompts meet in a group that must share one, and when more than half
@@ -225,12 +223,12 @@ def _filter_samples(weighed: Sequence[_Weighed], groups: Sequence[Group], recipe
             if not one.reason and one.sample.id in low:
                 one.reason = "low_entropy"
 
-    # Without an advantage in the whole step a policy stays as it is, unless its loss or weight decay moves it anyway.
+    # Without an advantage in the whole step a policy stays as it is, unless its loss moves it anyway.
     if not recipe.loss.moves_alone:
         moving = {one.sample.policy.name for one in weighed if one.advantage and not one.reason}
         for one in weighed:
             policy = one.sample.policy.name
-            if not one.reason and policy not in moving and policy not in context.decays:
+            if not one.reason and policy not in moving:
                 one.reason = "no_signal"
     for one in weighed:
         if not one.reason and one.sample.policy.name in context.frozen:

@@ -78,7 +78,6 @@ def regroup(
             samples,
             chosen,
             context=StepContext(
-                decays={name for name in names if config.decay_of(name) > 0},
                 frozen={name for name in names if step is not None and not config.trains(name, step)},
             ),
             others=collected.others,
@@ -205,10 +204,10 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if _is_of_run(folder) else None
     with contextlib.suppress(RunError):  # a damaged one
         if checkpoint is not None and step is not None:
-            routing = config_of(store).routing
+            swap = config_of(store).routing.swap
             trained = [one for one in read_policies(checkpoint) if one.kind in TRAINED]
             roles = {role: one.name for one in trained for role in one.roles}
-            return swapped_roles(roles, routing.swap, routing.swap_every, step)
+            return swapped_roles(roles, swap, step)
     return None
 
 

@@ -34,9 +34,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     back to its last checkpoint and continues in float32, and a run with "bfloat16" stops. On a GPU what stays float32
     is multiplied in TF32."""
 
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
-
     lr: float | None = None
     """Learning rate of AdamW; default: 5e-6 for a LoRA, 1e-6 for all weights. This suits models of 1B parameters and
     more; a model of under a million parameters needs about a thousand times as much."""
@@ -90,7 +87,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
         counts = ("mini_batch", "micro_batch_tokens")
         check_bounds(self, *counts, least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
-        check_bounds(self, "grad_clip", "weight_decay", least=0, table="learner.")
+        check_bounds(self, "grad_clip", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
 

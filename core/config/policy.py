@@ -32,8 +32,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of [rewards] for this policy, in addition to the run's if it has the run's recipe."""
     loss: LossSettings = LossSettings()
     """Settings of [loss] for this policy, in addition to the run's if it has the run's recipe."""
-    weight_decay: float | None = None
-    """Without a value `learner.weight_decay`."""
     teacher: str = ""
     """Its teacher with recipe distill, as `distill.teacher`, which it is without a value."""
     train: str = ""
@@ -49,12 +47,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_bounds(self, "lr", table="policy.")
-        check_bounds(self, "weight_decay", least=0, table="policy.")
 
     @property
     def of_training(self) -> Iterator[str]:
         """Settings that are given and only mean something to a policy that is trained."""
-        for name in ("lr", "schedule", "weight_decay", "recipe", "rewards", "loss", "train", "teacher"):
+        for name in ("lr", "schedule", "recipe", "rewards", "loss", "train", "teacher"):
             if getattr(self, name) not in UNSET:
                 yield name
 

@@ -69,12 +69,9 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[routing] Roles that change their policies during training. Evaluation and the export do not change them."""
 
     swap: tuple[str, ...] = ()
-    """Two or more roles that pass their policies around in a ring (CORY)."""
-    swap_every: int = 5
-    """Steps between two swaps."""
+    """Two or more roles that pass their policies around in a ring, every 5 steps (CORY)."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "swap_every", least=1, table="routing.")
         if len(self.swap) == 1 or len(set(self.swap)) < len(self.swap):
             raise ConfigError("routing.swap", list(self.swap), "is not two or more different roles")
 

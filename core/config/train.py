@@ -229,11 +229,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         same = (one.tool_format for one in self.policy if one.model and normpath(one.model) == normpath(own.model))
         return next(filter(None, same), self.tool_format)
 
-    def decay_of(self, name: str) -> float:
-        """The weight decay of a policy."""
-        own = self.own_of(name)
-        return self.learner.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-
     def trains(self, name: str, step: int) -> bool:
         """Whether a policy is trained in `step`, counted from 0."""
         own = self.own_of(name)

@@ -118,10 +118,14 @@ def models_said(bases: Mapping[str, Sequence[str]]) -> str:
     return f"the model{'s' if len(bases) > 1 else ''} {', '.join(bases)}"
 
 
-def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], every: int, step: int) -> dict[str, str]:
+STEPS_BETWEEN_SWAPS = 5
+"""Twenty swaps in a run of 100 steps, and enough steps between two for a policy to learn in its new role."""
+
+
+def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], step: int) -> dict[str, str]:
     """The policy of each role with the roles of `ring` moved on: in step s (from 0) each has the policy of the one that
-    is s // every places after it (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
-    shift = step // every
+    is s // STEPS_BETWEEN_SWAPS places after it (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
+    shift = step // STEPS_BETWEEN_SWAPS
     return {**roles, **{role: roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}}
 
 

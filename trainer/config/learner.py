@@ -14,7 +14,7 @@ FULL_LR = 1e-6
 
 
 class PolicyTraining(NamedTuple):
-    """How a learner trains one policy: its rate and weight decay are those of `settings`."""
+    """How a learner trains one policy: its rate is that of `settings`."""
 
     settings: LearnerSettings
     loss: LossSpec

@@ -21,7 +21,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy is trained with, by its own table or the run's."""
 
     learner: LearnerSettings
-    """With its own rate and weight decay."""
+    """With its own rate."""
     schedule: ScheduleConfig
     teacher: str = ""
     """Of a policy that learns from one; "" for others."""
@@ -77,7 +77,7 @@ def settings_of(config: TrainConfig, policy: str) -> PolicySettings:
     if own is None:
         return PolicySettings(learner=config.learner, schedule=config.schedule, teacher=teacher)
     lr = config.learner.lr if own.lr is None else own.lr
-    learner = msgspec.structs.replace(config.learner, lr=lr, weight_decay=config.decay_of(policy))
+    learner = msgspec.structs.replace(config.learner, lr=lr)
     return PolicySettings(learner=learner, schedule=own.schedule or config.schedule, teacher=teacher)
 
 

@@ -33,7 +33,7 @@ REMOVED: dict[str, str] = {
     "cluster.placement": "Leave it out: learners are placed on as few machines as possible.",
     "cluster.pools": "Leave it out: the learners train all policies in turn.",
     "learner.activation_checkpointing": "Leave it out: layers are computed again where a row would not fit otherwise.",
-    "learner.epochs": "Leave it out: an update passes over its rows once. For more optimizer steps set learner.mini_batch.",
+    "learner.epochs": "Leave it out: an update passes over its rows once. More steps: a smaller learner.mini_batch.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.seed": "Use seed.",
     "learner.shared_prompts": "Leave it out: what rows have in common is computed once if the model allows it.",
@@ -45,6 +45,7 @@ REMOVED: dict[str, str] = {
     "routing.past": _NO_PAST,
     "routing.pool": _NO_PAST,
     "routing.pool_every": _NO_PAST,
+    "routing.swap_every": "Leave it out: the roles of routing.swap exchange their policies every 5 steps.",
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "keep_checkpoints": "Leave it out: a run keeps its two newest checkpoints, the guard's, and with "
     "evaluation.keep_best the best ones.",
@@ -59,6 +60,8 @@ REMOVED: dict[str, str] = {
     "learner.threads": "Leave it out: a core each, or one thread for a model of less than 16 million parameters. "
     "OMP_NUM_THREADS sets another number.",
     "sampling.prefix_cache": "Use sampling.repeatable = true for a run that can be repeated exactly.",
+    "learner.weight_decay": "Leave it out: weights do not decay. loss.kl holds them to the untrained model.",
+    "policy.weight_decay": "Leave it out: weights do not decay. loss.kl holds them to the untrained model.",
     "records.version": "Leave it out, and choose by time with records.since.",
     "dpo.length_normalised": "Leave it out: sums over an answer's tokens are compared.",
     "curriculum.easy": "Leave it out: a task with a mean reward of 0.6 or more is easy.",

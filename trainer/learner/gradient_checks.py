@@ -159,7 +159,7 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
         if not pieces[0].numel():
             continue
-        value, size = pieces[0], _adam_step(group, taken, *pieces).abs()
+        value, size = pieces[0], _adam_step(group, taken, *pieces[1:]).abs()
         unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
         reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
         place = int(reach.argmax())
@@ -170,14 +170,12 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     return _Reach(index, largest, tuple(counts.tolist()))
 
 
-def _adam_step(
-    group: Mapping[str, Any], taken: int, value: Tensor, gradient: Tensor, first: Any = 0.0, second: Any = 0.0
-) -> Tensor:
-    """What AdamW will subtract (decoupled weight decay, arXiv 1711.05101), its moments after `taken` steps given."""
+def _adam_step(group: Mapping[str, Any], taken: int, gradient: Tensor, first: Any = 0.0, second: Any = 0.0) -> Tensor:
+    """What AdamW will subtract without weight decay, its moments after `taken` steps given."""
     beta1, beta2 = group["betas"]
     mean = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1 ** (taken + 1))
     square = (beta2 * second + (1 - beta2) * gradient**2) / (1 - beta2 ** (taken + 1))
-    return group["lr"] * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * value)
+    return group["lr"] * mean / (square.sqrt() + group["eps"])
 
 
 def _entry(parameter: nn.Parameter, index: int) -> float:

@@ -209,7 +209,7 @@ class LocalLearner:
             losses = torch.zeros(len(batches), dtype=torch.float64, device=model.device)
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
-                if not (any(passed[i] for i in batch) or settings.weight_decay):
+                if not any(passed[i] for i in batch):
                     continue  # idle
                 backward = partial(self._backward, update, batch)
                 losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
@@ -233,7 +233,7 @@ class LocalLearner:
                 "grad_norm": float(np.mean([norm for norm in finite if norm > 0.0] or [0.0])),
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
-                "idle_steps": float(norms.count(0.0)) if settings.weight_decay == 0.0 else 0.0,
+                "idle_steps": float(norms.count(0.0)),
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(size.tokens),
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
@@ -419,7 +419,7 @@ class LocalLearner:
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
-        zero, which moves nothing by momentum either; but weight decay acts."""
+        zero, which moves nothing by momentum either."""
         model, optimizer, settings = self._policies[policy], self._optimizers[policy], self._methods[policy].settings
         norm = clip_gradients([p for p in model.parameters().values() if p.grad is not None], settings.grad_clip)
         if np.isfinite(norm):
@@ -429,7 +429,7 @@ class LocalLearner:
             checked = moves and lr_scale > 0 and bool(checks.pending)
             if checked:
                 checks.before_step()
-            if norm > 0.0 or settings.weight_decay > 0.0:
+            if norm > 0.0:
                 optimizer.step()
             if checked:
                 checks.after_step()

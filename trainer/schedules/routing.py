@@ -25,7 +25,7 @@ def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
     """`policies` with the roles of `swap` moved on in a step of training (`swapped_roles`)."""
     if not routing.swap:
         return policies
-    return Policies(policies.specs, swapped_roles(policies.roles, routing.swap, routing.swap_every, step))
+    return Policies(policies.specs, swapped_roles(policies.roles, routing.swap, step))
 
 
 def players(policies: Policies, versions: Mapping[str, int]) -> dict[str, PolicyRef]:

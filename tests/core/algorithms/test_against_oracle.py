@@ -166,7 +166,7 @@ def compare(new: Recipes, old: old_policy_recipes.Recipes, plan: str, seed: int)
     state, old_state, trained = None, None, False
     for at in (seed, seed + 1000):
         samples, others = random_samples(plan, at)
-        options: dict[str, Any] = {"others": others, "decays": {"p1"} if at % 5 == 0 else ()}
+        options: dict[str, Any] = {"others": others}
         options["frozen"] = {"p0"} if at % 7 == 0 else ()
         options["task_weights"] = {"t0": 0.5, "t1": 2.0} if at % 3 == 0 else None
         expected = outcome_of(old_policy_recipes.prepare_each, samples, old, old_state, **options)

@@ -80,9 +80,7 @@ def test_a_frozen_policy_is_compared_and_not_trained_on() -> None:
     assert {one.role for one in found.samples} == {"a"} and found.left_out == {"frozen_step": 3, "zero_advantage": 1}
     assert found.roles["b"].kept == 0 and found.roles["b"].reward == 1.0, "its figures are still told"
     assert {one.role for group in found.groups for one in group.samples} == {"a"}, "its groups are not used up"
-    with_kl = prepare_each(
-        [*a, *b], Recipes(run=recipe("dr_mas", kl=0.1)), context=StepContext(decays=["b"], frozen=["b"])
-    )
+    with_kl = prepare_each([*a, *b], Recipes(run=recipe("dr_mas", kl=0.1)), context=StepContext(frozen=["b"]))
     assert {one.role for one in with_kl.samples} == {"a"} and with_kl.left_out == {"frozen_step": 3}
 
 

@@ -8,7 +8,7 @@ import pytest
 from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.groups import build_groups
-from cotune.algorithms.prepare import StepContext, prepare, train_rows
+from cotune.algorithms.prepare import prepare, train_rows
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import GroupError
 from cotune.records.policies import LoraSpec, policies_for
@@ -32,7 +32,7 @@ def test_trap_1_alone_or_all_equal_is_zero_or_dropped_never_the_raw_reward(book)
     samples = collect(book.store, book.store.episodes()).samples
     assert prepare(samples, AT_GRPO).left_out == {"group_of_one": 1, "zero_variance": 3}
     assert prepare(samples, recipe("at_grpo", zero_variance=False)).left_out == {"group_of_one": 1, "no_signal": 3}
-    kept = prepare(samples, recipe("at_grpo", zero_variance=False), context=StepContext(decays={"a", "b"}))
+    kept = prepare(samples, recipe("at_grpo", zero_variance=False, entropy=0.01))
     assert advantages_of(kept) == {"d.0": 0.0, "d.1": 0.0, "d.2": 0.0}
     for name in ("grpo", "dr_grpo", "rloo", "dr_mas"):
         alone = recipe(name).replaced(attribution=Attribution())

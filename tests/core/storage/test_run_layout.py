@@ -40,7 +40,7 @@ def test_a_format_of_tool_calls_is_that_of_the_base_however_it_is_written() -> N
 
 
 def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> None:
-    config = {"steps": 7, "plan": {"kind": "tree", "k": 4}, "learner": {"weight_decay": 0.1, "lr": 1.0}, "tags": []}
+    config = {"steps": 7, "plan": {"kind": "tree", "k": 4}, "learner": {"mini_batch": 8, "lr": 1.0}, "tags": []}
     described = {"model": "m", "versions": {"python": "3.11"}, "config": config}
     found = read_run(run(tmp_path, described))
     assert (found.model, found.config.steps, found.config.plan.kind, found.config.rewards.team_weight) == (
@@ -49,7 +49,7 @@ def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> Non
         "tree",
         None,
     )
-    assert found.config.learner.weight_decay == 0.1
+    assert found.config.learner.mini_batch == 8
     assert read_run_json(tmp_path) == described
 
 

@@ -211,9 +211,10 @@ def test_a_base_of_a_frozen_policy_answers_untrained(
 
 
 def test_roles_pass_around_policies_of_different_bases(
-    trainer: Trainer, other_base: Path, formats: dict[str, ChatTemplate]
+    trainer: Trainer, other_base: Path, formats: dict[str, ChatTemplate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routing = {"swap": ["first", "second"], "swap_every": 1}
+    monkeypatch.setattr("cotune.records.policies.STEPS_BETWEEN_SWAPS", 1)
+    routing = {"swap": ["first", "second"]}
     assert trainer(APP, policy=team(other_base), steps=2, routing=routing).versions == {"one": 2, "two": 2}
     with open_store(trainer.folder / "run", read_only=True) as store:
         for episode in store.episodes(EpisodeFilters(phase="train")):

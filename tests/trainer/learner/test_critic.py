@@ -97,8 +97,9 @@ def test_a_checkpoint_holds_the_value_heads_and_their_optimizers(base, learner, 
         again.load(tmp_path)
 
 
-def test_a_run_with_a_critic_goes_on_after_a_resume(trainer):
-    settings = {"recipe": "cory", "policies": "lora", "routing": {"swap": ["first", "second"], "swap_every": 1}}
+def test_a_run_with_a_critic_goes_on_after_a_resume(trainer, monkeypatch):
+    monkeypatch.setattr("cotune.records.policies.STEPS_BETWEEN_SWAPS", 1)
+    settings = {"recipe": "cory", "policies": "lora", "routing": {"swap": ["first", "second"]}}
     app = application(both)
     trainer(app, steps=2, **settings)
     trainer.resume(app, steps=3)

@@ -158,9 +158,7 @@ def test_gradients_are_those_of_plain_autograd(base, network, rows, monkeypatch,
         nudge(learner._policies["a"].network)
 
     learner._optimizers["a"].step = step
-    copies = [
-        msgspec.structs.replace(row, id=f"{row.id} again", trajectory=f"{row.trajectory} again") for row in rows
-    ]
+    copies = [msgspec.structs.replace(row, id=f"{row.id} again", trajectory=f"{row.trajectory} again") for row in rows]
     halves = [range(len(rows)), range(len(rows), 2 * len(rows))]
     monkeypatch.setattr("cotune.trainer.learner.local.mini_batches", lambda *arguments: halves)
     metrics = learner.update("a", [*rows, *copies])

@@ -83,12 +83,3 @@ def test_a_role_of_such_rows_alone_shows_the_entropy_of_what_it_sampled(opened):
     assert (alone["tokens"], alone["steps"], alone["idle_steps"]) == (0.0, 1.0, 1.0)
     assert alone["entropy"] == pytest.approx(3.9)
     assert not alone.keys() & {"sampler_gap_mean", "sampler_gap_max", "ratio_mean", "ratio_max", "clip_share"}
-
-
-def test_weight_decay_acts_without_them(opened):
-    learner = opened("full", change(FAST, weight_decay=0.5))
-    before = snapshot(learner, "a")
-    metrics = learner.update("a", flat(make_rows()))
-    assert (metrics["idle_steps"], metrics["computed_tokens"], metrics["grad_norm"]) == (0.0, 0, 0.0)
-    for name, array in snapshot(learner, "a").items():
-        np.testing.assert_allclose(array, before[name] * (1 - FAST.lr * 0.5), rtol=1e-6)

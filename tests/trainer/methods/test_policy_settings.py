@@ -28,9 +28,9 @@ FIRST, SECOND = recipe("dr_mas").loss, recipe("cispo", kl=0.1).loss
 def test_two_methods_in_one_learner_train_as_two_learners(
     opened: str, base: str, request: pytest.FixtureRequest
 ) -> None:
-    """Each policy moves as in a learner whose every policy has its rate, decay and loss, to the bit."""
+    """Each policy moves as in a learner whose every policy has its rate and loss, to the bit."""
     make = LocalLearner.open if opened == "local" else request.getfixturevalue("two_ranks").learner
-    own, wanted = PolicyTraining(change(FAST, lr=3e-3, weight_decay=0.1), SECOND), {}
+    own, wanted = PolicyTraining(change(FAST, lr=3e-3), SECOND), {}
     for name, method in (("a", PolicyTraining(FAST, FIRST)), ("b", own)):
         alone = make(base, BOTH, *method)
         rows = on_policy(alone, name, make_rows(role=name))
@@ -61,7 +61,7 @@ def test_roles_take_turns_with_recipes_of_their_own_and_a_resumed_run_goes_on(tr
     """Two recipes, rates and schedules; `ask` learns in steps 1, 2 and 5, `answer` from step 3 on."""
     tables = [
         policy("ask", "first", train="1:2,5:", lr=1e-2, schedule={"kind": "linear"}),
-        policy("answer", "second", train="3:", recipe="rloo", loss={"entropy": 0.01}, weight_decay=0.1),
+        policy("answer", "second", train="3:", recipe="rloo", loss={"entropy": 0.01}),
     ]
     settings = {"policy": tables, "plan": {"kind": "independent", "k": 6}, "tasks_per_step": 2}
     trainer(
@@ -128,7 +128,6 @@ def test_a_taught_policy_beside_a_frozen_one_needs_no_reward(trainer: Trainer, t
         ([policy("p", "a", kind="frozen", lr=1e-3), policy("q", "b")], r"policy.lr = 0.001 has no effect: policy p is"),
         ([policy("p", "a", kind="provider", train="1:"), policy("q", "b")], r"policy.train = '1:' has no effect"),
         ([policy("p", "a", lr=0.0)], r"policy.lr = 0.0 must be a number above 0"),
-        ([policy("p", "a", weight_decay=-1.0)], r"policy.weight_decay = -1.0 must be 0 or more"),
         (
             [policy("p", "a", tool_format="hermes")],
             r"policy.tool_format = 'hermes' is of a base model, and policy p",

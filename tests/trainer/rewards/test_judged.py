@@ -92,9 +92,10 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
     assert not [change.name for change in summary.headline.changes if "outcome" in change.name]
 
 
-def test_figures_go_to_the_policies_that_play_in_evaluations(trainer: Trainer) -> None:
+def test_figures_go_to_the_policies_that_play_in_evaluations(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step lets another policy play a role; the export does not."""
-    routing = {"swap": ["first", "second"], "swap_every": 1}
+    monkeypatch.setattr("cotune.records.policies.STEPS_BETWEEN_SWAPS", 1)
+    routing = {"swap": ["first", "second"]}
     held = {"first": [0.0, 0.9, 0.1], "second": [0.0, 0.1, 0.2]}
 
     def scripted(role: str) -> Any:

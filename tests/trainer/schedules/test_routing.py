@@ -32,7 +32,7 @@ def players(run) -> dict[int, dict[str, set[str]]]:
 
 
 def test_two_roles_swap_every_so_many_steps():
-    routing = RoutingConfig(swap=("pioneer", "observer"), swap_every=5)
+    routing = RoutingConfig(swap=("pioneer", "observer"))
     own = {"pioneer": "pioneer", "observer": "observer", "judge": "judge"}
     other = {"pioneer": "observer", "observer": "pioneer", "judge": "judge"}
     assert [swapped(TWO, routing, step).roles for step in (0, 4, 5, 9, 10)] == [own, own, other, other, own]
@@ -40,8 +40,8 @@ def test_two_roles_swap_every_so_many_steps():
 
 
 def test_three_roles_go_round():
-    routing = RoutingConfig(swap=("pioneer", "observer", "judge"), swap_every=1)
-    assert [swapped(TWO, routing, step).roles["pioneer"] for step in range(4)] == [
+    routing = RoutingConfig(swap=("pioneer", "observer", "judge"))
+    assert [swapped(TWO, routing, step).roles["pioneer"] for step in (0, 5, 10, 15)] == [
         "pioneer",
         "observer",
         "judge",
@@ -53,7 +53,6 @@ def test_three_roles_go_round():
     ("routing", "message"),
     [
         ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\] is not two or more different roles"),
-        ({"swap_every": 0}, "routing.swap_every = 0 must be 1 or more"),
         ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' is not a trained role: observer, pioneer"),
         ({"swap": ("pioneer", "judge")}, "routing.swap = 'judge' is not a trained role: observer, pioneer"),
     ],
@@ -79,8 +78,9 @@ def grouped(run, lines) -> None:
     opened.close()
 
 
-def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer, capsys):
-    settings = {"steps": 3, "policies": "lora", "routing": {"swap": ["first", "second"], "swap_every": 1}}
+def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer, capsys, monkeypatch):
+    monkeypatch.setattr("cotune.records.policies.STEPS_BETWEEN_SWAPS", 1)
+    settings = {"steps": 3, "policies": "lora", "routing": {"swap": ["first", "second"]}}
     trainer(application(converse, first=letters, second=letters), **settings)
     lines = trainer.metrics()
     assert [line["left_out"].get("untrained_role", 0) for line in lines] == [0, 0, 0]

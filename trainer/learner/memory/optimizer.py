@@ -32,7 +32,8 @@ def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.opti
         "lr": learning_rate(model, settings),
         "betas": settings.betas,
         "eps": EPS,
-        "weight_decay": settings.weight_decay,
+        # None: an adapter starts at zero, and clips and the KL penalty hold all weights to where they started.
+        "weight_decay": 0.0,
     }
     if settings.optimizer == "adamw8bit":
         made: torch.optim.Optimizer = _bitsandbytes("learner.optimizer", "adamw8bit").optim.AdamW8bit(
