@@ -27,25 +27,10 @@ class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True):
     since: str = ""
     """Learn only from what came later: a time ago (7d), a day (2026-11-30), or last: new episodes and newly rewarded
     ones since the last run in the same folder of runs that learned from these records."""
-    held_out: float = 0.1
-    """Share of the tasks that are held out, to measure the loss on; 0 for none."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError("records.held_out", self.held_out, "is not a share from 0 to below 1")
         if self.min_reward is not None and not math.isfinite(self.min_reward):
             raise ConfigError("records.min_reward", self.min_reward, "must be a finite number")
-
-
-class DpoConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[dpo] Recipe dpo: the best against the worst answer to each prompt."""
-
-    beta: float = 0.1
-    """How strongly the policy is held to the one that it starts from."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.beta < math.inf:
-            raise ConfigError("dpo.beta", self.beta, "must be a number above 0")
 
 
 class DistillConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from cotune.config.cluster import ClusterConfig
 from cotune.config.learner import LearnerSettings, ScheduleConfig
 from cotune.config.methods import LossSettings, RewardSettings, changed_settings
 from cotune.config.policy import PolicyConfig
-from cotune.config.records import LEARN_FROM_RECORDS, DistillConfig, DpoConfig, RecordsConfig
+from cotune.config.records import LEARN_FROM_RECORDS, DistillConfig, RecordsConfig
 from cotune.config.rollouts import (
     CurriculumConfig,
     PlanConfig,
@@ -161,7 +161,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()
     records: RecordsConfig = RecordsConfig()
-    dpo: DpoConfig = DpoConfig()
     distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:

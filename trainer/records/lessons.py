@@ -17,6 +17,8 @@ from cotune.integrations.models.chat.template import ChatTemplate
 
 FEWEST = 10
 """With fewer tasks than these none is held out."""
+HELD_OUT = 0.1
+"""Share of the tasks that are held out: the loss of a few tasks is enough to see when it rises."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TrainRow]).decode
@@ -124,16 +126,14 @@ def _length(row: TrainRow) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
 
-def split(recorded: Recorded, share: float, seed: int) -> tuple[list[str], list[str], str]:
+def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
     """Episodes to learn from, episodes of tasks that are held out, and a sentence about the latter ("" for none)."""
     episodes = list(recorded.rows)
     tasks = sorted({recorded.tasks[episode] for episode in episodes})
-    if not share:
-        return episodes, [], ""
     if len(tasks) < FEWEST:
         return episodes, [], f"no held-out loss: {len(tasks)} tasks are too few to hold one out (from {FEWEST} on)"
     random.Random(f"held out {seed}").shuffle(tasks)
-    out = set(tasks[: max(1, round(share * len(tasks)))])
+    out = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
     held_out = [episode for episode in episodes if recorded.tasks[episode] in out]
     return [episode for episode in episodes if recorded.tasks[episode] not in out], held_out, ""
 

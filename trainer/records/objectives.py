@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from cotune.algorithms.from_records import Preference, preferences
 from cotune.algorithms.samples import TrainRow
-from cotune.config.records import DpoConfig
 from cotune.errors import RunError
 from cotune.trainer.learner.protocol import Learner, LearnerAround
 from cotune.trainer.run.run_folder import write_atomically
@@ -23,6 +22,8 @@ _OF_SAMPLING = ("clip_share", "tis_clipped_share", "masked_share", "ratio_", "sa
 
 Rows = Callable[[], Mapping[str, Sequence[TrainRow]]]
 """Gives rows by policy."""
+BETA = 0.1
+"""How strongly dpo holds the policy to the one that it starts from: the usual value of the paper's experiments."""
 
 
 class Objective(Learner, Protocol):
@@ -67,9 +68,8 @@ class PreferenceLearner(LearnerAround):
     weights first, which weigh the rows of a plain update.
     """
 
-    def __init__(self, inner: Learner, settings: DpoConfig, pairs: int) -> None:
+    def __init__(self, inner: Learner, pairs: int) -> None:
         super().__init__(inner)
-        self._settings = settings
         self._pairs = pairs
         self._start: dict[str, float] = {}
 
@@ -105,7 +105,7 @@ class PreferenceLearner(LearnerAround):
 
     def _preferences(self, policy: str, rows: Sequence[TrainRow]) -> list[Preference]:
         gained = [now - self._start[row.id] for row, now in zip(rows, self._answers(policy, rows), strict=True)]
-        return preferences(gained[::2], gained[1::2], self._settings.beta)
+        return preferences(gained[::2], gained[1::2], BETA)
 
     def _answers(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
         """log pi of each whole answer."""

@@ -15,7 +15,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, RecordError, RunError
+from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.chat.formats import load_templates
 from cotune.integrations.models.folder.folder import context_length, locate_model
 from cotune.judging.labels import load_labels
@@ -90,9 +90,8 @@ async def open_records_run(
         recorded = await asyncio.to_thread(_read, config, chosen)
         _check_same(folder, recorded)
         policies = _policies(config, recorded)
-        episodes, held_out, note = split(recorded, config.records.held_out, config.seed)
+        episodes, held_out, note = split_for(policies, recorded, config.seed)
         players = policies.learning
-        _check_all_learn(policies, recorded, episodes)
         loss = _loss(config)
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
         learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
@@ -162,16 +161,15 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
     return resolve_policies(config, recorded.roles)
 
 
-def _check_all_learn(policies: Policies, recorded: Recorded, episodes: Sequence[str]) -> None:
-    """Raises RecordError where the episodes to learn from have no row for a policy."""
+def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
+    """As `split`, but nothing is held out if a policy would have no row left to learn from."""
+    episodes, held_out, note = split(recorded, seed)
     rows = total(recorded.rows, episodes)
     for name in policies.trained:
-        roles = policies.roles_of(name)
-        if not any(rows[role] for role in roles):
-            raise RecordError(
-                f"Policy {name!r} has nothing to learn from: all answers of {', '.join(roles)} are held out.",
-                "Record more tasks, or set records.held_out = 0.",
-            )
+        if not any(rows[role] for role in policies.roles_of(name)):
+            note = f"no held-out loss: all answers of policy {name!r} would be held out"
+            return [*recorded.rows], [], note
+    return episodes, held_out, note
 
 
 def _check_same(folder: RunFolder, recorded: Recorded) -> None:
@@ -195,7 +193,7 @@ def _loss(config: TrainConfig) -> LossSpec:
 
 def _objective(config: TrainConfig, learner: Learner) -> Objective:
     if config.recipe == "dpo":
-        return PreferenceLearner(learner, config.dpo, pairs=config.learner.mini_batch // 2)
+        return PreferenceLearner(learner, pairs=config.learner.mini_batch // 2)
     return Likelihood(learner)
 
 

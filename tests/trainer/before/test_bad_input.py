@@ -125,7 +125,7 @@ def test_no_tasks(refused, tmp_path):
             "is not a field of the configuration",
             "Here it is a table: lora = {'rank': 8}. ",
         ),
-        ({"dpo": "on"}, "dpo", "a table, not text", "Its fields: dpo."),
+        ({"distill": "on"}, "distill", "a table, not text", "Its fields: distill."),
         ({"lora": {"rank": "x"}}, "lora.rank", "a whole number, not text", "See docs/reference/configuration.md."),
         (
             {"recipe": {"clip_high": 1}},

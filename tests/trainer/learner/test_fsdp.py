@@ -16,7 +16,6 @@ import ray
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
-from cotune.config.records import DpoConfig
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
@@ -147,7 +146,7 @@ def test_pairs_of_answers_move_the_weights_as_in_one_process(base, two_ranks, tm
     learners = [with_eps(make(base, BOTH, FINE, loss)) for make in (LocalLearner.open, two_ranks.learner)]
     figures = []
     for number, learner in enumerate(learners):
-        preferring = PreferenceLearner(learner, DpoConfig(beta=0.5), pairs=3)
+        preferring = PreferenceLearner(learner, pairs=3)
         preferring.start(lambda: {"lora": rows}, tmp_path / f"{number}.json")
         figures.append([preferring.update("lora", rows) for _ in range(2)])
     for one, other in zip(*figures, strict=True):

@@ -150,7 +150,7 @@ def test_each_night_learns_what_is_new(address: str, trainer: Trainer) -> None:
     """Also an episode of an earlier night that gets its reward later; a run that failed is made up for."""
 
     def night(name: str, **settings: Any) -> Any:
-        records = {"path": address, "since": "last", "min_reward": 0.5, "held_out": 0.0}
+        records = {"path": address, "since": "last", "min_reward": 0.5}
         app = application(converse)
         return trainer(app, None, to=name, recipe="sft", records=records, steps=1, tasks_per_step=1, **settings)
 

@@ -29,6 +29,7 @@ from cotune.trainer.learner.memory.pass_size import PassSize
 from cotune.trainer.records.answers import join_turns, read_answers
 from cotune.trainer.records.lessons import Recorded, split
 from cotune.trainer.records.objectives import Likelihood
+from cotune.trainer.records.run import split_for
 from cotune.trainer.train import train
 from cotune.trainer.updates import update_policies
 from tests.trainer.conftest import Trainer
@@ -146,11 +147,31 @@ def test_turns_that_go_on_from_each_other_are_one_row_with_the_same_loss(base: s
 def test_held_out_are_whole_tasks(records: Path, tiny_base: Path) -> None:
     with SqliteStore.open(records, read_only=True) as store:
         found = read(store, tiny_base)
-    episodes, held_out, note = split(found, 0.25, seed=0)
+    episodes, held_out, note = split(found, seed=0)
     tasks = [{found.tasks[episode] for episode in part} for part in (episodes, held_out)]
-    assert (len(episodes), len(held_out), note) == (18, 6, "")
+    assert (len(tasks[0]), len(tasks[1]), note) == (11, 1, "")
     assert not tasks[0] & tasks[1]
-    assert split(found, 0.25, seed=0) == (episodes, held_out, note) != split(found, 0.25, seed=1)
+    assert split(found, seed=0) == (episodes, held_out, note) != split(found, seed=1)
+
+
+def test_nothing_is_held_out_if_a_policy_would_learn_nothing(tmp_path: Path, tiny_base: Path) -> None:
+    """One task alone has an answer of the clerk."""
+    with SqliteStore.open(tmp_path) as store:
+        for letter in "abcdefghij":
+            turns = [("writer", asked(f"say {letter}"), said("aaaa"))]
+            if letter == "a":
+                turns.append(("clerk", asked("say b"), said("bbbb")))
+            record(store, letter, turns)
+        store.flush()
+        found = read(store, tiny_base)
+    policies = policies_for("full", ["writer", "clerk"], LoraSpec())
+    notes = set()
+    for seed in range(40):
+        episodes, held_out, note = split_for(policies, found, seed)
+        assert len(episodes) == 10 - len(held_out) == (10 if note else 9)
+        assert "a" in {found.tasks[episode] for episode in episodes}
+        notes.add(note)
+    assert notes == {"", "no held-out loss: all answers of policy 'clerk' would be held out"}
 
 
 # The loss
