@@ -169,7 +169,7 @@ def _watched_rewards(line: Line, rewards: Watched, taught: Container[str]) -> di
 
 
 def _rewards(line: Line) -> dict[str, float]:
-    """The mean trained reward of each role over tasks, which episodes that easy tasks save do not change."""
+    """The mean trained reward of each role over tasks."""
     return {role: figures["reward"] for role, figures in line["roles"].items() if "reward" in figures}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -125,14 +125,14 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             progress.episode(episode)
             judged.ended(episode)  # with the last episode of a task its judging begins, while other tasks still run
 
-        async def run_tasks(task_ids: Collection[str], times: Mapping[str, int]) -> list[Episode]:
-            """All episodes in this step of tasks that were drawn so many times; those on record are not run again."""
+        async def run_tasks(task_ids: Collection[str]) -> list[Episode]:
+            """All episodes of these tasks in this step; those on record are not run again."""
             # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task. Replay: one
             # episode a task, which then runs again from some of its calls on, K times from each.
-            batch = step_episodes.batch(task_ids, times, ended)
+            batch = step_episodes.batch(task_ids, ended)
             judged.already(batch.done)
             if plan.kind != "replay":
-                judged.expect(batch.fewer)
+                judged.expect(dict.fromkeys(task_ids, plan.episodes_per_task))
             episodes = await run_episodes(run, batch, plan=plan, policies=policies)
             run.store.flush()
             if plan.kind == "replay":
@@ -147,8 +147,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             await judged.finish()
             return group_signals(collect_samples(run, episodes, step), run.recipes)
 
-        progress.rollout(step_episodes.planned(drawn.own))
-        own = await run_tasks(drawn.own, dict.fromkeys(drawn.own, 1))
+        progress.rollout(len(drawn.own) * plan.episodes_per_task)
+        own = await run_tasks(drawn.own)
         rolled_out = RolledOut(episodes=own)
 
         # Refill: groups with equal rewards teach nothing, so further tasks are drawn in their place.

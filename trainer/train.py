@@ -103,9 +103,9 @@ def train(
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     listed = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
-        plan, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.name)
-        check_curriculum(chosen.curriculum, plan, listed)
-        check_refill(chosen, plan, recipes.every, flow)
+        _, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.name)
+        check_curriculum(chosen.curriculum, listed)
+        check_refill(chosen, recipes.every)
         check_privileged(recipes, listed)
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)

@@ -87,35 +87,21 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool: Literal["even", "adaptive"] = "even"
     """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
     expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
-    k_easy: int | None = None
-    """Episodes of a task whose mean reward was 0.6 or more the last time; default: plan.k. For independent rollouts."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")
         if self.by and self.pool == "adaptive":
             fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
             raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")
-        if self.k_easy is not None and self.k_easy < 2:
-            raise ConfigError("curriculum.k_easy", self.k_easy, "must be 2 or more: a group of one has no baseline")
 
 
 class RefillConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[refill] Draws further tasks in a step whose groups have equal rewards, which teach nothing."""
+    """[refill] Draws further tasks in a step whose groups have equal rewards, which teach nothing, until each trained
+    role has as many groups with different rewards as it has groups in the step's own tasks. Roles that act in fewer
+    than half of these tasks are not waited for, unless none acts in more."""
 
     budget: float = 0.0
     """Most tasks that a step draws in addition, as a share of its own: 0.5 lets a step of 32 tasks run 48. 0: none."""
-    groups: int | None = None
-    """Groups with different rewards that a step should have for each trained role; without a value, as many as the role
-    has in the step's own tasks. Roles that act in fewer than half of these tasks are not waited for, unless none acts
-    in more."""
-    draw: Literal["tasks", "again"] = "tasks"
-    """tasks: further tasks | again: the step's own tasks without such a group, run plan.k times more, for rewards that
-    are nearly always equal."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "budget", least=0, table="refill.")
-        check_bounds(self, "groups", least=1, table="refill.")
-        if not self.budget and (self.groups is not None or self.draw != "tasks"):
-            name = "draw" if self.groups is None else "groups"
-            fault, remedy = "has no effect with refill.budget = 0", "Set refill.budget, for example to 0.5."
-            raise ConfigError(f"refill.{name}", getattr(self, name), fault, remedy)

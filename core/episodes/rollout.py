@@ -32,8 +32,6 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     training_step: int | None = None
     rollouts: int = 1
-    fewer: Mapping[str, int] = {}
-    """How often the tasks run that run less often than that, by id."""
     replays: Mapping[tuple[str, int], Replay] = {}
     concurrency: int = 64
     timeout: float | None = None
@@ -115,8 +113,7 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
 def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
     """Task and rollout of each episode of the batch."""
     if not batch.replays:
-        often = {task.id: batch.fewer.get(task.id, batch.rollouts) for task in batch.tasks}
-        return [(task, n) for n in range(batch.rollouts) for task in batch.tasks if n < often[task.id]]
+        return [(task, number) for number in range(batch.rollouts) for task in batch.tasks]
     tasks = {task.id: task for task in batch.tasks}
     return [(tasks[task], number) for task, number in batch.replays]
 

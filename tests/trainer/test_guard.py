@@ -141,19 +141,6 @@ def test_a_run_that_gets_better_goes_on_although_what_it_returns_falls(trainer: 
     assert best_window(lines) == 11
 
 
-def test_fewer_episodes_of_easy_tasks_change_nothing(trainer: Trainer) -> None:
-    """One task of three is solved at once, and then tried less often: the mean over candidates falls."""
-
-    async def first_alone(task: Any) -> float:
-        await ask("first", f"say {task['letter']}")
-        return float(task["id"] == "a")
-
-    curriculum = {"k_easy": 2}
-    trainer(application(first_alone), plan={"kind": "independent", "k": 4}, curriculum=curriculum)
-    figures = [line["roles"]["first"] for line in trainer.metrics()]
-    assert [round(found["reward"], 9) for found in figures] == [round(1 / 3, 9)] * 2
-
-
 def test_a_run_that_collapses_ends_and_names_the_commands_that_go_back(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,8 @@ REMOVED: dict[str, str] = {
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
     "profile": "Pass --profile to cotune train: it traces one step; see docs/how-to/profile.md.",
     "records.best_of": "Use records.min_reward: it takes the answers of all episodes that did well enough.",
+    "refill.groups": "Leave it out: each role is to have as many groups as in the step's own tasks.",
+    "refill.draw": "Leave it out: a refill draws further tasks. Raise plan.k for larger groups of the same task.",
     "replay.freeze": 'Use replay.tools = "frozen".',
     "routing.past": _NO_PAST,
     "routing.pool": _NO_PAST,
@@ -53,6 +55,7 @@ REMOVED: dict[str, str] = {
     "guard.window": "Leave it out: the guard compares means over 5 steps.",
     "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",
     "guard.max_gap": "Leave it out: the bound is 0.25 nats a token.",
+    "curriculum.k_easy": 'Leave it out, or use curriculum.pool = "adaptive", which draws easy tasks less often.',
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.best_by": "Leave it out: success judges, or where it is not known what each policy is trained on.",
     "sampling.threads": "Leave it out: a core each, or one thread for a model of less than 16 million parameters. "

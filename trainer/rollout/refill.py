@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,10 +15,8 @@ from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.refill import Refill, why_no_refill
 
-RunTasks = Callable[[Collection[str], Mapping[str, int]], Awaitable[list[Episode]]]
-"""Runs tasks that were drawn so many times in a step, and returns all of their episodes in the step, old and new."""
-RunDrawn = Callable[[Collection[str]], Awaitable[list[Episode]]]
-"""The same for tasks as often as the refill has drawn them."""
+RunTasks = Callable[[Collection[str]], Awaitable[list[Episode]]]
+"""Runs tasks in a step, and returns all of their episodes in the step, with those that are on record."""
 Compare = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
 """The groups of episodes that have ended, and whether their rewards differ."""
 
@@ -57,7 +55,7 @@ async def refill_step(
 
     async def run_drawn(task_ids: Collection[str]) -> list[Episode]:
         progress.further(len(task_ids) * per_task)
-        return await run_tasks(task_ids, refill.times)
+        return await run_tasks(task_ids)
 
     at_once = max(1, config.episodes_at_once // run.plan.k) if config.mode == "async" else None
     added, late_tasks = await run_refill(refill, own, run_drawn, compare, at_once, needed)
@@ -80,7 +78,7 @@ async def refill_step(
 async def run_refill(
     refill: Refill,
     own: Sequence[Episode],
-    run_drawn: RunDrawn,
+    run_drawn: RunTasks,
     compare: Compare,
     at_once: int | None,
     needed: asyncio.Event | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RunError
@@ -11,7 +11,6 @@ from cotune.records.structs import Episode
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import finished_episodes
 from cotune.trainer.run.run import RolloutRun
-from cotune.trainer.schedules.curriculum import fewer_episodes
 
 
 class StepEpisodes:
@@ -22,7 +21,6 @@ class StepEpisodes:
         self._step = step
         drawn = run.state.drawn[step]
         self._tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
-        self._easy = fewer_episodes(run.config.curriculum, self._tasks.values(), run.state.tasks)
         self._recorded: dict[tuple[str, int], Episode] = {}
 
         finished, incomplete = finished_episodes(run, step, self._tasks)
@@ -35,31 +33,17 @@ class StepEpisodes:
         for episode in episodes:
             self._recorded[episode.task.id, episode.rollout] = episode
 
-    def planned(self, task_ids: Iterable[str]) -> int:
-        """How many episodes the plan runs of tasks that are drawn once, without branches."""
-        return sum(self._per_draw(task_id) for task_id in task_ids)
-
-    def batch(
-        self, task_ids: Collection[str], times: Mapping[str, int], on_episode: Callable[[Episode], None]
-    ) -> EpisodeBatch:
-        """The episodes of tasks that were drawn so many times in the step."""
+    def batch(self, task_ids: Collection[str], on_episode: Callable[[Episode], None]) -> EpisodeBatch:
+        """The episodes of these tasks, without branches."""
         run = self._run
-        counts = {task_id: times[task_id] * self._per_draw(task_id) for task_id in task_ids}
-        done = []
-        for episode in self._recorded.values():
-            if episode.task.id not in counts or episode.fork is not None:
-                continue
-            # An easy task may have more: those were run before the run knew that it is easy.
-            if episode.rollout < times[episode.task.id] * run.plan.episodes_per_task:
-                done.append(episode)
+        done = [episode for episode in self._recorded.values() if episode.task.id in task_ids and episode.fork is None]
         replayed = run.plan.kind == "replay"
         return EpisodeBatch(
             tasks=[self._tasks[task_id] for task_id in task_ids],
             sink=run.store,
             phase="train",
             training_step=self._step,
-            rollouts=max(counts.values()),
-            fewer=counts,
+            rollouts=run.plan.episodes_per_task,
             done=done,
             on_episode=on_episode,
             record_tools=replayed and run.config.replay.tools != "run",
@@ -69,9 +53,6 @@ class StepEpisodes:
     def branches(self, task_ids: Collection[str]) -> list[Episode]:
         """The branches of these tasks that are on record, of a replay plan."""
         return [episode for episode in self._recorded.values() if episode.fork and episode.task.id in task_ids]
-
-    def _per_draw(self, task_id: str) -> int:
-        return self._easy.get(task_id, self._run.plan.episodes_per_task)
 
 
 def report_faults(run: RolloutRun, step: int, progress: Progress) -> None:

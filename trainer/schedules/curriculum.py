@@ -1,19 +1,14 @@
-"""Curricula: tasks from easy to hard, and fewer episodes of those that have become easy."""
+"""Curricula: tasks from easy to hard."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.algorithms.task_signals import TaskFacts
 from cotune.config.rollouts import CurriculumConfig
 from cotune.errors import ConfigError
-from cotune.records.plans import Plan
 from cotune.records.structs import Task
 from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
-
-EASY = 0.6
-"""A task is easy if the mean reward of its episodes is this or more."""
 
 
 class Curriculum:
@@ -55,27 +50,11 @@ def schedule_of(
     return Curriculum(tasks, config.by, config.level_steps, seed, counts)
 
 
-def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError for tasks that do not say how hard they are, and for a number of episodes that the plan has no
-    use for."""
+def check_curriculum(config: CurriculumConfig, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError for tasks that do not say how hard they are."""
     if config.by:
         for task in tasks:
             _level(task, config.by)
-    if config.k_easy is None:
-        return
-    if plan.kind != "independent":
-        fault = f"has no effect under the plan {plan.kind}, which runs each task once"
-        raise ConfigError("curriculum.k_easy", config.k_easy, fault, "Use --plan independent.")
-    if config.k_easy > plan.k:
-        raise ConfigError("curriculum.k_easy", config.k_easy, f"is more than plan.k ({plan.k})")
-
-
-def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], known: Mapping[str, TaskFacts]) -> dict[str, int]:
-    """Episodes of the tasks that get fewer than others: those whose mean reward was `easy` or more the last time (DART,
-    arXiv 2509.23866: dynamic rollout number)."""
-    if config.k_easy is None:
-        return {}
-    return {task.id: config.k_easy for task in tasks if task.id in known and known[task.id].reward >= EASY}
 
 
 def _level(task: Task, by: str) -> float:

@@ -4,49 +4,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from cotune.algorithms.method import Method
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.config.rollouts import RefillConfig
 from cotune.config.train import TrainConfig
-from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
-from cotune.records.plans import Plan
 from cotune.trainer.schedules.task_pool import DrawnTasks, extra_tasks
 
 
 class Refill:
     """The refill of one step: a function of the tasks drawn for it and of the groups that they show.
 
-    Each trained role that acts in half of the step's own tasks is to have `groups` groups with different rewards, or as
-    many as it has groups in these tasks; where no role acts that often, those that act most.
+    Each trained role that acts in half of the step's own tasks is to have as many groups with different rewards as it
+    has groups in these tasks. If no role acts that often, this holds for the roles that act most.
     """
 
     def __init__(
         self, config: RefillConfig, tasks: DrawnTasks, roles: Collection[str], signals: Iterable[GroupSignal]
     ) -> None:
-        self._again = config.draw == "again"
-        self._own = tasks.own
+        self._own = len(tasks.own)
         self._waiting = deque(tasks.reserve)
         self._left = extra_tasks(config.budget, len(tasks.own))
         self._signals: dict[str, list[GroupSignal]] = {}
         self._extra: set[str] = set()
-        self.times = Counter(tasks.own)
-        """How often each task was drawn in this step."""
+        self.tasks = 0
+        """How many tasks were drawn beyond the step's own."""
         self._take(signals)
         acting = {role: Counter(s.task for s in self._groups(role)) for role in sorted(roles)}
         most = max((len(by_task) for by_task in acting.values()), default=0)
         least = min(len(tasks.own) / 2, most)
-        self.targets = {
-            role: config.groups or by_task.total() for role, by_task in acting.items() if 0 < len(by_task) >= least
-        }
+        self.targets = {role: by_task.total() for role, by_task in acting.items() if 0 < len(by_task) >= least}
         """Groups with different rewards that the step is to have, by role."""
-
-    @property
-    def tasks(self) -> int:
-        """How many tasks were drawn beyond the step's own."""
-        return self.times.total() - len(self._own)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -57,16 +47,16 @@ class Refill:
     def more(self, running: int = 0, most: int | None = None) -> list[str]:
         """The tasks to draw now, while so many are running, and `most` at once may: as many as are needed where each
         shows as many such groups as those before, with one more and two tasks more for the chance of the first."""
-        seen = self.times.total() - running
+        seen = self._own + self.tasks - running
         expected = (short * (seen + 2) / (self._kept(role) + 1) for role, short in self.missing.items())
         count = min(math.ceil(max(expected, default=0.0)) - running, self._left)
         if most is not None:
             count = min(count, most - running)
-        drawn = self._flat()[: max(count, 0)] if self._again else []
-        while not self._again and self._waiting and len(drawn) < count:
+        drawn: list[str] = []
+        while self._waiting and len(drawn) < count:
             drawn.append(self._waiting.popleft())
         self._left -= len(drawn)
-        self.times.update(drawn)
+        self.tasks += len(drawn)
         return drawn
 
     def ended(self, tasks: Iterable[str], episodes: Iterable[str], signals: Iterable[GroupSignal]) -> None:
@@ -94,16 +84,6 @@ class Refill:
     def _kept(self, role: str) -> int:
         return sum(signal.spread for signal in self._groups(role))
 
-    def _flat(self) -> list[str]:
-        """The step's own tasks that have no such group of a role that lacks some, those drawn least often first."""
-        lacking = self.missing.keys()
-        having = {
-            task
-            for task, own in self._signals.items()
-            if any(signal.spread and signal.roles & lacking for signal in own)
-        }
-        return sorted((task for task in self._own if task not in having), key=lambda task: self.times[task])
-
 
 def why_no_refill(recipe: Method) -> str:
     """Why a refill does nothing for the roles of this recipe; empty if it does something."""
@@ -114,18 +94,8 @@ def why_no_refill(recipe: Method) -> str:
     return ""
 
 
-def check_refill(config: TrainConfig, plan: Plan, recipes: Sequence[Method], workflow: Workflow) -> None:
-    """Raises ConfigError for a refill that the plan, the workflow or all of the policies' recipes have no use for."""
-    budget, again, judged = config.refill.budget, config.refill.draw == "again", workflow.episode_judge is not None
-    if not budget:
-        return
-    if all(faults := [why_no_refill(recipe) for recipe in recipes]):
+def check_refill(config: TrainConfig, recipes: Sequence[Method]) -> None:
+    """Raises ConfigError for a refill that none of the policies' recipes has a use for."""
+    budget = config.refill.budget
+    if budget and all(faults := [why_no_refill(recipe) for recipe in recipes]):
         raise ConfigError("refill.budget", budget, faults[0], "Leave it out.")
-    conflicts: Mapping[str, bool] = {
-        "cannot be used under the plan replay, whose episodes of a task are branches of one": plan.kind == "replay",
-        "cannot be used with a judge, which has judged the episodes of the task before": judged,
-        "cannot be used with curriculum.k_easy": config.curriculum.k_easy is not None,
-    }
-    for fault, holds in conflicts.items():
-        if again and holds:
-            raise ConfigError("refill.draw", "again", fault, "Set refill.draw = 'tasks'.")

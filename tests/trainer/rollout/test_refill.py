@@ -62,7 +62,7 @@ def test_flat_groups_are_replaced_and_all_that_is_drawn_is_counted(trainer):
 def test_without_a_budget_a_run_is_as_it_was(trainer):
     app = application(graded)
     trainer(app, GRADED, to="plain", steps=2, **SETTINGS)
-    trainer(app, MIXED, to="unneeded", steps=2, refill={"budget": 1.0, "groups": 1}, **SETTINGS)
+    trainer(app, MIXED, to="unneeded", steps=2, refill={"budget": 1.0}, **SETTINGS)
     trainer(app, MIXED, to="mixed", steps=2, **SETTINGS)
     assert all(line["refill"] == {} for line in trainer.metrics("plain"))
     assert [line["refill"]["tasks"] for line in trainer.metrics("unneeded")] == [0] * 2
@@ -81,9 +81,8 @@ def test_tasks_that_nobody_solves_cost_the_budget_and_no_more_and_it_is_said(tra
     assert " ".join(trainer.said.split()).count("The refill's budget was spent before role 'first'") == 1
 
 
-@pytest.mark.parametrize("draw", ["tasks", pytest.param("again", marks=pytest.mark.long)])
-def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, draw):
-    settings = {**SETTINGS, "refill": {"budget": 2.0, "draw": draw}}
+def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer):
+    settings = {**SETTINGS, "refill": {"budget": 2.0}}
     trainer(application(graded), GRADED, to="whole", steps=2, **settings)
     stop, begun = StopsOnce(signal.SIGINT), 0
 
@@ -108,21 +107,6 @@ def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer,
     assert len(set(places)) == len(places), "nothing is run twice"
 
 
-async def rare(task):
-    said = await ask("first", f"say {task['letter']}")
-    return float(sum(letter in "abcdefgh" for letter in said) >= 3)
-
-
-def test_again_makes_a_group_of_the_same_task_larger(trainer):
-    trainer(application(rare), GRADED, steps=1, refill={"budget": 3.0, "draw": "again"}, **SETTINGS)
-    (line,), episodes = trainer.metrics(), episodes_in(trainer)[0]
-    assert len({e.task.id for e in episodes}) == 4 and line["refill"]["tasks"] > 0
-    most = max(e.rollout for e in episodes)
-    assert most >= 8 and len(episodes) == 8 * (4 + line["refill"]["tasks"])
-    assert line["groups"] + line["left_out"].get("zero_advantage", 0) // 8 > 0
-    assert sum(line["left_out"].values()) + line["rows"] == line["candidates"] == len(episodes)
-
-
 async def two(task):
     heard = await ask("first", f"say {task['letter']}")
     await ask("second", f"after {heard}")
@@ -135,7 +119,7 @@ def scored(candidate, call, task):
 
 def test_a_tree_refills_by_role(trainer):
     app = application(two, first=scored, second=lambda candidate, call, task: 1.0)
-    trainer(app, GRADED, steps=2, refill={"budget": 1.0, "groups": 4}, **SETTINGS)
+    trainer(app, GRADED, steps=2, refill={"budget": 1.0}, **SETTINGS)
     for line in trainer.metrics():
         assert line["refill"]["tasks"] == 4, "the second role has never a group that differs"
         assert line["roles"]["second"]["refill_wasted"] == 4 and line["roles"]["second"]["refill_missing"] == 4
@@ -179,7 +163,7 @@ def sticky_tasks() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("where", ["here", pytest.param("ray", marks=pytest.mark.long)])
 def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, where, request):
-    settings = {**SETTINGS, "concurrency": 64, "sampling": {}, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
+    settings = {**SETTINGS, "concurrency": 64, "sampling": {}, "mode": "async", "refill": {"budget": 2.0}}
     if where == "ray":
         request.getfixturevalue("ray_runtime")
         settings |= {"cluster": CLUSTER, "engine": "transformers"}
@@ -217,22 +201,7 @@ async def told(task):
     await ask("first", f"say {task['letter']}")
 
 
-AGAIN = {"budget": 1.0, "draw": "again"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"recipe": "reinforce_pp"}, "refill.budget = 1.0 has no effect with recipe"),
-        ({"plan": {"kind": "replay"}, "refill": AGAIN}, "cannot be used under the plan replay"),
-        ({"judge": True, "refill": AGAIN}, "cannot be used with a judge"),
-        ({"curriculum": {"k_easy": 2}, "refill": AGAIN}, "cannot be used with curriculum.k_easy"),
-    ],
-)
-def test_refills_without_a_use_are_refused_before_work_starts(trainer, settings, message):
-    app, settings = application(graded), {"refill": {"budget": 1.0}, **settings}
-    if settings.pop("judge", False):
-        app.judge(lambda episodes, task: [1.0] * len(episodes))
-    with pytest.raises(ConfigError, match=message):
-        trainer(app, GRADED, **settings)
+def test_a_refill_without_a_use_is_refused_before_work_starts(trainer):
+    with pytest.raises(ConfigError, match=r"refill.budget = 1.0 has no effect with recipe"):
+        trainer(application(graded), GRADED, recipe="reinforce_pp", refill={"budget": 1.0}, **SETTINGS)
     assert not (trainer.folder / "run").exists()

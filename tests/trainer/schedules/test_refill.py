@@ -13,7 +13,6 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.config.rollouts import RefillConfig
 from cotune.errors import ConfigError
-from cotune.records.plans import Plan
 from cotune.records.structs import Episode, Task
 from cotune.trainer.config.load import convert
 from cotune.trainer.rollout.refill import run_refill
@@ -35,9 +34,8 @@ def group(task: str, role: str = "first", *, spread: bool = False, episode: str 
     )
 
 
-def refill(*signals: GroupSignal, budget: float = 1.0, groups: int | None = None, draw: str = "tasks") -> Refill:
-    config = RefillConfig(budget=budget, groups=groups, draw=draw)
-    return Refill(config, DrawnTasks(OWN, RESERVE), ["first", "second"], signals)
+def refill(*signals: GroupSignal, budget: float = 1.0) -> Refill:
+    return Refill(RefillConfig(budget=budget), DrawnTasks(OWN, RESERVE), ["first", "second"], signals)
 
 
 def test_groups_without_spread_are_replaced_until_the_role_has_as_many():
@@ -51,9 +49,8 @@ def test_groups_without_spread_are_replaced_until_the_role_has_as_many():
     assert step.figures("first") == {"refill_drawn": 4, "refill_kept": 1, "refill_wasted": 3, "refill_missing": 0}
 
 
-def test_a_step_whose_groups_all_differ_or_that_has_enough_draws_nothing():
+def test_a_step_whose_groups_all_differ_draws_nothing():
     assert refill(*(group(name, spread=True) for name in OWN)).more() == []
-    assert refill(group("a", spread=True), group("b"), groups=1).more() == []
 
 
 def test_a_role_that_seldom_acts_is_not_waited_for():
@@ -68,26 +65,17 @@ def test_a_role_that_seldom_acts_is_not_waited_for():
     st.lists(st.booleans(), min_size=4, max_size=4),
     st.lists(st.booleans(), min_size=4, max_size=4),
     st.floats(0.01, 1.0),
-    st.integers(1, 9),
-    st.sampled_from(["tasks", "again"]),
 )
-def test_a_refill_ends_within_its_budget_and_draws_no_further_task_twice(own, more, budget, groups, draw):
-    step = refill(*(group(n, spread=s) for n, s in zip(OWN, own, strict=True)), budget=budget, groups=groups, draw=draw)
+def test_a_refill_ends_within_its_budget_and_draws_no_further_task_twice(own, more, budget):
+    step = refill(*(group(n, spread=s) for n, s in zip(OWN, own, strict=True)), budget=budget)
     shown = dict(zip(RESERVE, more, strict=True))
+    every: list[str] = []
     while drawn := step.more():
-        assert len(set(drawn)) == len(drawn)
+        every += drawn
         step.ended(drawn, drawn, [group(name, spread=shown.get(name, False)) for name in drawn])
     assert step.tasks <= -(-budget * 4 // 1) + 1e-6
-    assert all(count == 1 for name, count in step.times.items() if name in RESERVE)
-    assert not step.missing or draw == "again" or step.tasks == int(-(-budget * 4 // 1))
-
-
-def test_again_draws_the_flat_tasks_those_drawn_least_first():
-    step = refill(group("a", spread=True), group("b"), group("c"), budget=1.0, draw="again")
-    assert step.more() == ["b", "c", "d"]
-    step.ended("bcd", ["b2", "c2", "d2"], [group("b"), group("c", spread=True), group("d")])
-    step.ended([], [], [])
-    assert step.more() == ["b"] and step.times == {"a": 1, "b": 3, "c": 2, "d": 2}
+    assert len(set(every)) == len(every) == step.tasks
+    assert not step.missing or step.tasks == int(-(-budget * 4 // 1))
 
 
 def episodes(names, number: int = 0) -> list[Episode]:
@@ -158,18 +146,9 @@ def test_an_episode_that_raises_ends_the_refill():
         asyncio.run(run_refill(refill(group("a")), [], roll, judge, None))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"budget": -1.0}, "refill.budget = -1.0 must be 0 or more"),
-        ({"budget": 1.0, "groups": 0}, "refill.groups = 0 must be 1 or more"),
-        ({"groups": 3}, "refill.groups = 3 has no effect with refill.budget = 0"),
-        ({"draw": "again"}, "refill.draw = 'again' has no effect with refill.budget = 0"),
-    ],
-)
-def test_wrong_refills_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RefillConfig(**settings)
+def test_wrong_refills_are_refused():
+    with pytest.raises(ConfigError, match=r"refill.budget = -1.0 must be 0 or more"):
+        RefillConfig(budget=-1.0)
 
 
 def test_check_refuses_a_refill_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +160,8 @@ def test_check_refuses_a_refill_without_effect(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_refill_is_refused_only_if_no_policy_learns_from_rewards() -> None:
     config = convert({"model": "m", "refill": {"budget": 0.5}})
-    plan, flow = Plan(kind="independent", k=4), application().cotune
     taught, rewarded = recipe("distill"), recipe("dr_mas")
-    check_refill(config, plan, [rewarded, taught], flow)
-    check_refill(config, plan, [taught, rewarded], flow)
+    check_refill(config, [rewarded, taught])
+    check_refill(config, [taught, rewarded])
     with pytest.raises(ConfigError, match=r"refill.budget = 0.5 has no effect with recipe distill"):
-        check_refill(config, plan, [taught], flow)
+        check_refill(config, [taught])

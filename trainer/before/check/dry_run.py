@@ -84,8 +84,8 @@ def check(
         say("loading the application ...")
         flow = workflow_of(workflow).named_by(config.roles_by)
         plan, recipes, why = resolve_plan(config, list(flow.scorers), flow.name)
-        check_curriculum(config.curriculum, plan, all_tasks)
-        check_refill(config, plan, recipes.every, flow)
+        check_curriculum(config.curriculum, all_tasks)
+        check_refill(config, recipes.every)
         able = recipes.able(flow.scorers)
         bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
 
