@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,6 +36,7 @@ from cotune.trainer.before.doctor.model_size import measure
 from cotune.trainer.config.load import convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.teacher import LocalTeacher
+from tests.trainer.learner.forced import ForcedSettings
 
 SMALL, MIDDLE, LARGE = "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"
 
@@ -226,7 +228,8 @@ def kernels(bench: Bench, learner: LocalLearner, rows: Sequence[TrainRow]) -> in
 
 def forecast(name: str, dtype: str, tokens: int, row: int) -> float:
     """Bytes that `cotune doctor` says the learner takes on this GPU, without the context."""
-    config = convert({"model": name, "policies": "lora", "learner": {"dtype": dtype, "micro_batch_tokens": tokens}})
+    config = convert({"model": name, "policies": "lora"})
+    config = msgspec.structs.replace(config, learner=ForcedSettings(dtype=dtype, micro_batch_tokens=tokens))
     free, total = (float(size) for size in torch.cuda.mem_get_info())
     size = measure(config_of(name), LORA, dtype, joined=True, device="cuda")
     load = Workload(row=row, sequences=1, policies=1)

@@ -44,23 +44,15 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
 
-    grad_clip: float = 1.0
-    """Largest L2 norm of a policy's gradient at one optimizer step; 0 for no clipping."""
-
     mini_batch: int = 64
     """Rows per optimizer step, at most. Rows of one conversation, else of one prompt, stay together where they
     fit in."""
 
-    micro_batch_tokens: int | Literal["auto"] = "auto"
-    """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones
-    where rows do not share. Bounds the memory of activations; gradients do not depend on it. "auto": up to 8192
-    whose activations fit into a sixteenth of the machine's memory, or into `memory`, less up to an eighth. On a GPU a
-    power of two up to 65536 that fits into four fifths of the memory that is free when an update begins, or into
-    `memory`."""
-
     memory: str = ""
-    """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one. Passes keep below it,
-    also where `micro_batch_tokens` allows larger ones; a row that does not fit by itself is an error."""
+    """Memory that the learner's process may take in all ("6GiB"), on the GPU if it has one. Forward and backward passes
+    are as large as fits into it. A row that does not fit by itself is an error. Without a value, the activations of a
+    pass take a sixteenth of the machine's memory and at most 8192 tokens; on a GPU four fifths of the memory that is
+    free when an update begins, and at most 65536 tokens. Gradients do not depend on the size of passes."""
 
     quantize: Literal["none", "4bit"] = "none"
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
@@ -71,6 +63,12 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     # Not settings: a learner decides these by itself. Tests and benchmarks force them in a subclass.
 
+    grad_clip: ClassVar[float] = 1.0
+    """Largest L2 norm of a policy's gradient at one optimizer step, as in the published AT-GRPO recipe; 0 for no
+    clipping."""
+    micro_batch_tokens: ClassVar[int | Literal["auto"]] = "auto"
+    """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones if
+    rows do not share. "auto": as many as fit, see `memory`, rounded down to one of a few numbers."""
     threads: ClassVar[int | None] = None
     """CPU threads of torch. Without a value one if all models are small, else torch's own number."""
     shared_prompts: ClassVar[bool] = True
@@ -84,10 +82,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     on a CPU; on a GPU the faster one, by a trial before the first update."""
 
     def __post_init__(self) -> None:
-        counts = ("mini_batch", "micro_batch_tokens")
-        check_bounds(self, *counts, least=1, table="learner.")
+        check_bounds(self, "mini_batch", least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
-        check_bounds(self, "grad_clip", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
 

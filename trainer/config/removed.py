@@ -35,6 +35,8 @@ REMOVED: dict[str, str] = {
     "learner.activation_checkpointing": "Leave it out: layers are computed again where a row would not fit otherwise.",
     "learner.epochs": "Leave it out: an update passes over its rows once. More steps: a smaller learner.mini_batch.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
+    "learner.grad_clip": "Leave it out: a gradient's norm is bounded to 1.",
+    "learner.micro_batch_tokens": "Leave it out: passes are as large as fits. Set learner.memory to bound the memory.",
     "learner.seed": "Use seed.",
     "learner.shared_prompts": "Leave it out: what rows have in common is computed once if the model allows it.",
     "learner.tree_attention": "Leave it out: a GPU takes the faster of SDPA and FlexAttention.",

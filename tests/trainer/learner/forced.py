@@ -10,6 +10,8 @@ from cotune.config.learner import LearnerSettings
 class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):
     """The constants of `LearnerSettings` as fields."""
 
+    grad_clip: float = LearnerSettings.grad_clip
+    micro_batch_tokens: int | Literal["auto"] = LearnerSettings.micro_batch_tokens
     threads: int | None = LearnerSettings.threads
     shared_prompts: bool = LearnerSettings.shared_prompts
     activation_checkpointing: bool | Literal["auto"] = LearnerSettings.activation_checkpointing

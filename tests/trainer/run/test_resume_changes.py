@@ -41,14 +41,14 @@ def copied(made: Path, trainer: Trainer) -> Path:
 
 def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: Path, trainer: Trainer) -> None:
     run = copied(made, trainer)
-    changes = {"steps": 4, "tasks_per_step": 3, "learner.micro_batch_tokens": 512, "checkpoint_every": 2}
+    changes = {"steps": 4, "tasks_per_step": 3, "learner.memory": "9GiB", "checkpoint_every": 2}
     summary = trainer.resume(application(**BOTH), **changes)
     assert summary.finished and summary.steps == 4
     assert [line["episodes"] for line in trainer.metrics()] == [2, 2, 3, 3]
     assert "changed: steps = 4, was 2\n" in trainer.said
-    assert "changed: learner.micro_batch_tokens = 512, was 'auto'\n" in trainer.said
+    assert "changed: learner.memory = '9GiB', was ''\n" in trainer.said
     described = json.loads((run / "run.json").read_text())
-    assert described["config"]["steps"] == 4 and described["config"]["learner"]["micro_batch_tokens"] == 512
+    assert described["config"]["steps"] == 4 and described["config"]["learner"]["memory"] == "9GiB"
     assert described["changes"] == [
         {
             "step": 2,
@@ -56,11 +56,11 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
                 "steps": [2, 4],
                 "tasks_per_step": [2, 3],
                 "checkpoint_every": [1, 2],
-                "learner.micro_batch_tokens": ["auto", 512],
+                "learner.memory": ["", "9GiB"],
             },
         }
     ]
-    again = trainer.resume(application(**BOTH), steps=5, learner={"micro_batch_tokens": 512})
+    again = trainer.resume(application(**BOTH), steps=5, learner={"memory": "9GiB"})
     assert again.steps == 5 and [line["episodes"] for line in trainer.metrics()] == [2, 2, 3, 3, 3]
     assert json.loads((run / "run.json").read_text())["changes"][1] == {"step": 4, "changed": {"steps": [4, 5]}}
 

@@ -143,7 +143,7 @@ class PassSize:
                 failed = self.tokens
                 if failed < 2 * LEAST or not self._alone:
                     cause = f"Memory ran out in a pass of {failed} tokens."
-                    remedy = "Set learner.micro_batch_tokens lower, or shorten prompts or sampling.max_tokens."
+                    remedy = "Set learner.memory lower, or shorten prompts or sampling.max_tokens."
                     raise LearnerError(cause, remedy) from error
             self._sizes[self.checkpointed] = failed // 2
             self._halved[self.checkpointed] = True

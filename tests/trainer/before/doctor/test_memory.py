@@ -62,6 +62,11 @@ def asked(**changes: Any) -> TrainConfig:
     return convert({"model": "m", "policies": "lora", **changes})
 
 
+def forced(config: TrainConfig, **settings: Any) -> TrainConfig:
+    """With settings of the learner that a configuration may not hold."""
+    return msgspec.structs.replace(config, learner=ForcedSettings(**settings))
+
+
 def parts(process: Any) -> dict[str, float]:
     return {name: round(size / 1e9, 3) for name, size in process.parts.items()}
 
@@ -107,7 +112,7 @@ def test_two_bases_are_counted_once_each() -> None:
 
 def test_a_learner_of_all_weights_in_numbers() -> None:
     size = msgspec.structs.replace(BILLION, adapter=0)
-    config = asked(policies="full", learner={"micro_batch_tokens": 2048})
+    config = forced(asked(policies="full"), micro_batch_tokens=2048)
     plan = learner_memory(size, config, LOAD, device="cpu", free=20e9, total=32e9)
     found = parts(plan)
     assert (found["weights"], found["gradients and optimizer"]) == (8.0, 20.0)
@@ -144,7 +149,7 @@ def test_a_sampler_in_numbers() -> None:
 def test_passes_are_those_that_the_learner_will_make(learner: dict[str, Any], expected: tuple[int, bool]) -> None:
     short = msgspec.structs.replace(LOAD, row=96)
     assert (
-        pass_tokens(BILLION.pass_memory("cpu"), asked(learner={"mini_batch": 50, **learner}), short, 2e9, "cpu")
+        pass_tokens(BILLION.pass_memory("cpu"), forced(asked(), **{"mini_batch": 50, **learner}), short, 2e9, "cpu")
         == expected
     )
 

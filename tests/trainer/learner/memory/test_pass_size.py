@@ -159,7 +159,7 @@ def test_out_of_memory_halves_the_passes_and_changes_nothing_else(base: str, cap
 def test_memory_for_nothing_is_an_error(base: str) -> None:
     learner = open_one(base, change(FAST, micro_batch_tokens=64))
     Scarce(learner, 1)
-    with pytest.raises(LearnerError, match=r"Memory ran out in a pass of 16 tokens\. Set learner\.micro_batch_tokens"):
+    with pytest.raises(LearnerError, match=r"Memory ran out in a pass of 16 tokens\. Set learner\.memory"):
         learner.update("a", make_rows())
 
 
