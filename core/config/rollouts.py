@@ -29,15 +29,13 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Above 0; the distribution is never truncated in training (no top-p, no top-k)."""
     max_tokens: int = 256
     """Most new tokens per candidate where the application names no limit."""
-    timeout: float = 300.0
-    """Seconds until a request fails."""
     repeatable: bool = False
     """The same seed gives the same run, also after an interruption: episodes run one at a time, whatever `concurrency`
     is, and the in-process sampler keeps no earlier prompts. Otherwise batches and caches depend on timing, and so do
     the last digits of log-probabilities. Mode async cannot be repeated."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "temperature", "max_tokens", "timeout", table="sampling.")
+        check_bounds(self, "temperature", "max_tokens", table="sampling.")
 
     @property
     def prefix_bytes(self) -> int | None:

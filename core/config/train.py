@@ -111,7 +111,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 64
     """Episodes in flight."""
     episode_timeout: float = 600.0
-    """Seconds until an episode fails."""
+    """Seconds until an episode fails. An answer of a model may take half of them."""
     max_calls: int | None = None
     """Calls after which an episode fails, as a failure of the policy; without a value four times the most that an
     episode made before the first step, at least 256."""
@@ -210,6 +210,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     def episodes_at_once(self) -> int:
         """Episodes in flight."""
         return 1 if self.sampling.repeatable else self.concurrency
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds until a request to a model fails: half of an episode, so that the application can still ask again."""
+        return self.episode_timeout / 2
 
     @property
     def ahead(self) -> int:

@@ -74,7 +74,7 @@ async def preflight(
         scorers=workflow.scorers,
         attribution=recipes.run.attribution,
         own=recipes.attributions(recipes.roles),
-        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
+        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override={"temperature": config.sampling.temperature},
         provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
         others=UNTRAINED,

@@ -64,6 +64,7 @@ REMOVED: dict[str, str] = {
     "OMP_NUM_THREADS sets another number.",
     "learner.threads": "Leave it out: a core each, or one thread for a model of less than 16 million parameters. "
     "OMP_NUM_THREADS sets another number.",
+    "sampling.timeout": "Use episode_timeout: an answer may take half of it.",
     "sampling.prefix_cache": "Use sampling.repeatable = true for a run that can be repeated exactly.",
     "learner.weight_decay": "Leave it out: weights do not decay. loss.kl holds them to the untrained model.",
     "policy.weight_decay": "Leave it out: weights do not decay. loss.kl holds them to the untrained model.",

@@ -49,7 +49,7 @@ def answering(
         plan=plan,
         attribution=run.recipes.run.attribution,
         own=run.recipes.attributions({role: one.name for role, one in policies.items()}),
-        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
+        defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
