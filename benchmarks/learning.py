@@ -173,7 +173,7 @@ def configuration(training: Training, model: Path, settings: Settings, seed: int
         "checkpoint_every": 10,
         "plan": {"kind": "tree", "k": 8},
         "loss": {"clip_high": 0.28, "entropy": 0.03},
-        "lora": {"rank": 16, "alpha": 32.0},
+        "lora": {"rank": 16},
         "learner": {
             "lr": FULL_LR if training.layout == "full" else LORA_LR,
             "betas": [0.9, 0.95],

@@ -166,7 +166,7 @@ def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         "tasks_per_step": 16,
         "seed": seed,
         "plan": {"kind": "tree", "k": 8},
-        "lora": {"rank": 16, "alpha": 32.0},
+        "lora": {"rank": 16},
         "learner": {"lr": options.lr, "betas": [0.9, 0.95]},
         "sampling": {"max_tokens": 3},
         "evaluation": {"tasks": "none"},

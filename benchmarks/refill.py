@@ -121,7 +121,7 @@ APPLICATIONS = {
         pool=lambda seed, options: make_tasks(options.pool, seed=TRAIN_SEED + seed),
         fresh=lambda options: make_tasks(options.tasks, seed=FRESH_SEED),
         settings={
-            "lora": {"rank": 16, "alpha": 32.0},
+            "lora": {"rank": 16},
             "learner": {"lr": 4e-4, "betas": [0.9, 0.95], "mini_batch": 32},
             "sampling": {"max_tokens": 24},
         },

@@ -77,7 +77,7 @@ def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
         own = dict(WAYS[way].get(role, {}))
         if "model" in own:
             own["model"] = str(base_model(own["model"], seed, options))
-        policies.append({"name": role, "roles": [role], "lora": {"rank": 16, "alpha": 32.0}, **own})
+        policies.append({"name": role, "roles": [role], "lora": {"rank": 16}, **own})
     settings = {
         "model": str(base_model("small", seed, options)),
         "policy": policies,

@@ -9,7 +9,24 @@ import msgspec
 from cotune.config.learner import ScheduleConfig
 from cotune.config.methods import LossSettings, RewardSettings
 from cotune.errors import check_bounds
-from cotune.records.policies import TRAINED, LoraSpec, PolicyKind
+from cotune.records.policies import ALL_LINEAR, TRAINED, LoraSpec, PolicyKind
+
+
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """[lora] Shape of a LoRA adapter: W + 2 * B A on each target module."""
+
+    rank: int = 16
+    """Rows of A and columns of B."""
+    targets: tuple[str, ...] = ALL_LINEAR
+    """Names of the linear layers that get an adapter."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "rank", table="lora.")
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The shape as adapters are stored. alpha is twice the rank, so that the learning rate suits every rank."""
+        return LoraSpec(rank=self.rank, alpha=2.0 * self.rank, targets=self.targets)
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +56,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     the other steps its roles are sampled as they are, and their candidates are counted as `frozen_step`; its
     optimizer's state stays, and its schedule goes on with the run's steps. A resumed run may change it for steps to
     come."""
-    lora: LoraSpec = LoraSpec()
+    lora: LoraSettings = LoraSettings()
     lr: float | None = None
     """Without a value `learner.lr`."""
     schedule: ScheduleConfig | None = None

@@ -15,7 +15,7 @@ import msgspec
 from cotune.config.cluster import ClusterConfig
 from cotune.config.learner import LearnerSettings, ScheduleConfig
 from cotune.config.methods import LossSettings, RewardSettings, changed_settings
-from cotune.config.policy import PolicyConfig
+from cotune.config.policy import LoraSettings, PolicyConfig
 from cotune.config.records import LEARN_FROM_RECORDS, DistillConfig, RecordsConfig
 from cotune.config.rollouts import (
     CurriculumConfig,
@@ -26,7 +26,7 @@ from cotune.config.rollouts import (
     SamplingConfig,
 )
 from cotune.errors import ConfigError, check_bounds
-from cotune.records.policies import LoraSpec, OtherRoles, Policies, PolicySpec
+from cotune.records.policies import OtherRoles, Policies, PolicySpec
 from cotune.records.step_ranges import within
 
 Layout = Literal["shared", "lora", "full"]
@@ -149,7 +149,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     back to it; see docs/how-to/figures.md."""
     rewards: RewardSettings = RewardSettings()
     loss: LossSettings = LossSettings()
-    lora: LoraSpec = LoraSpec()
+    lora: LoraSettings = LoraSettings()
     plan: PlanConfig = PlanConfig()
     replay: ReplayConfig = ReplayConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -178,7 +178,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         written = first_written([self.model, *(p.model for p in self.policy if p.model)])
         models = {p.name: written[p.model or self.model] for p in self.policy}
         own = {name: None if model == self.model else model for name, model in models.items()}
-        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora, model=own[p.name]) for p in self.policy}
+        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora.spec, model=own[p.name]) for p in self.policy}
 
     @property
     def bases(self) -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ def unlisted_said(role: str, others: OtherRoles) -> str:
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[lora] Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
+    """Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
 
     rank: int = 16
     """Rows of A and columns of B."""

@@ -123,7 +123,7 @@ async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[No
     except TimeoutError:
         raise SampleTimeout(
             f"{policy} did not answer within {params.timeout} s.",
-            "Raise the time-out (in training half of episode_timeout), lower max_tokens, or run fewer requests at once.",
+            "Raise the time-out (half of episode_timeout in training), lower max_tokens, or run fewer at once.",
         ) from None
 
 

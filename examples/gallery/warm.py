@@ -196,7 +196,7 @@ def improve(name: str, wrong: Wrong, erring_in: float = 0.5) -> None:
         lines = [json.dumps(task) + "\n" for task in module.tasks(count, 10 * seed + drawn)]
         (out / f"{file}.jsonl").write_text("".join(lines))
     build(records, out / "base", WARM_STEPS, seed)
-    of_model = ("--lr", "3e-3", "--set", "sampling.max_tokens=48", "--set", "lora.rank=16", "--set", "lora.alpha=32")
+    of_model = ("--lr", "3e-3", "--set", "sampling.max_tokens=48", "--set", "lora.rank=16")
     of_machine = ("--set", "evaluation.tasks=none")
     workflow, run = f"{name}:solve", str(out / "run")
     tasks = ("--tasks", str(out / "tasks.jsonl"), "--tasks-per-step", "24", "--steps", str(options.steps), "-k", "8")

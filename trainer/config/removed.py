@@ -20,6 +20,8 @@ REMOVED: dict[str, str] = {
     "prompts.shown": "Leave it out: the reflection model sees three runs each time.",
     "prompts.replay": "Leave it out: calls before the first one of a changed role are answered from the record.",
     "prompts.temperature": "Leave it out: the application's own temperature is used.",
+    "lora.alpha": "Leave it out: it is twice lora.rank.",
+    "policy.lora.alpha": "Leave it out: it is twice the rank.",
     "overrides": "Use [loss] for terms of the loss, such as loss.clip_high, and [rewards] for rewards, such as "
     "rewards.weights.",
     "policy.overrides": "Use loss and rewards of the policy, such as loss = {clip_high = 0.28}.",

@@ -62,7 +62,7 @@ def resolve_policies(
     known = sorted({*seen, *config.roles})
     able = [role for role in known if scored is None or role in scored]
     if not config.policy:
-        laid = policies_for(config.policies, able, config.lora)
+        laid = policies_for(config.policies, able, config.lora.spec)
         rest = [role for role in known if role not in able]
         if not rest:
             return laid
@@ -116,5 +116,5 @@ def join_policies(
     new = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
     if not new or config.policy or config.other_roles == "provider":
         return policies
-    more = policies_for(config.policies, new, config.lora)
+    more = policies_for(config.policies, new, config.lora.spec)
     return Policies({**policies.specs, **more.specs}, {**policies.roles, **more.roles})

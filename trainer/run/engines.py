@@ -126,7 +126,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         fault = f"cannot be used if {config.engine} serves full weights: it holds one version only"
         remedy = 'Train adapters (--policies lora), or set engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
-    specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora]
+    specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora.spec]
     return EngineConfig(
         model=one.model,
         engine=config.engine,

@@ -115,7 +115,7 @@ def test_policies_with_full_weights_need_an_engine_each() -> None:
     """Which one that is opened in this process cannot be."""
     config = convert({"model": "m", "policies": "full", "engine": "vllm"})
     with pytest.raises(ConfigError, match="first, second need engines of their own"):
-        engine_sets(config, policies_for("full", ["first", "second"], config.lora))
+        engine_sets(config, policies_for("full", ["first", "second"], config.lora.spec))
 
 
 TEAM: list[dict[str, Any]] = [

@@ -209,9 +209,9 @@ def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
     """The shape of the adapters of a base, which has these policies; None where all weights are trained."""
     if not config.policy:
-        return None if config.policies == "full" else config.lora
+        return None if config.policies == "full" else config.lora.spec
     kinds = {policy.kind: policy for policy in config.policy if policy.name in names}
-    return None if "full" in kinds else kinds["lora"].lora if "lora" in kinds else config.lora
+    return None if "full" in kinds else kinds["lora"].lora if "lora" in kinds else config.lora.spec
 
 
 def learner_memory(
