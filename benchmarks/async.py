@@ -41,10 +41,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each mode (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--staleness", type=int, default=1, help="bound of mode async (default: %(default)s)")
     parser.add_argument("--cluster", help="run on Ray at this address: local or HOST:PORT")
     options = parser.parse_args()
-    settings = {"steps": options.steps, "max_staleness": options.staleness, "cluster.address": options.cluster}
+    settings = {"steps": options.steps, "cluster.address": options.cluster}
     seconds: dict[str, list[float]] = {"sync": [], "async": []}
     last: dict[str, list[float]] = {"sync": [], "async": []}
     staleness: Counter[str] = Counter()

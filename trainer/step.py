@@ -2,8 +2,8 @@
 evaluate, commit.
 
 `train_on_rollouts` is the loop of a run, `make_step` makes one step, and `roll_out` runs the episodes of a step. In
-mode async the next steps roll out while this one trains, at most `max_staleness` steps ahead. Runs that learn from
-records have a loop of their own, `records/loop.py`.
+mode async the next step rolls out while this one trains. Runs that learn from records have a loop of their own,
+`records/loop.py`.
 """
 
 from __future__ import annotations

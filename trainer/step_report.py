@@ -206,7 +206,7 @@ def _rounded_away(updates: Updates) -> list[str]:
 
 LATE = (
     "Training did not wait for the last tasks that a refill had drawn: tasks whose episodes take long are "
-    "under-represented among its tasks. See `late_tasks` in the metrics. A larger max_staleness leaves them more time."
+    "under-represented among its tasks. See `late_tasks` in the metrics. In mode sync they are waited for."
 )
 FLAT = (
     "The refill's budget was spent before role {role!r} had its groups with different rewards: nearly all of its tasks "

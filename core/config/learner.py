@@ -15,11 +15,6 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     """constant, or decay to zero at the last step: linear | cosine."""
-    warmup: int = 0
-    """Steps of linear warm-up."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "warmup", least=0, table="schedule.")
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,9 @@ from cotune.records.step_ranges import within
 Layout = Literal["shared", "lora", "full"]
 Tool = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Experiment trackers."""
+STEPS_AHEAD = 1
+"""How far rollouts may be ahead of training in mode async. With one step, the shorter of rollout and update is hidden
+behind the longer one. With more, samples only become older."""
 NO_TASKS = "none"
 """`evaluation.tasks` of a run that holds no task out."""
 
@@ -116,10 +119,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Calls after which an episode fails, as a failure of the policy; without a value four times the most that an
     episode made before the first step, at least 256."""
     mode: Literal["sync", "async"] = "sync"
-    """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
-    max_staleness: int = 1
-    """In mode async, how many versions a sample may be behind the policy that trains on it. Older samples are dropped
-    and counted."""
+    """sync: roll out, then train | async: the next step is rolled out while this one trains, so its samples are one
+    version behind the policy that trains on them."""
     keep_token_ids: bool = False
     """Store the token ids of redacted messages. Training on them needs these, and they can be read as text."""
     seed: int = 0
@@ -164,7 +165,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:
-        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "max_staleness")
+        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every")
         check_bounds(self, *counts, "episode_timeout", "max_calls", "probe_bound")
 
     @property
@@ -219,7 +220,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ahead(self) -> int:
         """How many steps rollouts may be ahead of training."""
-        return self.max_staleness if self.mode == "async" else 0
+        return STEPS_AHEAD if self.mode == "async" else 0
 
     def own_of(self, name: str) -> PolicyConfig | None:
         """The [[policy]] table of a policy; None where it has none."""

@@ -52,6 +52,8 @@ REMOVED: dict[str, str] = {
     "routing.pool": _NO_PAST,
     "routing.pool_every": _NO_PAST,
     "routing.swap_every": "Leave it out: the roles of routing.swap exchange their policies every 5 steps.",
+    "max_staleness": "Leave it out: in mode async, samples are at most one version behind.",
+    "schedule.warmup": "Leave it out: a gradient's norm is bounded, and clips and the KL penalty bound early steps.",
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "keep_checkpoints": "Leave it out: a run keeps its two newest checkpoints, the guard's, and with "
     "evaluation.keep_best the best ones.",

@@ -73,9 +73,7 @@ class TaskSchedule(Generic[Item]):
 
 def lr_scale(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Factor on the learning rate at step `step` (from 0) of `steps`; above 0 at every step."""
-    if step < schedule.warmup:
-        return (step + 1) / (schedule.warmup + 1)
-    left = 1.0 - (step - schedule.warmup) / max(steps - schedule.warmup, 1)
+    left = 1.0 - step / steps
     if schedule.kind == "linear":
         return left
     if schedule.kind == "cosine":

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from cotune.config.train import STEPS_AHEAD
 from cotune.integrations.web.viewer.rendering import HUES, render
 from cotune.integrations.web.viewer.tokens import Colouring
 from cotune.reading.find_runs import FoundRuns
@@ -116,8 +117,7 @@ class Viewer:
         """The colours of candidates that a page is asked for (`by`); the tokenizer is that of the policy's base."""
         by, figures = request.query_params.get("by", ""), None
         if by in ("entropy", "ratio") and run.folder and episode and episode.training_step is not None:
-            later = int((run.description.get("config") or {}).get("max_staleness") or 0)
-            figures = read_token_figures(run.folder, episode.training_step, later)
+            figures = read_token_figures(run.folder, episode.training_step, STEPS_AHEAD)
         own = run.about.base_of(policy) if policy else None
         return Colouring(by, own or str(run.description.get("model") or ""), figures)
 

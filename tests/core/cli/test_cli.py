@@ -472,7 +472,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
         ({"model": "m", "episode_timeout": -1.0}, "episode_timeout", -1.0, "a number above 0"),
         ({"model": "m", "probe_bound": 0.0}, "probe_bound", 0.0, "a number above 0"),
         ({"model": "m", "sampling": {"timeout": 9.0}}, "sampling.timeout", 9.0, "Use episode_timeout"),
-        ({"model": "m", "schedule": {"warmup": -1}}, "schedule.warmup", -1, "0 or more"),
+        ({"model": "m", "schedule": {"warmup": 5}}, "schedule.warmup", 5, "Leave it out"),
         ({"model": "m", "learner": {"grad_clip": 2.0}}, "learner.grad_clip", 2.0, "bounded to 1"),
         ({"model": "m", "steps": "many"}, "steps", "many", "a whole number, not text"),
         ({"model": "m", "plan": {"kind": "bush"}}, "plan.kind", "bush", "one of independent, replay, tree"),

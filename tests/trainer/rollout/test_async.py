@@ -29,8 +29,9 @@ def test_rewards_rise_and_samples_come_from_the_version_before(module_trainer) -
         assert line["rows"] == sum(line["staleness"].values())
 
 
-def test_every_call_names_the_version_that_answered(module_trainer) -> None:
-    module_trainer(application(**BOTH), steps=5, mode="async", max_staleness=2, to="two", **SETTINGS)
+def test_every_call_names_the_version_that_answered(module_trainer, monkeypatch) -> None:
+    monkeypatch.setattr("cotune.config.train.STEPS_AHEAD", 2)
+    module_trainer(application(**BOTH), steps=5, mode="async", to="two", **SETTINGS)
     lines = module_trainer.metrics("two")
     seen: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
     with contextlib.closing(SqliteStore.open(module_trainer.folder / "two" / "records.db")) as store:

@@ -202,7 +202,7 @@ def test_a_frozen_run_repeats_prompts_with_a_date_and_an_id(trainer: Trainer):
 def test_steps_ahead_fork_all_roles_under_swapped_policies(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cotune.records.policies.STEPS_BETWEEN_SWAPS", 1)
     routing = {"swap": ["first", "second"]}
-    settings = {**SETTINGS, "policies": "lora", "routing": routing, "mode": "async", "max_staleness": 1}
+    settings = {**SETTINGS, "policies": "lora", "routing": routing, "mode": "async"}
     trainer(application(relay), steps=3, **settings)
     records = Records(trainer)
     for step, line in enumerate(trainer.metrics()):

@@ -214,8 +214,9 @@ def test_a_resumed_run_is_equal_to_the_bit(trainer):
     assert weights_of(trainer, "whole") == weights_of(trainer, "broken")
 
 
-def test_steps_that_were_rolled_out_ahead_keep_their_tasks_in_a_resumed_run(trainer):
-    app, settings = application(graded), {**SETTINGS, "mode": "async", "max_staleness": 2}
+def test_steps_that_were_rolled_out_ahead_keep_their_tasks_in_a_resumed_run(trainer, monkeypatch):
+    monkeypatch.setattr("cotune.config.train.STEPS_AHEAD", 2)
+    app, settings = application(graded), {**SETTINGS, "mode": "async"}
     trainer(app, GRADED, to="whole", steps=6, **settings)
     trainer(app, GRADED, to="broken", steps=3, **settings)
     ahead = state_of(trainer, "broken").drawn
