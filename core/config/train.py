@@ -134,15 +134,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     engine: str = "auto"
-    """What samples: auto | vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (in process)
-    | module:function (an async function that opens a `Sampler` of your own, called with model and engine_args). auto
-    is vllm on GPUs and on Ray if it is installed and knows the model, else transformers; see docs/how-to/gpu.md."""
-    engine_url: str = ""
-    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000; with several base models one for
-    each, separated by commas, in any order. The key is read from VLLM_API_KEY."""
+    """What samples: auto | vllm | transformers (in process) | the address of a vLLM server that runs already, such as
+    http://10.0.0.5:8000 (with several base models one for each, separated by commas; the key is read from
+    VLLM_API_KEY) | module:function (an async function that opens a `Sampler` of your own, called with model and
+    engine_args). auto is vllm on GPUs and on Ray if it is installed and knows the model, else transformers; see
+    docs/how-to/gpu.md."""
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """[engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of vllm-url:
-    folder, where adapters are written for a server on another machine."""
+    """[engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of a server:
+    folder, where adapters are written for one on another machine."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     guard: Literal["off", "warn", "stop"] = "warn"

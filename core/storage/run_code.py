@@ -34,7 +34,7 @@ FOLDER = "modules from"
 """Name of the order that says where modules are found first."""
 _ALWAYS = ("engine_args.", "cluster.env.", "cluster.runtime_env.")
 """Tables whose values may name servers, variables, packages and classes."""
-_WITH_COLON = (*FUNCTIONS, "address", "engine", "engine_url", "teacher", "path")
+_WITH_COLON = (*FUNCTIONS, "address", "engine", "teacher", "path")
 """Settings that name a function or a server if they have a colon; else a file, or one of cotune's own values."""
 
 _agreed: set[str] = set()

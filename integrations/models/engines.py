@@ -58,15 +58,23 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """It can free its GPU while a learner works."""
 
 
+SERVER = "vllm-url"
+"""The row of a vLLM server that runs already. A run names it by its address."""
 ENGINES = {
     "transformers": Engine(open="cotune.integrations.models.transformers.sampler:open_engine"),
     "vllm": Engine(open="cotune.integrations.models.vllm.opening:open_engine", extra="vllm", fixed=True, sleeps=True),
-    "vllm-url": Engine(open="cotune.integrations.models.vllm.opening:open_server", adapters_only=True, by_url=True),
+    SERVER: Engine(open="cotune.integrations.models.vllm.opening:open_server", adapters_only=True, by_url=True),
 }
 
 
-def engine_of(name: str) -> Engine:
-    """The row of an engine; one of the user's own, module:function, is taken to serve whatever it is given."""
+def engine_name(engine: str) -> str:
+    """The name of the row of an engine, as a run names it: the address of a server is the row of servers."""
+    return SERVER if engine.startswith(("http://", "https://")) else engine
+
+
+def engine_of(engine: str) -> Engine:
+    """The row of an engine. One of the user's own, module:function, is taken to serve whatever it is given."""
+    name = engine_name(engine)
     return ENGINES.get(name) or Engine(open=name)
 
 

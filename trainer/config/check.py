@@ -21,7 +21,7 @@ def check(config: TrainConfig) -> None:
     _check_failure(config.on_failure)
     fork_rule(config.replay.forks)
     check_tool_format(config.tool_format)
-    check_engine(config.engine, config.engine_url, config.cluster)
+    check_engine(config.engine, config.cluster)
     if engine_shares_gpu(config) and config.mode != "sync":
         fault = f"must be sync if {config.engine} shares a GPU with the learner, as it sleeps during updates"
         raise ConfigError("mode", config.mode, fault, 'Set engine = "transformers".')

@@ -23,7 +23,7 @@ MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "probe_bound",
     "episode_timeout", "learner.device",
     "learner.dtype", "learner.memory",
-    "evaluation", "guard", "engine", "engine_url", "engine_args", "cluster",
+    "evaluation", "guard", "engine", "engine_args", "cluster",
     "records.path", "distill.teacher",
     "prices", "loggers", "project",
 )  # fmt: skip

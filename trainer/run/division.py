@@ -24,6 +24,7 @@ from cotune.config.cluster import NO_RAY, SHARED, ClusterConfig
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, install_extra
 from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
+from cotune.integrations.models.engines import SERVER, engine_name
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.installed import Build, unknown_architectures, vllm_build
 from cotune.tables import plural
@@ -264,7 +265,7 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "cluster.address is none"
     if config.learner.device != "auto":
         return f"learner.device is {config.learner.device}, and auto is needed to divide them"
-    if config.engine not in (AUTO, "vllm", "vllm-url") and not config.from_records:
+    if engine_name(config.engine) not in (AUTO, "vllm", SERVER) and not config.from_records:
         return f"engine is {config.engine}. Engines and learners on all of them: cluster.address = local"
     if not resources.ray:
         return f"Ray, which divides the others among engines and learners, is not installed. {install_extra('ray')}"
@@ -363,8 +364,8 @@ def describe_division(config: TrainConfig) -> str:
 
     if config.from_records:
         sampler = ""
-    elif config.engine_url:
-        sampler = f"{config.engine} at {config.engine_url}; "
+    elif engine_kind(config).by_url:
+        sampler = f"vLLM at {config.engine}; "
     elif cluster.on_ray:
         sampler = f"{plural(cluster.engines, f'{config.engine} engine')} {_each(cluster.gpus_per_engine)}; "
     else:

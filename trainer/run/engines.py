@@ -15,7 +15,7 @@ from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
-from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler, products_dtype
+from cotune.integrations.models.engines import EngineConfig, EngineWeights, engine_name, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
 from cotune.records.policies import Policies, PolicySpec
@@ -96,12 +96,12 @@ async def start_engines(config: TrainConfig, one: EngineSet, url: str = "") -> R
 
 async def server_urls(config: TrainConfig) -> dict[str, str]:
     """The address of the server of each base model; of one alone it is checked as it is opened. Raises ConfigError."""
-    urls, bases = engine_urls(config.engine_url), list(config.bases)
+    urls, bases = engine_urls(config.engine), list(config.bases)
     if not urls:
         return {}
     if len(urls) != len(bases):
         fault = f"names {plural(len(urls), 'server')} for {plural(len(bases), 'base model')}: {', '.join(bases)}"
-        raise ConfigError("engine_url", config.engine_url, fault, "Name one for each.")
+        raise ConfigError("engine", config.engine, fault, "Name one for each.")
     if len(urls) == 1:
         return {bases[0]: urls[0]}
     from cotune.integrations.models.vllm.http import find_servers
@@ -129,7 +129,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
     specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora.spec]
     return EngineConfig(
         model=one.model,
-        engine=config.engine,
+        engine=engine_name(config.engine),
         arguments=config.engine_args,
         url=url,
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,

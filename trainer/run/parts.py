@@ -5,7 +5,7 @@ from __future__ import annotations
 from cotune.config.train import TrainConfig
 from cotune.integrations.models.bfloat16 import gpu_has_bfloat16
 from cotune.integrations.models.devices import device_name
-from cotune.trainer.config.engine import engine_sleeps
+from cotune.trainer.config.engine import engine_kind, engine_sleeps
 
 
 def where_it_runs(config: TrainConfig) -> str:
@@ -23,8 +23,8 @@ def where_it_runs(config: TrainConfig) -> str:
 
 def _sampler(config: TrainConfig) -> str:
     cluster = config.cluster
-    if config.engine_url:
-        return f"sampler: {config.engine} at {config.engine_url}"
+    if engine_kind(config).by_url:
+        return f"sampler: vLLM at {config.engine}"
     asleep = ", asleep during updates" if engine_sleeps(config) else ""
     if cluster.on_ray:
         return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"

@@ -154,7 +154,7 @@ def gap_remedy(config: TrainConfig) -> str:
     learner, engine, device = config.learner, config.engine, learner_device(config)
     remedies = []
     # In bfloat16 samplers: 0.0376 nats with rounded logits on both sides, 0.0289 with float32 logits (SmolLM2-135M).
-    if engine == "vllm-url":
+    if engine_kind(config).by_url:
         remedies.append('Start the server with --hf-overrides \'{"head_dtype": "float32"}\', for logits in float32.')
     elif engine not in ENGINES:
         remedies.append(f"Let {engine} compute logits in float32.")

@@ -210,7 +210,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
     """
     served: dict[str, list[Card]] = {}
     for url in urls:
-        client = VllmClient(url, "engine_url", api_key)
+        client = VllmClient(url, "engine", api_key)
         try:
             served[url] = [card for card in await client.open() if card.parent is None]
         finally:
@@ -221,7 +221,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
             there = "; ".join(f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items())
             fault = f"names no server of the base model {model}: {there}"
             remedy = "Serve it, under its folder's path or by --served-model-name."
-            raise ConfigError("engine_url", ", ".join(urls), fault, remedy)
+            raise ConfigError("engine", ", ".join(urls), fault, remedy)
     return found
 
 

@@ -75,8 +75,8 @@ HALVES = {"cluster": {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}}
         (ONE, {"cluster": {"engines": 1, "rollout_workers": 4}}, ("vllm", "local", 1, 0.5, 1, 0.5), ""),
         (
             ONE,
-            {"engine": "vllm-url", "engine_url": "http://host:8000"},
-            ("vllm-url", "none", 1, 0, 1, 1),
+            {"engine": "http://host:8000"},
+            ("http://host:8000", "none", 1, 0, 1, 1),
             "",
         ),
         (ONE, {"recipe": "sft", "records": {"path": "runs/a"}}, ("transformers", "none", 1, 0, 1, 1), ""),
@@ -110,8 +110,8 @@ HALVES = {"cluster": {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}}
         (EIGHT, {"engine": "transformers"}, SHARED_IN_PROCESS, "engine is transformers"),
         (
             EIGHT,
-            {"engine": "vllm-url", "engine_url": "http://host:8000"},
-            ("vllm-url", "local", 1, 0, 8, 1),
+            {"engine": "http://host:8000"},
+            ("http://host:8000", "local", 1, 0, 8, 1),
             "",
         ),
         (EIGHT, {"recipe": "sft", "records": {"path": "runs/a"}}, ("transformers", "local", 1, 0, 8, 1), ""),

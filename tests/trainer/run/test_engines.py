@@ -89,8 +89,9 @@ def test_an_engine_is_told_how_many_candidates_it_is_asked_for_at_once(
     [
         ({"cluster": {"address": "none", "learners": 2}}, r"cluster.learners = 2 needs Ray\. Set cluster.address"),
         ({"cluster": {"address": "none", "env": {"KEY": "1"}}}, "cluster.env = .* needs Ray"),
-        ({"engine": "sglang"}, "engine = 'sglang' is not one of auto, transformers, vllm, vllm-url"),
-        ({"engine_url": "http://h:1"}, 'engine_url = .* needs engine = "vllm-url"'),
+        ({"engine": "sglang"}, "engine = 'sglang' is not one of auto, transformers, vllm, an address"),
+        ({"engine_url": "http://h:1"}, "engine_url = .* Write the address as engine"),
+        ({"engine": "vllm-url"}, "engine = 'vllm-url' has no address"),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -101,7 +102,7 @@ def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "vllm-url", "engine_url": "http://h:1"}, "policies = 'full' cannot be sampled by vllm-url"),
+        ({"engine": "http://h:1"}, "policies = 'full' cannot be sampled by http://h:1"),
         ({"engine": "vllm"}, "mode = 'async' cannot be used if vllm serves full weights"),
     ],
 )
@@ -156,10 +157,10 @@ def test_one_engine_beside_a_learner_has_one_base() -> None:
 
 def test_each_base_needs_a_server() -> None:
     with pytest.raises(ConfigError, match=r"'http://h:1' names 1 server for 2 base models: m, n. Name one for each."):
-        config = convert({"model": "m", "policy": TEAM[:2], "engine": "vllm-url", "engine_url": "http://h:1"})
+        config = convert({"model": "m", "policy": TEAM[:2], "engine": "http://h:1"})
         asyncio.run(server_urls(config))
-    with pytest.raises(ConfigError, match="is not the address of a vLLM server"):
-        team(engine="vllm-url", engine_url="http://h:1,h:2")
+    with pytest.raises(ConfigError, match="is not a list of addresses"):
+        team(engine="http://h:1,h:2")
 
 
 @pytest.mark.parametrize(

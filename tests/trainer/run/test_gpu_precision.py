@@ -117,7 +117,7 @@ def test_without_a_sampler_auto_is_bfloat16_on_a_gpu_alone(base: str, monkeypatc
     assert without_sampler(config_of(base, learner={"dtype": "float32"})).learner.dtype == "float32"
 
 
-SERVER = {"engine": "vllm-url", "engine_url": "http://host:8000"}
+SERVER = {"engine": "http://host:8000"}
 
 
 @pytest.mark.parametrize(

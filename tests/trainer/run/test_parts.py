@@ -19,8 +19,8 @@ from cotune.trainer.run.parts import where_it_runs
             "sampler: transformers, the CPU, float32; learner: the CPU, float32",
         ),
         (
-            {"engine": "vllm-url", "engine_url": "http://host:1", "cluster": {"learners": 1}},
-            "sampler: vllm-url at http://host:1; learner: 1 on Ray, on the CPU, float32",
+            {"engine": "http://host:1", "cluster": {"learners": 1}},
+            "sampler: vLLM at http://host:1; learner: 1 on Ray, on the CPU, float32",
         ),
         (
             {"engine": "vllm", "cluster": {"address": "local", "engines": 3, "gpus_per_engine": 2, "learners": 2}},

@@ -75,7 +75,7 @@ def run(base: Path, url: str, folder: Path, address: str = "local", **settings: 
         "rewards": {"team_weight": 0.0},
         **settings,
     }
-    given |= {"engine": "vllm-url", "engine_url": url, "cluster": {"address": address}, "learner": learner}
+    given |= {"engine": url, "cluster": {"address": address}, "learner": learner}
     train(worker_app.parity, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -168,18 +168,19 @@ def test_full_weights_are_refused(ray_runtime: str, contract_model: Path, tmp_pa
         run(contract_model, "http://127.0.0.1:9", tmp_path / "full", policies="full")
 
 
-SERVER = {"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000"}
+SERVER = {"engine": "http://10.0.0.5:8000"}
 
 
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"engine": "vllm-url"}, "engine_url"),
-        ({"engine": "vllm-url", "engine_url": "10.0.0.5:8000"}, "engine_url"),
+        ({"engine": "vllm-url"}, "engine"),
+        ({"engine": "10.0.0.5:8000"}, "engine"),
+        ({"engine": "http://10.0.0.5:8000, 10.0.0.6:8000"}, "engine"),
         ({"engine": "vllm", "engine_url": "http://10.0.0.5:8000"}, "engine_url"),
-        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "cluster": {"engines": 2}}, "cluster.engines"),
+        ({"engine": "http://10.0.0.5:8000", "cluster": {"engines": 2}}, "cluster.engines"),
         (
-            {"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "cluster": {"gpus_per_engine": 1}},
+            {"engine": "http://10.0.0.5:8000", "cluster": {"gpus_per_engine": 1}},
             "cluster.gpus_per_engine",
         ),
     ],

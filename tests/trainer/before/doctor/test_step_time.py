@@ -108,7 +108,7 @@ def test_the_rates_of_this_cpu_are_measured() -> None:
     [
         ({"recipe": "sft", "records": {"path": "run"}}, "trains on records"),
         ({"plan": {"kind": "replay"}}, "calls plan replay forks"),
-        ({"engine": "vllm-url", "engine_url": "http://127.0.0.1:8000"}, "engine 'vllm-url'"),
+        ({"engine": "http://127.0.0.1:8000"}, "engine 'http://127.0.0.1:8000'"),
         ({"engine": "vllm", "cluster": {"address": "10.0.0.1:6379"}}, "GPUs of a cluster"),
     ],
 )
