@@ -24,10 +24,7 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_cost: float | None = None
     """Most money, at the given `prices`."""
     roles: tuple[str, ...] = ()
-    """Improve only these roles."""
-    kinds: tuple[str, ...] = ()
-    """Texts to improve, of: system, user, tool, format. Without it system messages, and user messages of roles that
-    have none."""
+    """Improve only these roles: their system messages, or user messages of roles that have none."""
     keep: tuple[str, ...] = ()
     """Regular expressions of text that stays as it is."""
     minibatch: int = 4

@@ -79,15 +79,12 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     by: str = ""
     """Field of each task with its difficulty, a number. Steps take the tasks of one level after another, the lowest
-    number first, and then all tasks. Empty: all tasks from the start."""
-    level_steps: int = 10
-    """Steps that each level lasts."""
+    number first, and then all tasks, each for an equal part of the run. Empty: all tasks from the start."""
     pool: Literal["even", "adaptive"] = "even"
     """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
     expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "level_steps", least=1, table="curriculum.")
         if self.by and self.pool == "adaptive":
             fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
             raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")

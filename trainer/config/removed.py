@@ -12,6 +12,7 @@ _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns 
 
 REMOVED: dict[str, str] = {
     "prompts.prompts": "Use prompts_file, above the tables.",
+    "prompts.kinds": "Leave it out: system messages are improved, and user messages of roles that have none.",
     "prompts.timeout": "Use episode_timeout, above the tables.",
     "prompts.reflection_params": "Leave it out: the reflection model answers with its own defaults.",
     "prompts.max_growth": "Leave it out: a new text may have 1.5 times the characters of the old one, and 500 more.",
@@ -62,6 +63,7 @@ REMOVED: dict[str, str] = {
     "guard.window": "Leave it out: the guard compares means over 5 steps.",
     "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",
     "guard.max_gap": "Leave it out: the bound is 0.25 nats a token.",
+    "curriculum.level_steps": "Leave it out: each level, and all tasks in the end, have an equal part of the steps.",
     "curriculum.k_easy": 'Leave it out, or use curriculum.pool = "adaptive", which draws easy tasks less often.',
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.best_by": "Leave it out: success judges, or where it is not known what each policy is trained on.",

@@ -137,7 +137,12 @@ async def open_run(
             plan=plan,
             recipes=recipes,
             schedule=TaskPool(
-                tasks, config.curriculum, config.refill.budget, config.seed, tasks_per_step(config, changes)
+                tasks,
+                config.curriculum,
+                config.refill.budget,
+                config.seed,
+                tasks_per_step(config, changes),
+                config.steps,
             ),
             held_out=held_out,
             teachers=teachers,

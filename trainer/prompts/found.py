@@ -31,11 +31,7 @@ def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompt
     parts that are to be improved."""
     keep = patterns(options.keep, "keep")
     found = find_parts(evaluations.store, evaluations.store.episodes(EpisodeFilters(phase=SEARCH)), keep=keep)
-    wanted = [
-        one.part.name
-        for one in found.editable
-        if (one.part.kind in options.kinds if options.kinds else one.first) and _of(one.part, options)
-    ]
+    wanted = [one.part.name for one in found.editable if one.first and _of(one.part, options)]
     base = found.prompts(provenance={IMPROVED: wanted})
     return msgspec.structs.replace(base, workflow=evaluations.workflow.name), _notes(found, wanted, options)
 
@@ -43,13 +39,12 @@ def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompt
 def earlier_base(options: ImproveOptions) -> Prompts:
     """The prompts of an earlier search, from which this one starts. Raises ConfigError."""
     base = read_prompts(options.prompts_file or "")
-    kinds = options.kinds or ("system", "user")
-    first = base.provenance.get(IMPROVED) if not options.kinds else None
-    wanted = [
-        part.name
-        for part in base.parts
-        if (part.name in first if first is not None else part.kind in kinds) and _of(part, options)
-    ]
+    improved_before = base.provenance.get(IMPROVED)
+    wanted = []
+    for part in base.parts:
+        first = part.kind in ("system", "user") if improved_before is None else part.name in improved_before
+        if first and _of(part, options):
+            wanted.append(part.name)
     return msgspec.structs.replace(base, provenance={IMPROVED: wanted})
 
 

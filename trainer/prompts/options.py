@@ -54,9 +54,6 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
                 f"needs a price of the reflection model {self.reflection}",
                 f"For example: --price {self.reflection}=0.25/2.00, or 0/0 for one that costs nothing.",
             )
-        for kind in self.kinds:
-            if kind not in ("system", "user", "tool", "format"):
-                raise ConfigError("kinds", kind, "is not one of system, user, tool, format")
 
 
 SHARED = tuple(name for name in ImproveOptions.__struct_fields__ if name not in SearchSettings.__struct_fields__)

@@ -12,24 +12,26 @@ from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
 
 class Curriculum:
-    """The tasks of each step (from 0): those of one level after the other, from the easiest, each level for
-    `level_steps`; then all of them. Within a level as `TaskSchedule` draws them.
+    """The tasks of each step (from 0): those of one level after the other, from the easiest, then all of them. Each
+    level, and all tasks at the end, has an equal part of the run's `steps`, at least one. Within a level as
+    `TaskSchedule` draws them.
 
     A function of the tasks, the seed and the step alone, so a resumed run repeats it.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], by: str, level_steps: int, seed: int, counts: Sequence[tuple[int, int]]
+        self, tasks: Sequence[Task], by: str, steps: int, seed: int, counts: Sequence[tuple[int, int]]
     ) -> None:
         levels: dict[float, list[Task]] = {}
         for task in tasks:
             levels.setdefault(_level(task, by), []).append(task)
         parts = [*(levels[level] for level in sorted(levels)), tasks]
-        self._level_steps = level_steps
-        self._parts = [
-            TaskSchedule(part, seed, [*{max(0, first - i * level_steps): n for first, n in sorted(counts)}.items()])
-            for i, part in enumerate(parts)
-        ]
+        self._level_steps = max(1, steps // len(parts))
+        self._parts = []
+        for number, part in enumerate(parts):
+            first_step = number * self._level_steps
+            own_counts = {max(0, first - first_step): count for first, count in sorted(counts)}
+            self._parts.append(TaskSchedule(part, seed, [*own_counts.items()]))
 
     def of(self, step: int) -> list[Task]:
         """The tasks of `step`."""
@@ -42,12 +44,12 @@ class Curriculum:
 
 
 def schedule_of(
-    tasks: Sequence[Task], config: CurriculumConfig, seed: int, counts: Sequence[tuple[int, int]]
+    tasks: Sequence[Task], config: CurriculumConfig, steps: int, seed: int, counts: Sequence[tuple[int, int]]
 ) -> Schedule[Task]:
-    """The schedule of a run's tasks. Raises ConfigError as `check_curriculum`."""
+    """The schedule of the tasks of a run with so many steps. Raises ConfigError as `check_curriculum`."""
     if not config.by:
         return TaskSchedule(tasks, seed, counts)
-    return Curriculum(tasks, config.by, config.level_steps, seed, counts)
+    return Curriculum(tasks, config.by, steps, seed, counts)
 
 
 def check_curriculum(config: CurriculumConfig, tasks: Sequence[Task]) -> None:

@@ -36,8 +36,8 @@ class TaskPool:
 
     A draw depends on the tasks, the seed and the step, and in an adaptive pool on what is known of the tasks then, so
     the run keeps it until the step is done. `counts` is how many tasks a step takes, by the first step for which that
-    holds, and `budget` the share of them that a refill may draw. A step takes no task twice, and all of them in their
-    own order where it asks for all.
+    holds, `steps` the length of the run, and `budget` the share of a step's tasks that a refill may draw. A step takes
+    no task twice, and all of them in their own order if it asks for all.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class TaskPool:
         budget: float,
         seed: int,
         counts: Sequence[tuple[int, int]],
+        steps: int,
     ) -> None:
         self._tasks = tasks
         self._ids = [task.id for task in tasks]
@@ -54,9 +55,9 @@ class TaskPool:
         self._config = config
         self._budget = budget
         self._seed = seed
-        self._even = schedule_of(tasks, config, seed, counts)
+        self._even = schedule_of(tasks, config, steps, seed, counts)
         more = [(first, count + extra_tasks(budget, count)) for first, count in counts]
-        self._reserve = schedule_of(tasks, config, seed_of(seed, "refill"), more) if budget else None
+        self._reserve = schedule_of(tasks, config, steps, seed_of(seed, "refill"), more) if budget else None
         self._counts = sorted(counts)
 
     def draw(self, step: int, known: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:

@@ -155,7 +155,9 @@ def test_an_adaptive_pool_refills_in_its_order(trainer):
 def sticky_tasks() -> list[dict[str, str]]:
     """The own tasks of the first step are flat, and one of those that its refill takes first never ends there."""
     ids = list(LETTERS)
-    drawn = TaskPool(as_tasks([{"id": name} for name in ids]), CurriculumConfig(), 2.0, 0, [(0, 4)]).draw(0, {}, [])
+    drawn = TaskPool(as_tasks([{"id": name} for name in ids]), CurriculumConfig(), 2.0, 0, [(0, 4)], 100).draw(
+        0, {}, []
+    )
     stuck = next(name for name in drawn.reserve[:4] if name not in ids[:3])  # which the preflight takes
     kinds = {**dict.fromkeys(drawn.own, "flat"), stuck: "stuck"}
     return [{"id": name, "letter": name, "kind": kinds.get(name, "")} for name in ids]

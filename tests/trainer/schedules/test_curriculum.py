@@ -10,7 +10,7 @@ from cotune.records.structs import Task
 from cotune.trainer.schedules.curriculum import schedule_of
 from tests.trainer.tiny_app import TASKS, application, ask
 
-LEVELS = CurriculumConfig(by="hard", level_steps=2)
+LEVELS = CurriculumConfig(by="hard")
 
 
 def tasks(*levels: float) -> list[Task]:
@@ -18,7 +18,7 @@ def tasks(*levels: float) -> list[Task]:
 
 
 def ids(config: CurriculumConfig, given: list[Task], *counts: tuple[int, int], steps: int) -> list[list[str]]:
-    schedule = schedule_of(given, config, 0, counts)
+    schedule = schedule_of(given, config, steps, 0, counts)
     return [[task.id for task in schedule.of(step)] for step in range(steps)]
 
 
@@ -30,16 +30,20 @@ def test_steps_take_one_level_after_the_other_and_then_all():
 
 def test_a_curriculum_is_the_same_whichever_step_is_asked_first():
     given = tasks(*[0] * 5, *[1] * 7)
-    assert schedule_of(given, LEVELS, 0, [(0, 3)]).of(3) == schedule_of(given, LEVELS, 0, [(0, 3)]).of(3)
-    again = schedule_of(given, LEVELS, 0, [(0, 3)])
-    assert [[t.id for t in again.of(step)] for step in (3, 0, 2)] == [
-        ids(LEVELS, given, (0, 3), steps=4)[step] for step in (3, 0, 2)
-    ]
+    one, other = (schedule_of(given, LEVELS, 6, 0, [(0, 3)]) for _ in range(2))
+    every = [one.of(step) for step in range(6)]
+    assert [other.of(step) for step in (3, 0, 2)] == [every[3], every[0], every[2]]
+
+
+def test_each_level_and_all_tasks_have_an_equal_part_of_the_run():
+    given = tasks(0, 1)
+    assert [len(set(step)) for step in ids(LEVELS, given, (0, 2), steps=9)] == [1] * 6 + [2] * 3
+    assert ids(LEVELS, given, (0, 2), steps=2) == [["0"], ["1"]], "a run that is too short has one step for each"
 
 
 def test_the_number_of_tasks_changes_at_its_step_in_every_level():
-    found = ids(LEVELS, tasks(*[0] * 6, *[1] * 6), (0, 2), (1, 3), (3, 4), steps=5)
-    assert [len(step) for step in found] == [2, 3, 3, 4, 4]
+    found = ids(LEVELS, tasks(*[0] * 6, *[1] * 6), (0, 2), (1, 3), (3, 4), steps=6)
+    assert [len(step) for step in found] == [2, 3, 3, 4, 4, 4]
 
 
 def test_a_lowered_number_of_tasks_holds_in_the_levels_after_it():
@@ -60,7 +64,6 @@ async def constant(task):
             {"by": "hard"},
             "curriculum.by = 'hard' is not a number in every task; task a has None",
         ),
-        ({"level_steps": 0}, "curriculum.level_steps = 0 must be 1 or more"),
         ({"k_easy": 2}, "curriculum.k_easy = 2 was removed from the configuration"),
         ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' has no effect with curriculum.pool"),
         ({"pool": "adaptive", "floor": 0.2}, "curriculum.floor = 0.2 was removed from the configuration"),

@@ -57,13 +57,13 @@ def test_every_task_keeps_its_share_of_the_floor(ids, known, floor):
 @given(names, knowns, st.integers(0, 50), st.integers(1, 12), st.sampled_from([0.0, 0.5, 2.0]))
 def test_a_draw_takes_no_task_twice_and_is_the_same_again_from_a_checkpoint(ids, known, step, count, budget):
     tasks = [Task(id=name, input=name) for name in ids]
-    pool = TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)])
+    pool = TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)], 100)
     drawn = pool.draw(step, known, ["a", "b"])
     together = [*drawn.own, *drawn.reserve]
     assert len(set(together)) == len(together) and set(together) <= set(ids)
     assert len(drawn.own) == min(count, len(ids)) and len(drawn.reserve) <= np.ceil(budget * count)
     again = msgspec.json.decode(msgspec.json.encode(known), type=dict[str, TaskFacts])
-    assert TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)]).draw(step, again, ["b", "a"]) == drawn
+    assert TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)], 100).draw(step, again, ["b", "a"]) == drawn
 
 
 def test_a_task_is_drawn_by_its_expected_variance():
@@ -95,7 +95,7 @@ def test_the_order_of_a_draw_follows_the_chances():
 
 
 def test_a_million_tasks_are_drawn_in_seconds():
-    pool = TaskPool([Task(id=str(i), input=i) for i in range(1_000_000)], ADAPTIVE, 1.0, 0, [(0, 64)])
+    pool = TaskPool([Task(id=str(i), input=i) for i in range(1_000_000)], ADAPTIVE, 1.0, 0, [(0, 64)], 100)
     known = {str(i): of(0.25 * (i % 2)) for i in range(10_000)}
     began = time.process_time()
     assert len(set(pool.draw(7, known, ["a", "b"]).own)) == 64
@@ -105,8 +105,8 @@ def test_a_million_tasks_are_drawn_in_seconds():
 @given(st.lists(st.integers(0, 9), min_size=10, max_size=10, unique=True), st.integers(0, 20))
 def test_an_even_pool_refills_with_other_tasks_and_leaves_the_steps_own_as_they_are(order, step):
     tasks = [Task(id=str(i), input=i) for i in order]
-    plain = TaskPool(tasks, CurriculumConfig(), 0.0, 1, [(0, 4)]).draw(step, {}, [])
-    drawn = TaskPool(tasks, CurriculumConfig(), 0.7, 1, [(0, 4)]).draw(step, {}, [])
+    plain = TaskPool(tasks, CurriculumConfig(), 0.0, 1, [(0, 4)], 100).draw(step, {}, [])
+    drawn = TaskPool(tasks, CurriculumConfig(), 0.7, 1, [(0, 4)], 100).draw(step, {}, [])
     assert drawn.own == plain.own and not plain.reserve
     assert len(set(drawn.reserve)) == 3 and not {*drawn.reserve} & {*drawn.own}
 
@@ -114,7 +114,9 @@ def test_an_even_pool_refills_with_other_tasks_and_leaves_the_steps_own_as_they_
 @pytest.mark.parametrize(("tasks", "per_step", "budget"), [(60, 32, 1.0), (48, 32, 0.5), (100, 64, 0.5)])
 def test_a_refill_draws_no_task_for_its_place_in_the_file(tasks, per_step, budget):
     """Also if a step and its refill ask for nearly all tasks: the first half of the file has half of the draws."""
-    pool = TaskPool([Task(id=str(i), input=i) for i in range(tasks)], CurriculumConfig(), budget, 0, [(0, per_step)])
+    pool = TaskPool(
+        [Task(id=str(i), input=i) for i in range(tasks)], CurriculumConfig(), budget, 0, [(0, per_step)], 100
+    )
     taken: Counter[bool] = Counter()
     for step in range(300):  # a refill seldom takes more than the first few
         taken.update(int(name) < tasks / 2 for name in pool.draw(step, {}, []).reserve[:4])
@@ -126,7 +128,7 @@ def rewards_of_a_fixed_policy(solved, pool, steps=60):
     rng = random.Random(1)
     tasks = [Task(id=f"t{i}", input=0) for i in range(200)]
     chance = {task.id: solved[i % len(solved)] for i, task in enumerate(tasks)}
-    drawing = TaskPool(tasks, CurriculumConfig(pool=pool), 0.0, 0, [(0, 24)])
+    drawing = TaskPool(tasks, CurriculumConfig(pool=pool), 0.0, 0, [(0, 24)], 100)
     recipes, known, shown = Recipes(run=recipe("dr_mas")), {}, []
     for step in range(steps):
         drawn = drawing.draw(step, known, ["w"])
