@@ -159,7 +159,8 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), where None stands for the run's response limit.
-    `token_loss` names a function of your own, which takes the place of ratio, clip and style.
+    `token_loss` names a function of your own, which takes the place of ratio, clip and style: in the file of its class
+    f"{__file__}:soft_clip".
     """
 
     ratio: Ratio = "token"

@@ -77,8 +77,6 @@ class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over all response tokens (token_mean), over responses of their token means (sequence_mean), over episodes of
     their token means (trajectory_mean), or the sum over tokens divided by responses and the run's response limit
     (constant)."""
-    token_loss: str | None = None
-    """module:function or file.py:function of your own, in place of ratio and clip; see docs/reference/recipes.md."""
 
 
 def changed_settings(rewards: RewardSettings, loss: LossSettings) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ EARLIER = "cotune 0.1.0 at commit 953ea891"
 EARLIER_SETTINGS = "cotune 0.1.0 at commit c965d46f"
 """The last cotune that reads runs whose configuration has `overrides`."""
 _RUN = "run.json"
-FUNCTIONS = ("redact", "roles_by", "recipe", "token_loss", "teacher_sees")
+FUNCTIONS = ("redact", "roles_by", "recipe", "teacher_sees")
 """Settings that may name a function or class of the user's, wherever in a configuration."""
 
 

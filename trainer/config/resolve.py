@@ -39,8 +39,8 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
     check_together(recipes)
     for chosen in recipes.every:
         if chosen.loss.token_loss and config.cluster.on_ray:
-            fault = "cannot be used on a cluster, whose learners do not have its module"
-            raise ConfigError("loss.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
+            fault = f"cannot be used on a cluster, whose learners do not have the file of {chosen.loss.token_loss}"
+            raise ConfigError("recipe", chosen.name, fault, 'Set cluster.address = "none".')
         check_own(chosen)
     if kind == "replay":
         why = "a call is judged by the outcome of the episode that goes on from it"

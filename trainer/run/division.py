@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cotune.algorithms.catalogue import is_own, recipe_class
 from cotune.config.cluster import NO_RAY, SHARED, ClusterConfig
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, install_extra
@@ -276,8 +277,9 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "learner.quantize needs a learner in one process"
     if config.learner.optimizer != "adamw":
         return "learner.optimizer needs a learner in one process"
-    if config.loss.token_loss:
-        return "loss.token_loss needs a learner in one process"
+    for name in (config.recipe, *(policy.recipe for policy in config.policy)):
+        if name is not None and is_own(name) and recipe_class(name).loss.token_loss:
+            return f"the token_loss of {name} needs a learner in one process"
     if teacher := _local_teacher(config):
         return f"the teacher {teacher} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:

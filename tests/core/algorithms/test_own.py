@@ -9,6 +9,7 @@ import pytest
 
 from cotune.algorithms.catalogue import ANY_PLAN, RECIPES, recipe, takes_a_tree
 from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.run_recipe import policy_recipes, taught_by
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.trial import check_own
@@ -136,6 +137,6 @@ def test_a_class_or_function_that_is_not_there_is_refused_before_work_starts(wri
     with pytest.raises(ConfigError, match=r"is not a class that derives from cotune.methods.Method"):
         recipe(f"{path}:Other")
     with pytest.raises(ConfigError, match=r"a function that takes \(tokens\)"):
-        check_own(recipe("at_grpo", token_loss=f"{path}:many"))
+        check_own(recipe("at_grpo").replaced(loss=LossSpec(token_loss=f"{path}:many")))
     with pytest.raises(ConfigError, match=r"No file is at .*nowhere.py"):
         recipe("nowhere.py:Ranked")

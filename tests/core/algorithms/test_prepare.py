@@ -159,7 +159,8 @@ def test_a_sample_of_zero_advantage_is_in_the_update_for_its_denominators_and_no
     assert [s.id for s in keeps.trained] == ["c.0", "c.1", "d.0", "d.1"] and keeps.roles["a"].kept == 4
     assert [[s.id for s in g.samples] for g in keeps.groups] == [["c.0", "c.1"], ["d.0", "d.1"]]
     assert keeps.left_out == {"zero_advantage": 1}
-    loss = prepare(group("c", 1.0, 0.0, 0.5), recipe("at_grpo", token_loss="my_loss.py:whatever"))
+    with_own_loss = recipe("at_grpo").replaced(loss=LossSpec(token_loss="my_loss.py:whatever"))
+    loss = prepare(group("c", 1.0, 0.0, 0.5), with_own_loss)
     assert loss.trained == loss.samples and loss.left_out == {}
 
 

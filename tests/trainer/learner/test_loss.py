@@ -232,7 +232,7 @@ def test_a_loss_of_ones_own_stands_in_the_place_of_ratio_and_clip(tmp_path):
     """Tokens weigh min(pi_old / pi_sampler, cap) and their share as ever; here pi_old / pi_sampler is 1.5 and 4."""
     path = tmp_path / "method_of_tokens.py"
     path.write_text("def squared(tokens):\n    return tokens.advantage * (tokens.new - tokens.old) ** 2\n")
-    spec = recipe("at_grpo", token_loss=f"{path}:squared").loss
+    spec = LossSpec(token_loss=f"{path}:squared")
     batch = tokens([3.0, 4.0 * math.e], [1.0, -1.0], behind=[1.5, 4.0])
     parts, loss, slope = loss_and_slope(spec, batch)
     assert loss == pytest.approx((1.5 * math.log(2) ** 2 - 2.0) / 2, abs=1e-6)
@@ -245,4 +245,4 @@ def test_what_is_no_loss_of_each_token_is_refused(tmp_path, body):
     path = tmp_path / f"method_{abs(hash(body))}.py"
     path.write_text(f"def bad(tokens):\n    {body}\n")
     with pytest.raises(LearnerError, match=r"bad (returned no loss for each of 1 tokens|raised AttributeError)"):
-        policy_loss(recipe("at_grpo", token_loss=f"{path}:bad").loss, tokens([1.0], [1.0], behind=[1.0]))
+        policy_loss(LossSpec(token_loss=f"{path}:bad"), tokens([1.0], [1.0], behind=[1.0]))

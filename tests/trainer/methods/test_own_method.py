@@ -19,22 +19,22 @@ from tests.trainer.tiny_app import application, letters
 
 
 @pytest.fixture
-def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The settings of the page, its file being in the current folder."""
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The recipe of the page, its file being in the current folder."""
     page = (ROOT / "docs/reference/recipes.md").read_text()
     (code,) = re.findall(r"```python\n(# my_method.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "my_method.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return dict(re.findall(r'^(recipe|token_loss) = "(my_method.py:\w+)"$', page, re.MULTILINE))
+    (recipe,) = re.findall(r'^recipe = "(my_method.py:\w+)"$', page, re.MULTILINE)
+    return str(recipe)
 
 
 def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
-    trainer: Trainer, named: dict[str, str], capsys: pytest.CaptureFixture[str]
+    trainer: Trainer, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"recipe": named["recipe"], "loss": {"token_loss": named["token_loss"]}}
-    done = trainer(application(first=letters, second=letters), steps=2, **settings)
-    assert named.keys() == {"recipe", "token_loss"} and done.finished and done.versions
+    done = trainer(application(first=letters, second=letters), steps=2, recipe=named)
+    assert done.finished and done.versions
     assert "my_method.py:Ranked: scorers for first, second" in trainer.said
     assert all(line["policies"] for line in trainer.metrics())
     assert all(f["clip_share"] == 0.0 for line in trainer.metrics() for f in line["policies"].values())
@@ -49,7 +49,6 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
     assert "is not run here" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: dict[str, str]) -> None:
-    loss = {"token_loss": named["token_loss"]}
+def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used on a cluster"):
-        resolve_plan(convert({"model": "m", "cluster": {}, "loss": loss}), ["first"])
+        resolve_plan(convert({"model": "m", "cluster": {}, "recipe": named}), ["first"])
