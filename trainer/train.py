@@ -123,7 +123,7 @@ def train(
         chosen,
         workflow=whole_address(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
-        held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.own)},
+        held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.chosen_ids)},
         **({} if flow.prompts is None else {"prompts": flow.prompts.id}),
     )
     try:
@@ -269,7 +269,7 @@ async def _train(
     current_run.set(RunContext(folder=folder.path, go_on=go_on_with))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
-        stack.enter_context(folder.telling())
+        stack.enter_context(folder.noting_errors())
         progress = Progress(config.steps, console, folder.path)
         stack.callback(progress.activity.close)
         loading = stack.enter_context(contextlib.ExitStack())

@@ -1,7 +1,8 @@
 """All assignments of models to the roles of an application (`cotune eval --base A --base B --pairs`).
 
 The roles and the tokens of an episode are not known before the application runs, so it first runs on a few tasks with
-the first model in every role. From these the command estimates all that follows, and it stops above a limit.
+the first model in every role. From these the command estimates the calls and tokens of all assignments, and stops if
+they take more episodes than allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cotune.trainer.evaluation.run import evaluate_episodes
 from cotune.trainer.evaluation.statistics import paired_difference
 
 PROBED = 3
-"""Tasks that show which roles there are, and what an episode takes."""
+"""Number of tasks on which the application runs first, to find its roles and the tokens of an episode."""
 
 Assignment = Mapping[str, str]
 """The model of each role."""
@@ -46,67 +47,69 @@ class RoleUse:
 async def probe_roles(
     workflow: Workflow, batch: EpisodeBatch, responder: PolicyResponder, first: str
 ) -> dict[str, RoleUse]:
-    """The roles of an application and what each takes in an episode, from a few tasks with the model `first` in every
-    role. Nothing of it is stored. Raises WorkflowError if every episode failed, or if no role was asked."""
+    """Find the roles of an application, with the calls and tokens of each in an episode, by running it on a few tasks
+    with the model `first` in every role.
+
+    Nothing of this is stored. Raises WorkflowError if every episode failed, or if the application called no role.
+    """
     player = dataclasses.replace(responder, policies={}, others=PolicyRef(first), provider_roles=())
-    some = replace(batch, tasks=batch.tasks[:PROBED], rollouts=1, sink=Nowhere(), phase="eval-probe")
-    probed = await evaluate_episodes(workflow, some, player, label=first)
-    if cause := probed.all_failed:
-        tried = plural(probed.episodes, "task")
+    first_tasks = replace(batch, tasks=batch.tasks[:PROBED], rollouts=1, sink=Nowhere(), phase="eval-probe")
+    probe = await evaluate_episodes(workflow, first_tasks, player, label=first)
+    if cause := probe.all_failed:
         raise WorkflowError(
-            f"With {first} in every role the application failed on the first {tried}: {cause}",
+            f"With {first} in every role the application failed on the first {plural(probe.episodes, 'task')}: {cause}",
             "Fix that first; cotune check runs the application without a model.",
         )
-    if not probed.roles:
+    if not probe.roles:
         raise WorkflowError("No role was asked on the first tasks.", "Check that the application calls its models.")
     uses: dict[str, RoleUse] = {}
-    for role, found in probed.roles.items():
-        calls = found.calls / probed.episodes
-        uses[role] = RoleUse(calls, calls * found.prompt_tokens, calls * found.completion_tokens)
+    for role, statistics in probe.roles.items():
+        calls = statistics.calls / probe.episodes
+        uses[role] = RoleUse(calls, calls * statistics.prompt_tokens, calls * statistics.completion_tokens)
     return uses
 
 
 def all_assignments(models: Sequence[str], roles: Sequence[str]) -> dict[str, Assignment]:
-    """Every assignment of models to roles, by label. One model in all roles has the name of the model."""
+    """Return every assignment of models to roles, by label. If one model plays all roles, the label is its name."""
     assignments: dict[str, Assignment] = {}
     for players in itertools.product(models, repeat=len(roles)):
         assignment = dict(zip(roles, players, strict=True))
-        same = len(set(players)) == 1
-        label = players[0] if same else " ".join(f"{role}={model}" for role, model in assignment.items())
+        label = players[0]
+        if len(set(players)) > 1:
+            label = " ".join(f"{role}={model}" for role, model in assignment.items())
         assignments[label] = assignment
     return assignments
 
 
 def kind_of(assignment: Assignment) -> str:
-    """`solo` for an application of one role, `homogeneous` for one model in all roles, else `mixed`."""
+    """Return `solo` for an application with one role, `homogeneous` for one model in all roles, else `mixed`."""
     if len(assignment) == 1:
         return "solo"
     return "homogeneous" if len(set(assignment.values())) == 1 else "mixed"
 
 
 def estimate(models: Sequence[str], uses: Mapping[str, RoleUse], episodes: int, prices: Prices) -> str:
-    """A sentence on what all assignments will take, `episodes` each. They are counted and not listed: three models and
-    fifteen roles have 14 million."""
-    assignments = len(models) ** len(uses)
+    """Return a sentence that estimates the calls, tokens and cost of all assignments, with `episodes` for each."""
+    assignments = len(models) ** len(uses)  # counted, not listed: three models and fifteen roles have 14 million
     total = assignments * episodes
     calls = total * sum(use.calls for use in uses.values())
     tokens = total * sum(use.prompt_tokens + use.completion_tokens for use in uses.values())
-    money_said = ""
+    cost_text = ""
     if all(model in prices for model in models):
         # Each model plays each role in an equal share of the assignments.
         cost = 0.0
         for model in models:
             for use in uses.values():
                 cost += total / len(models) * money(prices[model], use.prompt_tokens, use.completion_tokens)
-        money_said = f", cost about {cost:.4g}"
+        cost_text = f", cost about {cost:.4g}"
     return (
         f"{plural(assignments, 'assignment')} of models to {', '.join(uses)}: {plural(total, 'episode')}, "
-        f"about {calls:,.0f} calls and {tokens:,.0f} tokens{money_said}"
+        f"about {calls:,.0f} calls and {tokens:,.0f} tokens{cost_text}"
     )
 
 
 def check_limit(assignments: int, episodes: int, limit: int) -> None:
-    """Raises ConfigError if so many assignments take more episodes than `limit`."""
+    """Raise ConfigError if all assignments, with `episodes` for each, take more episodes than `limit`."""
     total = assignments * episodes
     if total > limit:
         fault = f"is below the {total:,} episodes of {assignments:,} assignments"
@@ -117,40 +120,49 @@ def check_limit(assignments: int, episodes: int, limit: int) -> None:
 def contest_of_assignments(
     assignments: Mapping[str, Assignment], first: str, modes: Collection[Mode], temperature: Temperature
 ) -> Contest:
-    """A side for each assignment, each compared with the model `first` in all roles. A role that appears later than the
-    assignments were made is played by `first`, and the report says so."""
-    sides = {
-        label: Side(
-            {role: PolicyRef(model) for role, model in assignment.items()},
-            OtherPlayers(PolicyRef(first)),
-        )
-        for label, assignment in assignments.items()
-    }
+    """Compare each assignment with the model `first` in all roles.
+
+    `first` also plays roles that appear only after the first tasks; the report has a note on these roles.
+    """
+    sides: dict[str, Side] = {}
+    for label, assignment in assignments.items():
+        policies = {role: PolicyRef(model) for role, model in assignment.items()}
+        sides[label] = Side(policies, OtherPlayers(PolicyRef(first)))
     opponents = [(label, [first]) for label in sides if label != first]
     return contest_of_sides(sides, opponents, [mode for mode in modes if mode != "base"], temperature)
 
 
 def with_assignments(report: EvaluationReport, assignments: Mapping[str, Assignment]) -> EvaluationReport:
-    """The report with its assignments and with the effect of each model in each role."""
-    known = {label: dict(assignment) for label, assignment in assignments.items()}
-    shown = sum(comparison.label in assignments for comparison in report.comparisons)
+    """Return the report with its assignments and the effect of each model in each role."""
+    comparisons = sum(comparison.label in assignments for comparison in report.comparisons)
     notes = list(report.notes)
-    if shown > 1:
-        notes.append(f"Of {shown} comparisons with one assignment, about 1 in 20 shows a difference by chance.")
-    effects = role_effects(report.evaluations, assignments)
-    return replace(report, assignments=known, effects=tuple(effects), notes=tuple(notes))
+    if comparisons > 1:
+        notes.append(f"Of {comparisons} comparisons with one assignment, about 1 in 20 shows a difference by chance.")
+    return replace(
+        report,
+        assignments={label: dict(assignment) for label, assignment in assignments.items()},
+        effects=tuple(role_effects(report.evaluations, assignments)),
+        notes=tuple(notes),
+    )
 
 
 def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[str, Assignment]) -> list[RoleEffect]:
-    """What each model is worth in each role, against the first model there: the mean difference over all assignments of
-    the other roles, by task, with an interval over tasks. Of success, or of rewards if the workflow reports no success.
-    Assignments in which every episode failed are left out."""
+    """Return the effect of each model in each role, compared with the first model in that role.
+
+    The effect is the mean difference over all assignments of the other roles, by task, with an interval over tasks. It
+    is of success, or of rewards if the workflow reports no success. Assignments in which every episode failed are left
+    out.
+    """
     sound = [label for label in assignments if evaluations[label].all_failed is None]
     has_success = bool(sound) and all(evaluations[label].successes for label in sound)
-    scores = {label: evaluations[label].successes if has_success else evaluations[label].rewards for label in sound}
-    label_of = {tuple(sorted(assignments[label].items())): label for label in sound}
+    scores: dict[str, dict[str, float]] = {}
+    label_of: dict[tuple[tuple[str, str], ...], str] = {}
+    for label in sound:
+        evaluation = evaluations[label]
+        scores[label] = evaluation.successes if has_success else evaluation.rewards
+        label_of[tuple(sorted(assignments[label].items()))] = label
     roles = list(next(iter(assignments.values())))
-    models = list(dict.fromkeys(model for assignment in assignments.values() for model in assignment.values()))
+    models = list(dict.fromkeys(itertools.chain.from_iterable(each.values() for each in assignments.values())))
 
     effects: list[RoleEffect] = []
     for role, model in itertools.product(roles, models[1:]):
@@ -159,12 +171,13 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
         for label in sound:
             if assignments[label][role] != model:
                 continue
-            other = label_of.get(tuple(sorted({**assignments[label], role: models[0]}.items())))
-            if other is None:
+            # The counterpart has the first model in this role, and the same models in all other roles.
+            counterpart = label_of.get(tuple(sorted({**assignments[label], role: models[0]}.items())))
+            if counterpart is None:
                 continue
-            for task in scores[label].keys() & scores[other].keys():
+            for task in scores[label].keys() & scores[counterpart].keys():
                 with_model.setdefault(task, []).append(scores[label][task])
-                with_first.setdefault(task, []).append(scores[other][task])
+                with_first.setdefault(task, []).append(scores[counterpart][task])
         difference = paired_difference(
             {task: fmean(values) for task, values in with_model.items()},
             {task: fmean(values) for task, values in with_first.items()},

@@ -56,7 +56,7 @@ from cotune.trainer.evaluation.modes import (
     temperature_of,
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies
-from cotune.trainer.evaluation.recorded import beside, read_recorded
+from cotune.trainer.evaluation.recorded import read_recorded, with_recorded
 from cotune.trainer.evaluation.report import compare, remarks
 from cotune.trainer.evaluation.run import evaluate_episodes, of_role, share_floor
 from cotune.trainer.evaluation.subject import Subject, agreed, open_subject, trained_on_notes
@@ -66,7 +66,7 @@ from cotune.trainer.run.run_folder import write_atomically
 log = logging.getLogger("cotune")
 
 TIMEOUT = 600.0
-"""Seconds for one episode of an export, which does not say what it was trained with."""
+"""Seconds for one episode of an export: it does not record the time limit of its training."""
 
 OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], None] | None]]
 
@@ -96,18 +96,18 @@ def evaluate(
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)
     if out is not None:
-        # An evaluation has a folder of its own: among other records, nobody could tell its episodes apart.
+        # An evaluation needs a new folder: its episodes could not be told apart from other records.
         for file in (out.records, out.path / EVALUATION, out.run_json):
             if file.exists():
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
 
-    # 1. Everything that can be wrong is checked before a model is loaded.
+    # 1. Check all input before a model is loaded.
     modes = modes_of(source is None, chosen)
     temperature = temperature_of(modes, chosen.temperature)
     subject = open_subject(source, chosen)
     evaluated = subject.policies
 
-    # 2. Runs say how their application was trained; options replace that.
+    # 2. Use the application as in training, as far as the options do not override that.
     configs = {run: convert(read_config(run)) for run in subject.runs}
     for run in subject.runs:
         open_run_code(run, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
@@ -118,23 +118,20 @@ def evaluate(
     app = app.prompted(subject.prompts(chosen.prompts))
     goal, note = _goal(subject, configs, app)
     contest = subject.contest(modes, temperature)
-    prices = {name: price for config in configs.values() for name, price in config.prices.items()} | dict(chosen.prices)
-    for model, policies in evaluated.bases.items():
-        # The price of a base model is that of each of its policies without a price of its own.
-        if base := prices.get(model, prices.get(Path(model).name)):
-            own = [UNTRAINED.name] if model == evaluated.model else []
-            prices = {**dict.fromkeys([*own, *policies], base), **prices}
-    timeouts = [config.episode_timeout for config in configs.values()]
-    timeout = max(timeouts, default=TIMEOUT) if chosen.timeout is None else chosen.timeout
+    prices = _prices(configs.values(), chosen.prices, evaluated)
+    timeout = chosen.timeout
+    if timeout is None:
+        timeout = max([config.episode_timeout for config in configs.values()], default=TIMEOUT)
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
     usual = max([config.sampling.max_tokens for config in configs.values()], default=SamplingParams().max_tokens)
 
     # 3. Play all modes, and write the report.
-    with _whole(out, subject.own_run) as (out, stored_notes):
+    with _claimed_folder(out, subject.own_run) as (out, stored_notes):
         report, contest = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
     if recorded is not None:
-        report = beside(report, contest.candidates, *recorded)
+        evaluation, recorded_note = recorded
+        report = with_recorded(report, contest.candidates, evaluation, recorded_note)
     notes = [
         subject.note,
         *stored_notes,
@@ -144,11 +141,29 @@ def evaluate(
     ]
     report = msgspec.structs.replace(report, notes=(*report.notes, *filter(None, notes)))
     if out is not None:
-        named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
-        report = msgspec.structs.replace(report, created=time.time(), steps=subject.steps, tasks=named)
-        report = _written(report, out.path / EVALUATION)
+        tasks_file = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
+        report = msgspec.structs.replace(report, created=time.time(), steps=subject.steps, tasks=tasks_file)
+        report = _write_report(report, out.path / EVALUATION)
     report.require_some_episode()
     return report
+
+
+def _prices(configs: Iterable[TrainConfig], chosen: Prices, evaluated: EvaluatedPolicies) -> Prices:
+    """Return the prices of the runs, overridden by the `chosen` ones. The price of a base model is also the price of
+    each of its policies that has none."""
+    prices: dict[str, tuple[float, float]] = {}
+    for config in configs:
+        prices.update(config.prices)
+    prices.update(chosen)
+    for model, policies in evaluated.bases.items():
+        base_price = prices.get(model, prices.get(Path(model).name))
+        if not base_price:
+            continue
+        if model == evaluated.model:
+            prices.setdefault(UNTRAINED.name, base_price)
+        for policy in policies:
+            prices.setdefault(policy, base_price)
+    return prices
 
 
 async def _evaluate(
@@ -161,8 +176,11 @@ async def _evaluate(
     usual_max_tokens: int,
     goal: Goal,
 ) -> tuple[EvaluationReport, Contest]:
-    """Play the contest in a sampler of this process. Returns the report, and the contest: that of all assignments of
-    models to roles is known only when the application runs."""
+    """Play the contest with a sampler in this process.
+
+    Returns the report and the contest: with `pairs`, the contest of all assignments is known only after the application
+    has run on a few tasks.
+    """
     console = terminal(stderr=True)
     say = partial(print_line, console)
 
@@ -204,8 +222,9 @@ async def _evaluate(
             say(f"finding the roles with {models[0]} on {plural(min(PROBED, len(tasks)), 'task')} ...")
             uses = await probe_roles(app, batch, responder, models[0])
             temperature = contest.lineups[models[0]].temperature
-            # At temperature 0 further samples would be equal, and are not run.
-            episodes = len(tasks) * (1 if temperature == 0 else options.samples)
+            episodes = len(tasks)
+            if temperature != 0:  # at temperature 0 further samples would be equal, and are not run
+                episodes *= options.samples
             say(estimate(models, uses, episodes, options.prices))
             check_limit(len(models) ** len(uses), episodes, options.max_episodes)
             assignments = all_assignments(models, list(uses))
@@ -222,7 +241,9 @@ async def _evaluate(
             on_mode=shown,
         )
         report = msgspec.structs.replace(report, notes=(*report.notes, *use.lines()))
-        return (with_assignments(report, assignments) if assignments else report), contest
+        if assignments:
+            report = with_assignments(report, assignments)
+        return report, contest
 
 
 async def evaluate_modes(
@@ -236,12 +257,13 @@ async def evaluate_modes(
     goal: Goal | None = None,
     on_mode: OnMode = lambda mode: contextlib.nullcontext(),
 ) -> EvaluationReport:
-    """Run `batch` with each lineup of `contest`, on the same tasks, and compare them as it says.
+    """Run `batch` with each lineup of `contest` on the same tasks, and compare them as the contest says.
 
     `responder` answers with the newest policies. `deployed_params` are its defaults at the temperature `app`.
-    `on_mode(label)` is open while a lineup plays, and gives what to call after each episode (or None). Where trained
-    roles play against each other, each plays in a mode of its own, `ROLE against base`, with the untrained model in the
-    other seats, and is compared with its untrained self.
+    `on_mode(label)` is open while a lineup plays, and yields the function to call after each episode (or None).
+
+    If trained roles play against each other, each also plays in a mode `ROLE against base`, with the untrained model
+    in the other seats. It is compared with the untrained model in its own role.
     """
     evaluations: dict[str, EvaluatedMode] = {}
 
@@ -257,18 +279,18 @@ async def evaluate_modes(
             episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
-            # Today's model gets the application's own prompts: the edited ones are part of what is compared with it.
+            # Today's model gets the application's own prompts: edited prompts belong to the side it is compared with.
             flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
             played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
             by_intent = lineup.others is not None and lineup.others.by_intent
             unlisted = {} if by_intent else played_mode.unlisted
             evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
-    # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
+    # All modes run before rewards are final: a failed episode gets the lowest reward of any mode.
     for label, lineup in contest.lineups.items():
         await play(label, lineup, goal)
     evaluations = dict(zip(evaluations, share_floor(list(evaluations.values())), strict=True))
-    sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
+    sound = [mode for mode, evaluation in evaluations.items() if evaluation.all_failed is None]
     comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in contest.pairs(sound)]
     if goal is not None and {"base", "trained"} <= set(sound):
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
@@ -285,19 +307,15 @@ async def evaluate_modes(
 
 
 def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) -> tuple[Goal, str]:
-    """The reward that a run trained on, and a note where it is not known or trains nothing."""
+    """Return the reward that a run trained on, and a note if it is not known; then the plain sum counts."""
     if not subject.trained_sources:
         return Goal(), ""
     if subject.trained_sources > 1:
-        return (
-            Goal(),
-            "Rewards are the plain sum: the policies were trained in several runs, perhaps on different rewards.",
-        )
+        note = "Rewards are the plain sum: the policies were trained in several runs, perhaps on different rewards."
+        return Goal(), note
     if not configs:
-        return (
-            Goal(),
-            "An export does not say what it was trained on: rewards are the plain sum. Name the run for them.",
-        )
+        note = "Rewards are the plain sum: an export does not record the rewards of its training. Name the run instead."
+        return Goal(), note
     (config,) = configs.values()
     if config.from_records:
         return goal_of(None, config.on_failure), ""
@@ -307,14 +325,21 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note
     evaluated = subject.policies
-    players = {role: one.name for one in evaluated.policies if one.name in evaluated.trained for role in one.roles}
+    players: dict[str, str] = {}
+    for policy in evaluated.policies:
+        if policy.name in evaluated.trained:
+            for role in policy.roles:
+                players[role] = policy.name
     return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
 
 
 @contextlib.contextmanager
-def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
-    """Inside, an evaluation records to a folder: `out`, or the next one of the run. Yields it, or notes on why nothing
-    is stored. When it ends early, the episodes that have ended stay; without any the folder is free again."""
+def _claimed_folder(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
+    """Yield the folder to which an evaluation records: `out`, or the next one of the run; None with notes on why
+    nothing is stored.
+
+    If the evaluation ends early, the episodes that have ended stay. If there are none, the folder is removed.
+    """
     new = out is None or not out.path.exists()
     if out is None:
         try:
@@ -328,9 +353,9 @@ def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout 
     try:
         yield out, []
     except BaseException:
-        ended = _ended(out)
-        if ended:
-            log.warning("The episodes that have ended are kept (%d): cotune show %s", ended, out.path)
+        episodes = _count_ended_episodes(out)
+        if episodes:
+            log.warning("The episodes that have ended are kept (%d): cotune show %s", episodes, out.path)
             raise
         for file in out.path.glob(f"{out.records.name}*"):
             file.unlink(missing_ok=True)
@@ -339,15 +364,16 @@ def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout 
         raise
 
 
-def _ended(out: RunLayout) -> int:
+def _count_ended_episodes(out: RunLayout) -> int:
     if not out.records.exists():
         return 0
     with open_store(out.records, read_only=True) as store:
         return sum(episode.status != "cancelled" for episode in store.episodes())
 
 
-def _written(report: EvaluationReport, file: Path) -> EvaluationReport:
-    """Write the report; where that fails its figures are still shown, with a note."""
+def _write_report(report: EvaluationReport, file: Path) -> EvaluationReport:
+    """Write the report. Returns it with its folder, or with a note if it cannot be written: its figures are still
+    shown."""
     try:
         write_atomically(file, json.dumps(report.to_json(), indent=2).encode())
     except OSError as error:

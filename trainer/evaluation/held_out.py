@@ -1,8 +1,7 @@
-"""Held-out tasks within a run: how often single samples of the newest policies succeed on them."""
+"""Evaluation on held-out tasks within a run: one sample per call, by the newest policies."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -31,42 +30,51 @@ AGAINST_UNTRAINED = "against_untrained"
 
 
 async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progress) -> dict[str, float]:
-    """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
+    """Run each held-out task once after this step, if an evaluation is due: one sample per call, nothing is selected.
 
-    Returns `success`, `reward` (what the recipe trains on) and `outcome` (the plain sum, where it is another) with the
-    ends of their 95% intervals and their numbers of tasks, as far as they are known; `reward/ROLE` for each trained
-    role; `ROLE/NAME` for each reward of a role's scorer; `calls`, the mean without failed ones, and `turns/ROLE`;
-    `episodes` and `failed`. A failed episode is no success, and counts in rewards as `on_failure` says. Where one role
-    wins what another loses, each plays once more against the untrained model in the other roles:
-    `against_untrained/ROLE`. Nothing where it is not due or the run is stopped.
+    Returns the figures; none if no evaluation is due or the run is stopped:
+
+    - `success`, `reward` (the recipe trains on it) and `outcome` (the plain sum, if it differs), as far as they are
+      known, each with the ends of its 95% interval and its number of tasks
+    - `reward/ROLE` for each trained role, and `ROLE/NAME` for each reward of a role's scorer
+    - `calls`, the mean without failed episodes, and `turns/ROLE`
+    - `episodes` and `failed`
+    - `against_untrained/ROLE` if one role's gain is another's loss: each role then plays once more, against the
+      untrained model in the other roles
+
+    A failed episode is no success. Its reward follows `on_failure`.
     """
     config = run.config
     step = run.state.steps + 1
     if not run.held_out or (step % config.evaluation.every and step != config.steps):
         return {}
     with report.phase("evaluate"):
-        trained = await _played(run, progress, run.served(), "trained")
+        trained = await _play(run, progress, run.served(), "trained")
         if trained is None:
             return {}
-        evaluations = _share_lowest(run, step, trained, progress)
-        _store(run, step, evaluations)
+        base, trained = _share_lowest(run, step, trained, progress)
+        _store(run, step, trained, base)
         if why := _no_figure(trained):
             progress.say_once(f"held-out, single samples: no figure: {why}")
-        return _figures(*evaluations) | await _against_untrained(run, progress, trained.opposed)
+        return _figures(trained, base) | await _against_untrained(run, progress, trained.opposed)
 
 
 async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress) -> None:
-    """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with the
-    policies of `init`. Later evaluations are compared with this one."""
+    """Run the held-out tasks before the first step, unless this evaluation exists. Later ones are compared with it.
+
+    The untrained model plays, or the policies that `init` names.
+    """
     if not run.held_out or _stored(run, 0):
         return
-    begun = bool(run.config.init) and not run.state.steps
-    served = run.served()
-    policies = served if begun else {role: PolicyRef(ref.name) for role, ref in served.items()}
+    policies = run.served()
+    label = "start"
+    if not run.config.init or run.state.steps:
+        policies = {role: PolicyRef(ref.name) for role, ref in policies.items()}
+        label = "base"
     with report.phase("evaluate"):
-        base = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
+        base = await _play(run, progress, policies, label, training_step=-1)
     if base is not None:
-        _store(run, 0, [base])
+        _store(run, 0, base)
         figures = _figures(base)
         if why := _no_figure(base):
             progress.say_once(f"held-out, single samples: no figure: {why}")
@@ -78,52 +86,75 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
 
 
 def start_figures(run: RolloutRun) -> dict[str, float]:
-    """The figures of the evaluation before the first step; empty if there was none."""
-    stored = _stored(run, 0)
-    return _figures(stored[-1]) if stored else {}
+    """Return the figures of the evaluation before the first step; none if there was no such evaluation."""
+    base = _stored(run, 0)
+    return {} if base is None else _figures(base)
 
 
-def _share_lowest(run: RolloutRun, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
-    """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
-    reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
+def _share_lowest(
+    run: RolloutRun, step: int, trained: EvaluatedMode, progress: Progress
+) -> tuple[EvaluatedMode | None, EvaluatedMode]:
+    """Give failed episodes the lowest reward of all evaluations of the run, so that no policy gains by failing on tasks
+    that another one solves badly.
 
-    If that reward is new, the figures of the earlier evaluations are computed and written again, so that they compare.
+    Returns the evaluation before the first step, if there is one, and `trained`, the evaluation after this step. If the
+    lowest reward is new, the figures of earlier evaluations are computed and written again, to stay comparable.
     """
     lines = {line["step"] + 1: line["held_out"] for line in read_metrics(run.folder.path) if line["held_out"]}
-    earlier = {done: of[-1] for done in (0, *lines) if done < step and (of := _stored(run, done))}
-    *shared, found = share_floor([*earlier.values(), found])
-    now = dict(zip(earlier, shared, strict=True))
-    base = [now[0]] if 0 in now else []
-    changed = {done: _figures(*base, one) for done, one in now.items() if done in lines}
-    changed = {done: figures for done, figures in changed.items() if figures.items() - lines[done].items()}
-    if changed:
+    earlier: dict[int, EvaluatedMode] = {}
+    for steps in (0, *lines):
+        if steps < step and (evaluation := _stored(run, steps)) is not None:
+            earlier[steps] = evaluation
+    *shared, trained = share_floor([*earlier.values(), trained])
+    with_floor = dict(zip(earlier, shared, strict=True))
+    base = with_floor.get(0)
+
+    # Revise the lines of metrics.jsonl whose figures have changed.
+    revised: dict[int, dict[str, float]] = {}
+    for steps, evaluation in with_floor.items():
+        if steps in lines:
+            figures = _figures(evaluation, base if steps else None)
+            if figures.items() - lines[steps].items():
+                revised[steps] = figures
+    if revised:
         progress.say(
-            f"a failed episode now counts {found.floor:.4g} in held-out figures, the lowest reward so far: those of "
-            f"{plural(len(changed), 'earlier evaluation')} are computed again"
+            f"a failed episode now counts {trained.floor:.4g} in held-out figures, the lowest reward so far: the "
+            f"figures of {plural(len(revised), 'earlier evaluation')} are computed again"
         )
-        run.folder.revise_held_out(changed)
-    again = {done: one for done, one in now.items() if one != earlier[done]}
-    created = {one.steps: one.created for one in in_training(run.folder.path)} if again else {}
-    for done, one in again.items():
-        _store(run, done, [*base, one] if done else [one], created.get(done))
-    return [*base, found]
+        run.folder.revise_held_out(revised)
+
+    # Write the changed evaluations again. They keep the time at which they were first written.
+    changed = {steps: evaluation for steps, evaluation in with_floor.items() if evaluation != earlier[steps]}
+    if changed:
+        created = {stored.steps: stored.created for stored in in_training(run.folder.path)}
+        for steps, evaluation in changed.items():
+            _store(run, steps, evaluation, base if steps else None, created.get(steps))
+    return base, trained
 
 
-def _stored(run: RolloutRun, steps: int) -> list[EvaluatedMode]:
-    """The evaluations of a file of this run, if they are of the held-out tasks of now."""
+def _stored(run: RolloutRun, steps: int) -> EvaluatedMode | None:
+    """Read the evaluation after `steps` steps; None if there is none, or if it is of other held-out tasks."""
     file = step_file(run.folder.path, steps)
-    found = read_if_whole(file) if file.is_file() else None
+    report = read_if_whole(file) if file.is_file() else None
+    if report is None:
+        return None
     tasks = {task.id for task in run.held_out}
-    return [one for one in found.evaluations.values() if one.endings.keys() == tasks] if found else []
+    evaluations = [evaluation for evaluation in report.evaluations.values() if evaluation.endings.keys() == tasks]
+    return evaluations[-1] if evaluations else None  # an evaluation that is stored with it is the base
 
 
-def _store(run: RolloutRun, steps: int, evaluations: Sequence[EvaluatedMode], created: float | None = None) -> None:
-    """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before. It
-    was `created` now, or then."""
-    compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
+def _store(
+    run: RolloutRun,
+    steps: int,
+    evaluation: EvaluatedMode,
+    base: EvaluatedMode | None = None,
+    created: float | None = None,
+) -> None:
+    """Write the evaluation after `steps` steps and its comparison with the `base`. It was `created` then, or now."""
+    evaluations = [evaluation] if base is None else [base, evaluation]
     report = EvaluationReport(
-        evaluations={one.label: one for one in evaluations},
-        comparisons=tuple(compared),
+        evaluations={mode.label: mode for mode in evaluations},
+        comparisons=() if base is None else (compare(evaluation, base),),
         created=created or time.time(),
         steps=steps,
     )
@@ -132,55 +163,59 @@ def _store(run: RolloutRun, steps: int, evaluations: Sequence[EvaluatedMode], cr
     write_atomically(file, json.dumps(report.to_json()).encode())
 
 
-def _figures(*evaluations: EvaluatedMode) -> dict[str, float]:
-    """The figures of an evaluation for metrics.jsonl, the last of these; one before it is the base."""
-    *base, last = evaluations
-    figures = {"episodes": float(last.episodes), "failed": float(last.failures)}
-    for name, interval in (("success", last.success), ("reward", last.reward), ("outcome", last.outcome)):
+def _figures(evaluation: EvaluatedMode, base: EvaluatedMode | None = None) -> dict[str, float]:
+    """Return the figures of an evaluation for metrics.jsonl, with the main ones of the `base` as `base_NAME`."""
+    figures = {"episodes": float(evaluation.episodes), "failed": float(evaluation.failures)}
+    intervals = {"success": evaluation.success, "reward": evaluation.reward, "outcome": evaluation.outcome}
+    for name, interval in intervals.items():
         if interval is not None:
             figures |= {name: interval.mean, f"{name}_n": float(interval.n)}
             if interval.low is not None and interval.high is not None:
                 figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
-    if calls := list(last.calls_by_task.values()):
+    if calls := list(evaluation.calls_by_task.values()):
         figures["calls"] = fmean(calls)
-    for role, own in last.roles.items():
-        figures[f"turns/{role}"] = own.turns
-        figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
-        if own.reward is not None:
-            figures[f"reward/{role}"] = own.reward
-    for one in base:
-        figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward", "calls")}
+    for role, statistics in evaluation.roles.items():
+        figures[f"turns/{role}"] = statistics.turns
+        figures |= {f"{role}/{name}": value for name, value in statistics.rewards.items()}
+        if statistics.reward is not None:
+            figures[f"reward/{role}"] = statistics.reward
+    if base is not None:
+        for name, value in _figures(base).items():
+            if name in ("success", "reward", "calls"):
+                figures[f"base_{name}"] = value
     return figures
 
 
-def _no_figure(found: EvaluatedMode) -> str:
-    """Why an evaluation has neither success nor a reward; empty where it has one."""
-    if found.opposed and found.success is None:
+def _no_figure(evaluation: EvaluatedMode) -> str:
+    """Say why an evaluation has neither success nor a reward; an empty text if it has one."""
+    if evaluation.opposed and evaluation.success is None:
         return (
-            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
-            "each is judged by what it wins against the untrained model, after each evaluation"
+            f"{', '.join(evaluation.opposed)} play against each other: their held-out rewards always add up to the "
+            "same, so each is judged by its reward against the untrained model, after each evaluation"
         )
-    if found.success or found.reward or found.outcome:
+    if evaluation.success or evaluation.reward or evaluation.outcome:
         return ""
-    if why := found.all_failed:
-        return f"all {plural(found.episodes, 'episode')} failed, the most of them with: {why}"
-    return f"the workflow returned no outcome for {plural(found.episodes, 'episode')}, and evaluations ask no judge"
+    episodes = plural(evaluation.episodes, "episode")
+    if why := evaluation.all_failed:
+        return f"all {episodes} failed, the most of them with: {why}"
+    return f"the workflow returned no outcome for {episodes}, and evaluations ask no judge"
 
 
 async def _against_untrained(run: RolloutRun, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
-    """The reward of each of these roles where the untrained model plays the others; empty when the run is stopped."""
+    """Play each of these roles against the untrained model in the other ones, and return its reward. Nothing is
+    returned if the run is stopped."""
     figures = {}
     for role in roles:
         policies = against_base(run.served(), role, roles)
-        played = await _played(run, progress, policies, role, "eval-against-untrained")
-        if played is None:
+        evaluation = await _play(run, progress, policies, role, "eval-against-untrained")
+        if evaluation is None:
             return {}
-        if role in played.roles and (reward := played.roles[role].reward) is not None:
+        if role in evaluation.roles and (reward := evaluation.roles[role].reward) is not None:
             figures[f"{AGAINST_UNTRAINED}/{role}"] = reward
     return figures
 
 
-async def _played(
+async def _play(
     run: RolloutRun,
     progress: Progress,
     policies: Mapping[str, PolicyRef],
@@ -188,13 +223,13 @@ async def _played(
     phase: str = "eval",
     training_step: int | None = None,
 ) -> EvaluatedMode | None:
-    """The held-out tasks with these policies; None when the run is stopped. Its episodes are those of the step in hand,
-    or of `training_step`."""
-    seen = EvaluationSink(run.store)
+    """Run the held-out tasks with these policies; None if the run is stopped. The episodes are recorded under the
+    current step, or under `training_step`."""
+    sink = EvaluationSink(run.store)
     progress.evaluation(len(run.held_out))
     batch = EpisodeBatch(
         tasks=run.held_out,
-        sink=seen,
+        sink=sink,
         phase=phase,
         training_step=run.state.steps if training_step is None else training_step,
         on_episode=progress.evaluated,
@@ -203,4 +238,4 @@ async def _played(
     if await run.interruptible(work) is None:
         return None
     goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained, run.workflow.bounds)
-    return replace(summarise(label, seen, 0.0, {}, goal), temperature=run.config.sampling.temperature)
+    return replace(summarise(label, sink, 0.0, {}, goal), temperature=run.config.sampling.temperature)

@@ -1,4 +1,4 @@
-"""The options of an evaluation and its modes: who plays in each, how they are sampled, and which are compared."""
+"""The options of an evaluation and its modes: who plays in each, how calls are sampled, which modes are compared."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ REMOVED_MODES = {
     "as_deployed": "Use the mode trained with --temperature app.",
     "as_written": "Use the mode today: the application's present model with its own prompts.",
 }
-"""Names of earlier versions, each with its replacement."""
+"""Removed modes, each with its replacement."""
 
 OPPONENTS: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("trained", ("base",)),
     ("swapped", ("trained", "base")),
     ("trained", ("today",)),
 )
-"""The comparisons of a run's modes, as `Contest.opponents` has them."""
+"""The comparisons between the modes of a run, in the form of `Contest.opponents`."""
 
 Temperature = float | Literal["app"]
 """A temperature of all calls, or `app`: each call is sampled as the application asks, top-p and top-k included."""
@@ -45,11 +45,11 @@ TRAINING_TEMPERATURE = 1.0
 
 
 class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an evaluation is run. Raises ConfigError for a mode that is unknown, and for bounds of 0."""
+    """How an evaluation is run. Raises ConfigError for an unknown mode, and for limits below their minimum."""
 
     modes: Sequence[str] | None = None
-    """Each runs every task once; see docs/how-to/evaluation.md. Without a value: base, trained and swapped; of `bases`
-    base alone."""
+    """Each runs every task once; see docs/how-to/evaluation.md. Without a value: base, trained and swapped; with
+    `bases`, only base."""
     bases: Sequence[str | Path] = ()
     """Folders or Hugging Face ids of models that are evaluated untrained, in place of a run or an export. Each plays
     every role."""
@@ -60,16 +60,17 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     against: str | Path | None = None
     """Another run, export or model, that the run is compared with in place of the modes, on the same tasks."""
     samples: int = 1
-    """Episodes of each task in every mode: pass@k for k up to it. At temperature 0 only the first one is run."""
+    """Episodes of each task in every mode: pass@k for k up to this number. At temperature 0 only the first one is
+    run."""
     temperature: Temperature | None = None
     """Sampling temperature of all modes except `today`, or `app`: as the application asks. Without a value: `app` if
     `today` is one of the modes, so that all sample alike; otherwise 1, as in training."""
     model: Moved = None
-    """Folder or id of the base model, where it lies elsewhere than the run or export says; of several a mapping of
-    those that were moved."""
+    """Folder or id of the base model, if it is elsewhere than the run or export says; with several base models, a
+    mapping of the moved ones."""
     max_tokens: int | None = None
-    """Most tokens of an answer where the application names no limit; without a value: as in training, 256 for an
-    export, and at the temperature `app` the model's context, as in `deployed`."""
+    """Most tokens of an answer if the application sets no limit. Without a value: as in training, 256 for an export,
+    and at the temperature `app` the model's context, as in `deployed`."""
     concurrency: int = 64
     """Episodes in flight."""
     timeout: float | None = None
@@ -80,18 +81,19 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of the sampler; without a value one for each core, or one for a model of less than 16 million
     parameters."""
     out: str | Path | None = None
-    """New folder for the records and evaluation.json; without a value RUN/eval, or RUN/eval-2, ... after it. Of an
-    export nothing is stored without it."""
+    """New folder for the records and evaluation.json; without a value RUN/eval, or RUN/eval-2, ... after it. The
+    evaluation of an export is only stored with this option."""
     prices: Prices = {}
-    """Money for a million prompt tokens and a million completion tokens, by policy, or by model: that of the run is for
-    all its policies without a price of their own. They go before those of the run's configuration."""
+    """Money for a million prompt tokens and a million completion tokens, by policy or by model. The price of a run's
+    base model also holds for its policies without a price. These prices override the ones of the run's
+    configuration."""
     records: str | Path | None = None
     """Run folder or records file of the application with its provider, to be shown and compared with the modes."""
     roles_by: str | None = None
-    """What names the roles: caller | model | module:function; without a value: what did in the run."""
+    """How roles are named: caller | model | module:function; without a value: as in the run."""
     prompts: Prompts | str | Path | None = None
-    """File of edited prompts, or a folder that has one, with which the calls of all modes go out; without a value:
-    those of the run or export."""
+    """File of edited prompts for the calls of all modes, or a folder that has one; without a value: the edited prompts
+    of the run or export."""
 
     def __post_init__(self) -> None:
         if self.modes is not None:
@@ -107,7 +109,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 class OtherPlayers:
     """Who plays the roles that a lineup has no policy for: `player`, or the application's own provider if that is None.
 
-    `provider_roles` are left to the provider in any case. If `by_intent` is set, the report has no note on them.
+    The provider always plays `provider_roles`. If `by_intent` is set, the report has no note on roles without a policy.
     """
 
     player: PolicyRef | None
@@ -117,7 +119,7 @@ class OtherPlayers:
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who plays each role (None: the application's own provider, in all), and the temperature.
+    """Who plays each role (None: the application's own provider plays all), and the temperature.
 
     Without `others` the roles that `policies` does not name are played as the run was configured (`other_roles`).
     """
@@ -128,12 +130,12 @@ class Lineup:
 
     @property
     def override(self) -> dict[str, float] | None:
-        """Settings that replace the application's own: the temperature and all others that shape the distribution."""
+        """The temperature, and all other settings of the distribution, which replace the application's own."""
         return None if self.temperature == "app" else at_temperature(self.temperature)
 
 
 def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
-    """The modes without repeats. Raises ConfigError for an unknown one or none."""
+    """Return the modes without repeats. Raises ConfigError for an unknown mode, or without any."""
     for mode in modes:
         if mode in REMOVED_MODES:
             raise ConfigError("modes", mode, "was removed", REMOVED_MODES[mode])
@@ -144,34 +146,34 @@ def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
     return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
 
 
-def modes_of(of_models: bool, options: EvaluationOptions) -> tuple[Mode, ...]:
-    """The modes of an evaluation: those that were asked for, or the default. Raises ConfigError for an unknown one."""
+def modes_of(models_only: bool, options: EvaluationOptions) -> tuple[Mode, ...]:
+    """Return the modes of an evaluation: the requested ones, or the default. Raises ConfigError for an unknown mode."""
     if options.modes is not None:
         return check_modes(options.modes)
     if options.against is not None:
         return ()
-    return ("base",) if of_models else USUAL
+    return ("base",) if models_only else USUAL
 
 
 def check_temperature(temperature: Temperature | None) -> None:
-    """Raises ConfigError for a temperature that is not a finite number of 0 or more, or `app`."""
+    """Raise ConfigError for a temperature that is neither a finite number of 0 or more, nor `app`."""
     if temperature is None or temperature == "app":
         return
     if isinstance(temperature, str) or not 0.0 <= temperature < math.inf:
         raise ConfigError("temperature", temperature, "must be a number of 0 or more, or app")
 
 
-def temperature_of(modes: Collection[str], asked: Temperature | None) -> Temperature:
-    """The temperature of an evaluation's modes: the one that was asked for, or the default for these modes."""
-    if asked is not None:
-        return asked
+def temperature_of(modes: Collection[str], requested: Temperature | None) -> Temperature:
+    """Return the temperature of an evaluation's modes: the requested one, or the default for these modes."""
+    if requested is not None:
+        return requested
     return "app" if "today" in modes else TRAINING_TEMPERATURE
 
 
 def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
-    """Hand each trained policy to the roles of the one before it, in role order; None with fewer than two.
+    """Give each trained policy to the roles of the one before it, in role order; None with fewer than two.
 
-    `trained` are names of policies; roles of other policies keep theirs.
+    `trained` are names of policies. Roles that other policies play do not change.
     """
     ring = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
     if len(ring) < 2:
@@ -184,8 +186,9 @@ def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, 
 class Contest:
     """The lineups of an evaluation by label, in the order in which they play, and the comparisons between them.
 
-    `opponents` has a label and those that it may be compared with: the first of them in which not every episode failed.
-    `candidates` are the labels that are compared with recorded episodes. `notes` say what is not played, and why.
+    `opponents` has a label and its possible opponents: it is compared with the first of them in which not every episode
+    failed. `candidates` are the labels that are compared with recorded episodes. `notes` name lineups that are not
+    played, with the reason.
     """
 
     lineups: Mapping[str, Lineup]
@@ -194,7 +197,7 @@ class Contest:
     notes: Sequence[str] = ()
 
     def pairs(self, sound: Collection[str]) -> list[tuple[str, str]]:
-        """The comparisons between lineups that both have an episode that ended well."""
+        """Return the comparisons of lineups that are in `sound`: not every episode of them failed."""
         compared = []
         for label, opponents in self.opponents:
             opponent = next((name for name in opponents if name in sound), None)
@@ -206,8 +209,8 @@ class Contest:
 def contest_of_run(
     roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode], temperature: Temperature
 ) -> Contest:
-    """The modes of a run or an export: `roles` has the newest version for each role, `trained` the names of policies
-    that have weights of their own."""
+    """Return the modes of a run or an export. `roles` has the newest version for each role, `trained` the names of the
+    policies that have weights."""
     base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
     swapped = swap(roles, trained)
     lineups: dict[str, Lineup] = {}
@@ -228,14 +231,14 @@ def contest_of_run(
 
 @dataclass(frozen=True)
 class Side:
-    """One of several that play the same tasks: the policy of each role, and who plays all other roles."""
+    """A team that plays the same tasks as others: the policy of each role, and who plays all other roles."""
 
     policies: Mapping[str, PolicyRef]
     others: OtherPlayers
 
 
 def model_side(name: str) -> Side:
-    """The untrained model of a policy, in every role."""
+    """Return a side with the untrained model of a policy in every role."""
     return Side({}, OtherPlayers(PolicyRef(name), by_intent=True))
 
 
@@ -245,7 +248,7 @@ def contest_of_sides(
     modes: Collection[Mode],
     temperature: Temperature,
 ) -> Contest:
-    """Sides by label, compared with their `opponents`, and with `today` if that is one of the modes. Raises ConfigError
+    """Compare sides (by label) with their `opponents`, and with `today` if that is one of the modes. Raises ConfigError
     for a mode that needs a single run."""
     for mode in modes:
         if mode != "today":
@@ -260,24 +263,25 @@ def contest_of_sides(
 
 
 def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
-    """Untrained models, by the names of their policies: each plays every role, and is compared with the first one."""
+    """Compare untrained models, by the names of their policies: each plays every role, and all are compared with the
+    first one."""
     opponents = [(name, models[:place]) for place, name in enumerate(models) if place > 0]
     sides = {name: model_side(name) for name in models}
     return contest_of_sides(sides, opponents, [mode for mode in modes if mode != "base"], temperature)
 
 
 def _note_on_temperatures(lineups: Mapping[str, Lineup]) -> list[str]:
-    """A note if `today` is sampled at another temperature than the others."""
+    """Return a note if `today` is sampled at another temperature than the other modes."""
     temperature = next((lineup.temperature for label, lineup in lineups.items() if label != "today"), None)
     if "today" not in lineups or temperature is None or temperature == "app":
         return []
     return [
         f"today was sampled as the application asks, the other modes at temperature {temperature:g}: their "
-        "difference is also one of temperatures. Use --temperature app to sample all alike."
+        "difference is also a difference of temperatures. Use --temperature app to sample all alike."
     ]
 
 
 def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> dict[str, PolicyRef]:
-    """The trained policy in one of the `seats` that play against each other, the untrained model in the others."""
+    """Return the policies for `role` to play against the untrained model in all other `seats` of a game."""
     others = {name: PolicyRef(roles[name].name, 0) for name in seats if name != role and name in roles}
     return {**roles, **others}

@@ -1,4 +1,4 @@
-"""The trained policies of a run or an export, and what answers calls by them in this process."""
+"""The trained policies of a run or an export, and a responder that answers calls with them in this process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from cotune.trainer.evaluation.sources import read_trained
 
 @dataclass(frozen=True)
 class EvaluatedPolicies:
-    """Policies with their weights. The base of each is its version 0, and `model` that of the run's own, by folder or
-    Hugging Face id.
+    """Policies with their weights. Version 0 of a policy is its base model; `model` is the base model of the run, by
+    folder or Hugging Face id.
 
-    `other_roles` says what plays a role without a policy, and `tool_format` how the run's own model writes tool calls.
-    Policies have tool formats of their own.
+    `other_roles` says who plays a role without a policy, and `tool_format` how `model` writes tool calls. Each policy
+    has a tool format too.
     """
 
     model: str
@@ -47,21 +47,25 @@ class EvaluatedPolicies:
     @property
     def roles(self) -> dict[str, PolicyRef]:
         """The trained version of each role that is not left to a provider."""
-        return {
-            role: PolicyRef(policy.name, policy.version)
-            for policy in self.policies
-            if policy.kind != "provider"
-            for role in policy.roles
-        }
+        roles: dict[str, PolicyRef] = {}
+        for policy in self.policies:
+            if policy.kind != "provider":
+                roles |= dict.fromkeys(policy.roles, PolicyRef(policy.name, policy.version))
+        return roles
 
     @property
     def trained(self) -> list[str]:
-        """Names of the policies that have weights of their own."""
+        """Names of the policies with trained weights."""
         return [policy.name for policy in self.policies if policy.weights is not None]
 
     @property
     def provider_roles(self) -> list[str]:
-        return [role for policy in self.policies if policy.kind == "provider" for role in policy.roles]
+        """Roles that are left to the application's own provider."""
+        roles: list[str] = []
+        for policy in self.policies:
+            if policy.kind == "provider":
+                roles += policy.roles
+        return roles
 
     @property
     def bases(self) -> dict[str, list[str]]:
@@ -70,21 +74,23 @@ class EvaluatedPolicies:
         return Policies(specs, {}).bases(self.model)
 
     def check_bases(self) -> None:
-        """Raises ConfigError where a base model is not there, AdapterError where it is not that of the run."""
+        """Raise ConfigError if a base model does not exist, AdapterError if it is not the one of the training."""
         for model, names in self.bases.items():
             folder = locate_base(model, of="" if model == self.model else names[0])
-            if known := [policy for policy in self.policies if policy.name in names and policy.trained_on]:
-                found = base_fingerprint(folder)
-                for policy in known:
-                    policy.check_trained_on(model, found)
+            trained = [policy for policy in self.policies if policy.name in names and policy.trained_on]
+            if trained:
+                base = base_fingerprint(folder)
+                for policy in trained:
+                    policy.check_trained_on(model, base)
 
     @contextlib.asynccontextmanager
     async def responder(
         self, *, threads: int | None = None, say: Callable[[str], None] = lambda text: None, **options: Any
     ) -> AsyncIterator[PolicyResponder]:
-        """These policies in a sampler of this process, answering calls; `options` are further fields of the responder.
+        """Load these policies into a sampler of this process, and yield a responder that answers calls with them.
 
-        `say` is told what takes time. Raises SyncError when a policy arrives altered.
+        `options` are further fields of the responder. `say` gets messages before steps that take long. Raises SyncError
+        if a policy arrives altered.
         """
         say(f"loading {models_said(self.bases)} ...")
         chat, chats = await asyncio.to_thread(self._load_chats)
@@ -112,9 +118,9 @@ class EvaluatedPolicies:
             await sampler.aclose()
 
     def _load_chats(self) -> tuple[ChatFormat, dict[str, ChatFormat]]:
-        """The chat format of the run's own model, and that of each policy by name. Raises ConfigError.
+        """Load the chat format of `model`, and the chat format of each policy by name. Raises ConfigError.
 
-        Policies of several runs may have one base and write tool calls in different formats.
+        Policies of several runs may share one base model and still write tool calls in different formats.
         """
         loaded: dict[tuple[str, str], ChatFormat] = {}
 
@@ -123,7 +129,7 @@ class EvaluatedPolicies:
                 loaded[model, tool_format] = load_formats({model: []}, tool_format).own
             return loaded[model, tool_format]
 
-        own = load(self.model, self.tool_format)
+        chat = load(self.model, self.tool_format)
         chats: dict[str, ChatFormat] = {}
         for policy in self.policies:
             if policy.kind != "provider":
@@ -131,11 +137,13 @@ class EvaluatedPolicies:
                     chats[policy.name] = load(policy.model or self.model, policy.tool_format)
                 except ConfigError as error:
                     raise of_policy(error, policy.name) from None
-        return own, chats
+        return chat, chats
 
     def _dtype_on(self, model: str) -> str | None:
-        """The precision in which all adapters on a base were trained; None if they differ, or if it is not known."""
-        dtypes = {policy.dtype for policy in self.policies if policy.weights is not None and policy.model == model}
+        """Return the precision in which all adapters on a base were trained; None if they differ, or if it is not
+        known."""
+        adapters = [policy for policy in self.policies if policy.weights is not None]
+        dtypes = {policy.dtype for policy in adapters if policy.model == model}
         return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -150,11 +158,11 @@ async def answering(
     put_back: str = "",
     **options: Any,
 ) -> AsyncIterator[PolicyResponder | None]:
-    """Who answers an application's calls where a command runs it again: the `policies` of a run (RUN or RUN#STEP) or an
-    export, else an untrained `model`; None for the application's own provider.
+    """Yield the responder for a command that runs an application again. It answers with the `policies` of a run (RUN or
+    RUN#STEP) or an export, else with an untrained `model`; without both it is None: the application's own provider.
 
-    `put_back` is the remedy where a base model of the policies is not there or another one; `options` are further ones
-    of `EvaluatedPolicies.responder`. Raises RunError, AdapterError, ConfigError, SyncError.
+    `put_back` replaces the remedy of an error about a base model that is missing or another one. `options` are further
+    options of `EvaluatedPolicies.responder`. Raises RunError, AdapterError, ConfigError, SyncError.
     """
     if policies is None and model is None:
         yield None
@@ -180,9 +188,10 @@ async def answering(
 
 
 def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
-    """Untrained models, each as a frozen policy that is named after it; the first is the model of the whole.
+    """Open untrained models, each as a frozen policy with the name of its model. The first is also the `model` of the
+    result.
 
-    Raises ConfigError for no model, for one that is named twice, and for one that cannot be loaded.
+    Raises ConfigError without a model, for a model that is named twice, and for a model that cannot be loaded.
     """
     texts = [str(model) for model in models]
     if not texts:
@@ -190,12 +199,12 @@ def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
     for place, text in enumerate(texts):
         if text in texts[:place]:
             raise ConfigError("bases", text, "is named twice", "Name each model once.")
-    # A short name where that tells them apart: Qwen3-1.7B of Qwen/Qwen3-1.7B.
+    # Short names, if they are unique: Qwen3-1.7B for Qwen/Qwen3-1.7B.
     short = [Path(text).name or text for text in texts]
     names = short if len(set(short)) == len(texts) else texts
     policies = []
     for name, text in zip(names, texts, strict=True):
-        if name in MODES:
+        if name in MODES:  # the name is the label of an evaluation, which must differ from the modes
             name = text if text not in MODES else f"./{text}"
         try:
             locate_model(text)
@@ -208,47 +217,56 @@ def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
 def open_evaluated_policies(
     source: str | Path, model: Moved = None, *, step: int | Literal["best"] | None = None
 ) -> EvaluatedPolicies:
-    """Read the newest checkpoint of a run, its checkpoint after `step` steps, the "best" one of each policy, or an
-    export (hashes checked).
+    """Read the policies of a run or of an export, whose hashes are checked.
 
-    `model` says where base models are now, if elsewhere. Raises RunError, AdapterError, ConfigError.
+    Of a run these are the newest checkpoint, the checkpoint after `step` steps, or the "best" one of each policy.
+    `model` is the present location of base models, if they were moved. Raises RunError, AdapterError, ConfigError.
     """
     folder = Path(source)
     if is_export(folder):
-        manifest = read_manifest(folder)
-        export = load_export(folder, model, untrained=True)
-        engine_of = {policy.name: engine for engine in export.engines for policy in engine.policies}
-        base = str(export.engines[0].folder) if export.engines else None
-        policies = []
-        for policy in manifest.policies:
-            engine = engine_of.get(policy.name)
-            opened = TrainedPolicy(
-                name=policy.name,
-                kind=policy.kind,
-                version=policy.version,
-                roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
-                model=str(engine.folder) if engine else None,
-                weights=export.weights(policy),
-                lora=policy.lora,
-                tool_format=engine.base.tool_format if engine else AUTO,
-                dtype=engine.base.dtype if engine else None,
-                stayed=policy.stayed,
-                step=policy.step,
-            )
-            policies.append(opened)
-        other_roles = manifest.other_roles
-        tool_format = export.engines[0].base.tool_format if export.engines else AUTO
+        return _open_policies_of_export(folder, model)
+    if step is None:
+        policies = latest_policies(folder, model)
+    elif step == "best":
+        policies = best_policies(folder, model)
     else:
-        if step is None:
-            policies = latest_policies(folder, model)
-        elif step == "best":
-            policies = best_policies(folder, model)
-        else:
-            policies = policies_at(folder, step, model)
-        others = untrained_policy(folder, model)
-        config = read_run(folder).config
-        base = others.model if others else next((policy.model for policy in policies if policy.model), None)
-        other_roles, tool_format = config.other_roles, config.tool_format
+        policies = policies_at(folder, step, model)
+    config = read_run(folder).config
+    base = next((policy.model for policy in policies if policy.model), None)
+    if untrained := untrained_policy(folder, model):
+        base = untrained.model
+    return EvaluatedPolicies(_require_base(base, folder), policies, config.other_roles, config.tool_format)
+
+
+def _open_policies_of_export(folder: Path, model: Moved) -> EvaluatedPolicies:
+    manifest = read_manifest(folder)
+    export = load_export(folder, model, untrained=True)
+    engine_of = {policy.name: engine for engine in export.engines for policy in engine.policies}
+    policies: list[TrainedPolicy] = []
+    for policy in manifest.policies:
+        engine = engine_of.get(policy.name)
+        opened = TrainedPolicy(
+            name=policy.name,
+            kind=policy.kind,
+            version=policy.version,
+            roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
+            model=str(engine.folder) if engine else None,
+            weights=export.weights(policy),
+            lora=policy.lora,
+            tool_format=engine.base.tool_format if engine else AUTO,
+            dtype=engine.base.dtype if engine else None,
+            stayed=policy.stayed,
+            step=policy.step,
+        )
+        policies.append(opened)
+    base, tool_format = None, AUTO
+    if export.engines:
+        base, tool_format = str(export.engines[0].folder), export.engines[0].base.tool_format
+    return EvaluatedPolicies(_require_base(base, folder), policies, manifest.other_roles, tool_format)
+
+
+def _require_base(base: str | None, folder: Path) -> str:
+    """Return the base model. Raises AdapterError if there is none, because a provider plays every role."""
     if base is None:
         raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
-    return EvaluatedPolicies(base, policies, other_roles, tool_format)
+    return base

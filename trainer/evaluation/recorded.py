@@ -26,9 +26,10 @@ RECORDED = "recorded"
 def read_recorded(
     path: str | Path, tasks: Sequence[Task], prices: Prices, goal: Goal | None = None
 ) -> tuple[EvaluatedMode, str]:
-    """The first recorded episode of each task of a records file, and a sentence that says which tasks those are.
+    """Evaluate the first recorded episode of each task, and say in a sentence which tasks these are.
 
-    Of `tasks`, where any of them was recorded; else of all that were. Raises ConfigError where nothing was.
+    These are the recorded ones among `tasks`, or all recorded tasks if there are none. Raises ConfigError if no episode
+    was recorded.
     """
     with open_store(path, read_only=True) as store:
         episodes: dict[str, Episode] = {}
@@ -43,8 +44,8 @@ def read_recorded(
         sink = EvaluationSink(Nowhere())
 
         def rewards(target: str) -> list[RewardRecord]:
-            known = store.rewards([target]).get(target, {})
-            return [RewardRecord(target, name, value) for name, value in known.items()]
+            stored = store.rewards([target]).get(target, {})
+            return [RewardRecord(target, name, value) for name, value in stored.items()]
 
         started = time.perf_counter()
         for episode in [episodes[id] for id in shared] or list(episodes.values()):
@@ -59,19 +60,19 @@ def read_recorded(
     return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
 
 
-def beside(
+def with_recorded(
     report: EvaluationReport, candidates: Collection[str], recorded: EvaluatedMode, note: str
 ) -> EvaluationReport:
-    """The report with the recorded episodes as its first row. The evaluations of `candidates` are compared with it."""
-    rows = {RECORDED: recorded, **report.evaluations}
-    if not any(e.opposed for e in rows.values()):
-        rows = dict(zip(rows, share_floor(list(rows.values())), strict=True))
-        recorded = rows[RECORDED]
-    sound = [e for label, e in rows.items() if label in candidates and e.all_failed is None]
-    shared = [e for e in sound if e.endings.keys() & recorded.endings.keys()]
+    """Return the report with the recorded episodes as its first row. The modes in `candidates` are compared with it."""
+    modes = {RECORDED: recorded, **report.evaluations}
+    if not any(mode.opposed for mode in modes.values()):
+        modes = dict(zip(modes, share_floor(list(modes.values())), strict=True))
+        recorded = modes[RECORDED]
+    comparisons = list(report.comparisons)
+    for label, mode in modes.items():
+        has_shared_tasks = mode.endings.keys() & recorded.endings.keys()
+        if label in candidates and mode.all_failed is None and has_shared_tasks:
+            comparisons.append(compare(mode, recorded))
     return msgspec.structs.replace(
-        report,
-        evaluations=rows,
-        comparisons=(*report.comparisons, *(compare(e, recorded) for e in shared)),
-        notes=(*report.notes, note),
+        report, evaluations=modes, comparisons=tuple(comparisons), notes=(*report.notes, note)
     )

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport
+from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport, RoleStatistics
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.records.policies import UNTRAINED
 from cotune.sampling.responder import PolicyResponder
@@ -22,15 +22,15 @@ from cotune.trainer.evaluation.run import share_floor
 from cotune.trainer.evaluation.statistics import paired_difference, shown
 from cotune.trainer.evaluation.verdict import tasks_for_points, tasks_for_this, verdict_on_reward, verdict_on_success
 
-SHOWN = 3
+REASONS_SHOWN = 3
 """Reasons of failure shown for each evaluation."""
 
 
 def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
-    """Paired differences of success and rewards over the shared tasks. The verdict is on success where it is known,
-    else on the trained reward, or the plain outcome where one of both has none; it names failures that differ.
+    """Compare two evaluations by the paired differences of success and rewards over the shared tasks.
 
-    Nothing is compared where one role's gain is another's loss.
+    The verdict is on success if both report it, else on the trained reward, else on the plain outcome. It names the
+    failed episodes if their shares differ. If one role's gain is another's loss, nothing is compared.
     """
     after, before = share_floor([after, before])
     label, against = after.label, before.label
@@ -68,30 +68,39 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
 
 
 def _bounds_of_both(after: EvaluatedMode, before: EvaluatedMode) -> tuple[float, float] | None:
-    """Bounds that hold for the rewards of both modes; None if those of one are not known."""
+    """Return the bounds that hold for the rewards of both modes; None if one of them has no declared bounds."""
     if after.reward_bounds is None or before.reward_bounds is None:
         return None
     return min(after.reward_bounds[0], before.reward_bounds[0]), max(after.reward_bounds[1], before.reward_bounds[1])
 
 
 def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responder: PolicyResponder) -> Iterator[str]:
-    """Notes on the figures: modes in which all episodes failed, figures that are missing, and the roles that no policy
-    of a lineup played."""
+    """Yield notes on the figures: modes in which all episodes failed, figures that are missing, and the roles that no
+    policy of a lineup played."""
     for label, mode in evaluations.items():
         if cause := mode.all_failed:
             yield f"All {mode.episodes} episodes of {label} failed, most often of: {cause}"
     sound = [mode for mode in evaluations.values() if mode.all_failed is None]
     if sound and all(mode.success is None for mode in sound):
         yield "No success rate: the workflow returns no `success`, so only its reward is reported."
-    played = [mode for label, mode in evaluations.items() if label != "today"]
-    seen = {role for mode in played for role in mode.roles}
-    listed = {role for lineup in contest.lineups.values() for role in lineup.policies or ()}
-    if any(mode.all_failed is None for mode in played):
-        for role in sorted(listed - seen):
+
+    # Roles that have a policy and made no call in any mode with cotune's own sampler.
+    roles_with_policy: set[str] = set()
+    for lineup in contest.lineups.values():
+        roles_with_policy.update(lineup.policies or ())
+    roles_that_called: set[str] = set()
+    some_mode_finished = False
+    for label, mode in evaluations.items():
+        if label != "today":
+            roles_that_called.update(mode.roles)
+            some_mode_finished = some_mode_finished or mode.all_failed is None
+    if some_mode_finished:
+        for role in sorted(roles_with_policy - roles_that_called):
             yield f"Role {role!r} made no call."
+
     # Two runs that are compared may leave different roles to others.
     unlisted: Counter[tuple[str, str]] = Counter()
-    provided: set[str] = set()
+    provider_roles: set[str] = set()
     for label, mode in evaluations.items():
         lineup = contest.lineups.get(label)
         others = lineup.others if lineup else None
@@ -99,14 +108,14 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
         if stand_in is None:
             who = "the application's own provider"
         else:
-            # Of several models, the one that plays it is named.
+            # With several models, the note names the one that played the role.
             is_listed = stand_in.name in contest.lineups and stand_in.name != UNTRAINED.name
             who = stand_in.name if is_listed else "the untrained model"
         for role, calls in mode.unlisted.items():
             unlisted[role, who] += calls
         if label != "today":
-            provided.update(responder.provider_roles if others is None else others.provider_roles)
-    for role in sorted(seen & provided):
+            provider_roles.update(responder.provider_roles if others is None else others.provider_roles)
+    for role in sorted(roles_that_called & provider_roles):
         yield f"Role {role!r} was left to the application's own provider."
     for (role, who), calls in sorted(unlisted.items()):
         yield f"Role {role!r} has no policy: {who} answered its {calls} calls (other_roles)."
@@ -116,79 +125,102 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
 
 
 def render(report: EvaluationReport) -> Group:
-    """Tables for a terminal: results, differences, roles and use; then failures, notes and verdicts."""
+    """Render a report for a terminal: tables of results, differences, roles and use; then failures, notes, verdicts."""
     if report.assignments:
-        tables = [_assignments(report), _effects(report), _pass_at(report), _use(report)]
+        tables = [_assignments_table(report), _effects_table(report), _pass_at_table(report), _use_table(report)]
     else:
-        tables = [_results(report), _differences(report), _pass_at(report), _roles(report), _use(report)]
-    parts: list[Any] = [part for table in tables if table.row_count for part in (table, "")]
+        tables = [
+            _results_table(report),
+            _differences_table(report),
+            _pass_at_table(report),
+            _roles_table(report),
+            _use_table(report),
+        ]
+    parts: list[Any] = []
+    for table in tables:
+        if table.row_count:
+            parts += [table, ""]
     for label, mode in report.evaluations.items():
-        counts = Counter({**mode.failed, **{f"scorer: {why}": n for why, n in mode.scorer_errors.items()}})
-        ranked = counts.most_common()
-        lines = [f"{label}: {n} x {why}" for why, n in ranked[:SHOWN]]
-        if rest := ranked[SHOWN:]:
-            lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
-        parts.extend(Text(line, style="red") for line in lines)
+        parts.extend(Text(line, style="red") for line in _failure_lines(label, mode))
     parts.extend(Text(note) for note in report.notes)
-    # Of many assignments the effects say more than a verdict for each; all verdicts are in evaluation.json.
-    comparisons = [c for c in report.comparisons if c.against == "today"] if report.assignments else report.comparisons
-    parts.extend(Text(c.verdict, style="bold") for c in comparisons)
+
+    # With many assignments, the effects say more than one verdict for each. All verdicts are in evaluation.json.
+    for comparison in report.comparisons:
+        if not report.assignments or comparison.against == "today":
+            parts.append(Text(comparison.verdict, style="bold"))
     parts.extend(Text(line, style="bold") for line in bill(report))
     return Group(*parts)
 
 
+def _failure_lines(label: str, mode: EvaluatedMode) -> list[str]:
+    """Return a line for each of the commonest reasons of failure of a mode, and one for all others."""
+    counts = Counter(mode.failed)
+    for why, count in mode.scorer_errors.items():
+        counts[f"scorer: {why}"] = count
+    ranked = counts.most_common()
+    lines = [f"{label}: {count} x {why}" for why, count in ranked[:REASONS_SHOWN]]
+    if others := ranked[REASONS_SHOWN:]:
+        lines.append(f"{label}: {sum(count for _, count in others)} more, for {len(others)} other reasons")
+    return lines
+
+
 def bill(report: EvaluationReport) -> Iterator[str]:
-    """Success and cost of each evaluation whose calls all have a price."""
-    for label, e in report.evaluations.items():
-        if e.use.cost is None or e.use.unpriced or e.use.uncounted:
+    """Yield the success and the cost of each evaluation whose calls all have a price."""
+    for label, mode in report.evaluations.items():
+        if mode.use.cost is None or mode.use.unpriced or mode.use.uncounted:
             continue
-        reached = f"success {shown(e.success, '.1%')}" if e.success else f"reward {shown(e.reward, '.3f')}"
-        yield f"{label}: {reached} at {1000 * e.use.cost / max(e.episodes, 1):.4g} per 1,000 tasks"
+        result = f"success {shown(mode.success, '.1%')}" if mode.success else f"reward {shown(mode.reward, '.3f')}"
+        yield f"{label}: {result} at {1000 * mode.use.cost / max(mode.episodes, 1):.4g} per 1,000 tasks"
 
 
-def _results(report: EvaluationReport) -> Table:
-    rows = report.evaluations
-    columns, cells = _figures(list(rows.values()))
-    title = f"Results{_sampled_at(rows.values())}, 95% intervals over n tasks"
-    table = grid("", *columns, "episodes>", "failed>", "seconds>", title=title)
-    for (label, e), figures in zip(rows.items(), cells, strict=True):
-        table.add_row(label, *figures, str(e.episodes), str(e.failures), f"{e.seconds:.1f}")
+def _results_table(report: EvaluationReport) -> Table:
+    modes = report.evaluations
+    figures = _figures_of(list(modes.values()))
+    title = f"Results{_sampled_at(modes.values())}, 95% intervals over n tasks"
+    table = grid("", *_figure_columns(figures), "episodes>", "failed>", "seconds>", title=title)
+    for label, mode in modes.items():
+        cells = _figure_cells(mode, figures)
+        table.add_row(label, *cells, str(mode.episodes), str(mode.failures), f"{mode.seconds:.1f}")
     return table
 
 
-def _assignments(report: EvaluationReport) -> Table:
+def _assignments_table(report: EvaluationReport) -> Table:
     """A row for each assignment of models to roles, the best first, with its difference from the first one."""
-    rows = report.evaluations
+    modes = report.evaluations
     roles = list(next(iter(report.assignments.values())))
-    has_success = any(mode.success for mode in rows.values())
-    measure, form = ("success", ".1%") if has_success else ("reward", ".3f")
+    measure, form = "reward", ".3f"
+    if any(mode.success for mode in modes.values()):
+        measure, form = "success", ".1%"
     differences = {c.label: getattr(c, measure) for c in report.comparisons if c.label in report.assignments}
     first = next(iter(report.assignments))
-    title = f"All assignments{_sampled_at(rows.values())}, the best first, 95% intervals over tasks"
+    title = f"All assignments{_sampled_at(modes.values())}, the best first, 95% intervals over tasks"
     table = grid(*roles, "", f"{measure}>", "n>", f"less {first}>", "failed>", title=title)
 
     def score(label: str) -> float:
-        figure = getattr(rows[label], measure)
+        figure = getattr(modes[label], measure)
         return figure.mean if figure else -math.inf
 
-    for label in sorted(rows, key=score, reverse=True):
-        figure = getattr(rows[label], measure)
+    for label in sorted(modes, key=score, reverse=True):
+        figure = getattr(modes[label], measure)
         difference = differences.get(label)
         assignment = report.assignments.get(label)
-        players = list(assignment.values()) if assignment else [label, *[""] * (len(roles) - 1)]
+        if assignment:
+            players, kind = list(assignment.values()), kind_of(assignment)
+        else:  # today's model, or recorded episodes
+            players, kind = [label, *[""] * (len(roles) - 1)], ""
         table.add_row(
             *players,
-            kind_of(assignment) if assignment else "",
+            kind,
             shown(figure, form),
             str(figure.n) if figure else "",
             shown(difference, f"+{form}") if difference else "",
-            str(rows[label].failures),
+            str(modes[label].failures),
         )
     return table
 
 
-def _effects(report: EvaluationReport) -> Table:
-    """What each model is worth in each role, whatever plays the other roles."""
+def _effects_table(report: EvaluationReport) -> Table:
+    """A row for the effect of each model in each role, as the mean over the models of the other roles."""
     title = "One role's model exchanged, mean over the models of the other roles"
     table = grid("role", "model", "instead of", "difference>", "n>", title=title)
     for effect in report.effects:
@@ -200,82 +232,119 @@ def _effects(report: EvaluationReport) -> Table:
 
 
 def _sampled_at(modes: Collection[EvaluatedMode]) -> str:
-    """Which temperatures were used: one for all modes, or each mode with its own."""
+    """Name the temperature of all modes, or the temperature of each mode if they differ."""
+
+    def said(temperature: float | str) -> str:
+        return "at the application's own temperature" if temperature == "app" else f"at temperature {temperature:g}"
+
     temperatures = {mode.label: mode.temperature for mode in modes if mode.temperature is not None}
     if not temperatures:
         return ""
     if len(set(temperatures.values())) == 1:
-        return f" {_at(next(iter(temperatures.values())))}"
-    return f" ({', '.join(f'{label} {_at(one)}' for label, one in temperatures.items())})"
+        return f" {said(next(iter(temperatures.values())))}"
+    return f" ({', '.join(f'{label} {said(temperature)}' for label, temperature in temperatures.items())})"
 
 
-def _at(temperature: float | str) -> str:
-    return "at the application's own temperature" if temperature == "app" else f"at temperature {temperature:g}"
-
-
-def _differences(report: EvaluationReport) -> Table:
-    columns, cells = _figures(report.comparisons, "+")
-    table = grid("", *columns, title="Differences on the same tasks, 95% intervals over n tasks")
-    for c, figures in zip(report.comparisons, cells, strict=True):
-        table.add_row(f"{c.label} - {c.against}", *figures)
+def _differences_table(report: EvaluationReport) -> Table:
+    figures = _figures_of(report.comparisons)
+    table = grid("", *_figure_columns(figures), title="Differences on the same tasks, 95% intervals over n tasks")
+    for comparison in report.comparisons:
+        table.add_row(f"{comparison.label} - {comparison.against}", *_figure_cells(comparison, figures, "+"))
     return table
 
 
-def _figures(rows: Sequence[EvaluatedMode | Comparison], sign: str = "") -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of success, reward and, where a row has it, the plain outcome, with their numbers of tasks."""
-    names = {"success": "success", "reward": "reward", "outcome": PLAIN_COLUMN}
-    if not any(row.outcome for row in rows):
-        del names["outcome"]
-    cells = []
-    for row in rows:
-        figures = {name: getattr(row, name) for name in names}
-        forms = {name: f"{sign}.1%" if name == "success" else f"{sign}.3f" for name in names}
-        cells.append([text for name, f in figures.items() for text in (shown(f, forms[name]), str(f.n) if f else "")])
-    return [column for name in names.values() for column in (f"{name}>", "n>")], cells
+def _figures_of(rows: Sequence[EvaluatedMode | Comparison]) -> list[str]:
+    """Name the figures of a table: success and reward, and the plain outcome if a row has it."""
+    figures = ["success", "reward"]
+    if any(row.outcome for row in rows):
+        figures.append("outcome")
+    return figures
 
 
-def _pass_at(report: EvaluationReport) -> Table:
-    """How often one of k episodes succeeds, where tasks were run more than once."""
-    ks = sorted({k for e in report.evaluations.values() for k in e.pass_at})
+def _figure_columns(figures: Sequence[str]) -> list[str]:
+    """Return two columns for each figure: its interval, and its number of tasks."""
+    columns: list[str] = []
+    for name in figures:
+        title = PLAIN_COLUMN if name == "outcome" else name
+        columns += [f"{title}>", "n>"]
+    return columns
+
+
+def _figure_cells(row: EvaluatedMode | Comparison, figures: Sequence[str], sign: str = "") -> list[str]:
+    """Return the cells of a row for `_figure_columns`; `sign` is `+` for differences."""
+    cells: list[str] = []
+    for name in figures:
+        interval = getattr(row, name)
+        form = ".1%" if name == "success" else ".3f"
+        cells += [shown(interval, f"{sign}{form}"), str(interval.n) if interval else ""]
+    return cells
+
+
+def _pass_at_table(report: EvaluationReport) -> Table:
+    """A row per mode with the chance that one of k episodes succeeds, if tasks were run more than once."""
+    all_ks: set[int] = set()
+    for mode in report.evaluations.values():
+        all_ks.update(mode.pass_at)
+    ks = sorted(all_ks)
     title = "At least one of k episodes succeeds, 95% intervals over n tasks"
     table = grid("", *(f"pass@{k}>" for k in ks), "n>", title=title)
-    for label, e in report.evaluations.items():
-        if e.pass_at:
-            table.add_row(label, *(shown(e.pass_at.get(k), ".1%") for k in ks), str(e.pass_at[ks[0]].n))
+    for label, mode in report.evaluations.items():
+        if mode.pass_at:
+            table.add_row(label, *(shown(mode.pass_at.get(k), ".1%") for k in ks), str(mode.pass_at[ks[0]].n))
     return table
 
 
-def _roles(report: EvaluationReport) -> Table:
-    """A row per mode and role; its reward components are columns of their own."""
-    rows = [(label, role, r) for label, e in report.evaluations.items() for role, r in e.roles.items()]
-    components = sorted({name for _, _, r in rows for name in r.rewards})
-    failed, cut = any(r.failed for _, _, r in rows), any(r.truncated for _, _, r in rows)
-    optional = [*(["failed>"] if failed else []), *(["cut off>"] if cut else []), *(f"{name}>" for name in components)]
-    columns = ("answered by", "calls>", "turns>", "tokens>", *optional)
-    table = grid("", *columns, title="Roles, means per call")
-    for label, role, r in rows:
-        cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
-        cells += [str(r.failed)] * failed + [f"{r.truncated:.1%}"] * cut
-        cells += [f"{r.rewards[name]:.3f}" if name in r.rewards else "-" for name in components]
-        table.add_row(f"{label} {role}", ", ".join(r.policies), *cells)
+def _roles_table(report: EvaluationReport) -> Table:
+    """A row per mode and role. Each reward component of the answers has a column."""
+    rows: list[tuple[str, RoleStatistics]] = []
+    components: set[str] = set()
+    for label, mode in report.evaluations.items():
+        for role, statistics in mode.roles.items():
+            rows.append((f"{label} {role}", statistics))
+            components.update(statistics.rewards)
+    some_failed = any(statistics.failed for _, statistics in rows)
+    some_cut_off = any(statistics.truncated for _, statistics in rows)
+    columns = ["answered by", "calls>", "turns>", "tokens>"]
+    if some_failed:
+        columns.append("failed>")
+    if some_cut_off:
+        columns.append("cut off>")
+    table = grid("", *columns, *(f"{name}>" for name in sorted(components)), title="Roles, means per call")
+
+    for title, statistics in rows:
+        tokens = f"{statistics.prompt_tokens:.0f}+{statistics.completion_tokens:.1f}"
+        cells = [str(statistics.calls), f"{statistics.turns:.1f}", tokens]
+        if some_failed:
+            cells.append(str(statistics.failed))
+        if some_cut_off:
+            cells.append(f"{statistics.truncated:.1%}")
+        for name in sorted(components):
+            cells.append(f"{statistics.rewards[name]:.3f}" if name in statistics.rewards else "-")
+        table.add_row(title, ", ".join(statistics.policies), *cells)
     return table
 
 
-def _use(report: EvaluationReport) -> Table:
-    """A row per mode, and one per comparison for the calls; money only where prices were given."""
-    cost = any(e.use.cost is not None for e in report.evaluations.values())
-    columns = ["calls>", "tokens>", "seconds>", *(["cost>"] if cost else [])]
+def _use_table(report: EvaluationReport) -> Table:
+    """A row per mode, and one per comparison for the calls. There is a column of money only if calls have prices."""
+    has_cost = any(mode.use.cost is not None for mode in report.evaluations.values())
+    columns = ["calls>", "tokens>", "seconds>"]
+    if has_cost:
+        columns.append("cost>")
     table = grid("", *columns, title="Means per episode")
-    for label, e in report.evaluations.items():
-        n = max(e.episodes, 1)
-        tokens = f"{e.use.prompt_tokens / n:.0f}+{e.use.completion_tokens / n:.0f}"
-        money = "-" if e.use.cost is None else f"{e.use.cost / n:.6f}"
-        if e.use.cost is not None and e.use.unpriced:
-            money += f" ({e.use.unpriced} calls without a price)"
-        seconds = shown(e.use.seconds, ".3f")
-        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, seconds, *([money] if cost else []))
-    for c in report.comparisons:
-        # Most applications make the same calls in every episode.
-        if c.calls is not None and (c.calls.mean or c.calls.low or c.calls.high) and not report.assignments:
-            table.add_row(f"{c.label} - {c.against}", shown(c.calls, "+.1f"), "", "", *([""] if cost else []))
+    for label, mode in report.evaluations.items():
+        use, n = mode.use, max(mode.episodes, 1)
+        tokens = f"{use.prompt_tokens / n:.0f}+{use.completion_tokens / n:.0f}"
+        cells = [f"{use.calls / n:.1f}", tokens, shown(use.seconds, ".3f")]
+        if has_cost:
+            cost = "-" if use.cost is None else f"{use.cost / n:.6f}"
+            if use.cost is not None and use.unpriced:
+                cost += f" ({use.unpriced} calls without a price)"
+            cells.append(cost)
+        table.add_row(label, *cells)
+    for comparison in report.comparisons:
+        # Most applications make the same calls in every episode: then there is no row.
+        calls = comparison.calls
+        if calls is not None and (calls.mean or calls.low or calls.high) and not report.assignments:
+            cells = [shown(calls, "+.1f"), *[""] * (len(columns) - 1)]
+            table.add_row(f"{comparison.label} - {comparison.against}", *cells)
     return table

@@ -1,7 +1,8 @@
-"""One evaluation: a workflow run on held-out tasks with a policy for each role, and its figures."""
+"""One evaluation mode: run a workflow on held-out tasks with a policy for each role, and compute its figures."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,91 +33,104 @@ async def evaluate_episodes(
     prices: Prices | None = None,
     goal: Goal | None = None,
 ) -> EvaluatedMode:
-    """Run a batch, answered by `responder`, or by the application's own provider without one.
+    """Run a batch and return its figures. `responder` answers the calls; without one, the application's own provider.
 
-    Without a plan every call gets one candidate, and scorers choose nothing.
+    There is no plan, so every call gets one candidate, and scorers choose nothing.
     """
     sink = EvaluationSink(batch.sink)
     started = time.perf_counter()
     await rollout(workflow, replace(batch, sink=sink), responder)
-    found = summarise(label, sink, time.perf_counter() - started, prices or {}, goal)
+    evaluation = summarise(label, sink, time.perf_counter() - started, prices or {}, goal)
     if responder is None:
-        return found
-    return replace(found, scorer_errors=dict(responder.scorer_errors), unlisted=dict(responder.unlisted))
+        return evaluation
+    return replace(evaluation, scorer_errors=dict(responder.scorer_errors), unlisted=dict(responder.unlisted))
 
 
 def summarise(
     label: str, sink: EvaluationSink, seconds: float, prices: Prices, goal: Goal | None = None
 ) -> EvaluatedMode:
-    """Intervals and counts of the episodes that a sink has kept; rewards go by `goal`."""
+    """Compute the figures of the episodes in a sink. Rewards are computed as `goal` says."""
     goal, played = goal or Goal(), sink.played()
-    # The reward that is trained on, and the plain outcome, of every episode.
+
+    # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome.
     trained = worth(played, goal)
-    plain = worth([replace(one, samples=()) for one in played], Goal(on_failure=goal.on_failure))
-    ended = [
-        TaskEnding(
-            status=one.episode.status,
+    plain = worth([replace(one_played, samples=()) for one_played in played], Goal(on_failure=goal.on_failure))
+    endings: list[TaskEnding] = []
+    for i, one_played in enumerate(played):
+        episode = one_played.episode
+        ending = TaskEnding(
+            status=episode.status,
             reward=trained.reward[i],
-            success=one.episode.solved,
-            error=one.episode.error,
-            seconds=one.episode.latency,
-            known=one.episode.is_outcome,
+            success=episode.solved,
+            error=episode.error,
+            seconds=episode.latency,
+            known=episode.is_outcome,
             outcome=plain.reward[i],
             by_role=trained.by_role[i],
             floored=trained.failed[i],
             outcome_floored=plain.failed[i],
-            calls=one.episode.calls,
+            calls=episode.calls,
         )
-        for i, one in enumerate(played)
-    ]
-    # A task's first episode is the one with the lowest number, whichever ended first.
+        endings.append(ending)
+
+    # 2. The endings of each task. A task's first episode has the lowest number, whichever ended first.
     first: dict[str, TaskEnding] = {}
     repeats: defaultdict[str, list[TaskEnding]] = defaultdict(list)
-    for one, ending in sorted(zip(played, ended, strict=True), key=lambda pair: pair[0].episode.rollout):
-        if one.episode.task.id not in first:
-            first[one.episode.task.id] = ending
+    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
+        task = played[i].episode.task.id
+        if task not in first:
+            first[task] = endings[i]
         else:
-            repeats[one.episode.task.id].append(ending)
-    found = EvaluatedMode(
+            repeats[task].append(endings[i])
+    evaluation = EvaluatedMode(
         label=label,
-        episodes=len(ended),
-        failed=dict(Counter(reason for end in ended if (reason := failure(end)))),
+        episodes=len(endings),
+        failed=dict(Counter(reason for ending in endings if (reason := failure(ending)))),
         seconds=seconds,
-        use=total_use(sink.calls, [end.seconds for end in ended if end.status == "ok"], prices),
+        use=total_use(sink.calls, [ending.seconds for ending in endings if ending.status == "ok"], prices),
         opposed=trained.opposed,
         floor=trained.floor,
         endings=first,
-        repeats={task: tuple(endings) for task, endings in repeats.items()},
+        repeats={task: tuple(repeated) for task, repeated in repeats.items()},
     )
+
+    # 3. Intervals. Tasks are the observations: each counts with the mean of its episodes.
     bounds = reward_bounds(played, goal)
-    # Tasks are the observations: each counts with the mean of its episodes.
-    succeeded, reward = list(found.successes.values()), list(found.rewards.values())
-    outcome = list(found.outcomes.values())
-    means = _mean_by_role(found.by_task.values())
-    by_role: defaultdict[str, list[SeenCall]] = defaultdict(list)
+    successes = list(evaluation.successes.values())
+    rewards = list(evaluation.rewards.values())
+    outcomes = list(evaluation.outcomes.values())
+    reward = outcome = None
+    if not trained.opposed:
+        reward = mean_reward(rewards, bounds)
+        outcome = mean_reward(outcomes) if outcomes != rewards else None
+
+    # 4. Statistics of each role.
+    mean_rewards = _mean_by_role(evaluation.by_task.values())
+    calls_of_role: defaultdict[str, list[SeenCall]] = defaultdict(list)
     for call in sink.calls:
-        by_role[call.role].append(call)
+        calls_of_role[call.role].append(call)
     return replace(
-        found,
-        success=mean_reward(succeeded),
-        reward=None if trained.opposed else mean_reward(reward, bounds),
+        evaluation,
+        success=mean_reward(successes),
+        reward=reward,
         reward_bounds=bounds,
-        outcome=mean_reward(outcome) if outcome != reward and not trained.opposed else None,
-        roles={role: role_statistics(calls, means.get(role)) for role, calls in sorted(by_role.items())},
-        pass_at=_pass_at(list(found.by_task.values())) if succeeded else {},
+        outcome=outcome,
+        roles={role: role_statistics(calls, mean_rewards.get(role)) for role, calls in sorted(calls_of_role.items())},
+        pass_at=_pass_at(list(evaluation.by_task.values())) if successes else {},
     )
 
 
 def of_role(evaluation: EvaluatedMode, role: str) -> EvaluatedMode:
-    """The same with the reward of one role alone, to be compared with an evaluation of that role."""
+    """Return the evaluation with the reward of one role alone, to compare it with an evaluation of that role."""
 
-    def alone(ending: TaskEnding) -> TaskEnding:
+    def with_reward_of_role(ending: TaskEnding) -> TaskEnding:
         return replace(ending, reward=ending.by_role.get(role), outcome=None, success=None)
 
-    return replace(_with_endings(evaluation, alone), opposed=())
+    return replace(_with_endings(evaluation, with_reward_of_role), opposed=())
 
 
 def _with_endings(evaluation: EvaluatedMode, change: Callable[[TaskEnding], TaskEnding]) -> EvaluatedMode:
+    """Return the evaluation with each ending changed."""
     return replace(
         evaluation,
         endings={task: change(ending) for task, ending in evaluation.endings.items()},
@@ -124,82 +138,102 @@ def _with_endings(evaluation: EvaluatedMode, change: Callable[[TaskEnding], Task
     )
 
 
-class _Lows(NamedTuple):
-    """The lowest rewards, at most 0: of an episode and of its plain outcome where it ended well, and of each role."""
+class _Floors(NamedTuple):
+    """The lowest rewards, at most 0. `reward` and `outcome` are of episodes that finished without an error, `by_role`
+    also of failed episodes that have the lowest reward."""
 
     reward: float
     outcome: float
     by_role: Mapping[str, float]
 
 
-def _lows(evaluations: Iterable[EvaluatedMode]) -> _Lows:
-    endings = [end for one in evaluations for of_task in one.by_task.values() for end in of_task]
-    well = [end for end in endings if end.status == "ok"]
+def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
+    reward = outcome = 0.0
     by_role: dict[str, float] = {}
-    for end in endings:
-        if end.status == "ok" or end.floored:
-            by_role |= {role: min(value, by_role.get(role, 0.0)) for role, value in end.by_role.items()}
-    return _Lows(
-        min([0.0, *(end.reward for end in well if end.reward is not None)]),
-        min([0.0, *(end.outcome for end in well if end.outcome is not None)]),
-        by_role,
-    )
+    for evaluation in evaluations:
+        for ending in itertools.chain.from_iterable(evaluation.by_task.values()):
+            finished = ending.status == "ok"
+            if finished and ending.reward is not None:
+                reward = min(reward, ending.reward)
+            if finished and ending.outcome is not None:
+                outcome = min(outcome, ending.outcome)
+            if finished or ending.floored:
+                for role, value in ending.by_role.items():
+                    by_role[role] = min(value, by_role.get(role, 0.0))
+    return _Floors(reward, outcome, by_role)
 
 
 def share_floor(evaluations: Sequence[EvaluatedMode]) -> list[EvaluatedMode]:
-    """The same, with one lowest reward for the failed episodes of all: that a policy fails where another does badly is
-    no gain."""
-    shared = _lows(evaluations)
-    return [_with_lows(one, _lows([one]).by_role, shared) for one in evaluations]
+    """Give the failed episodes of all evaluations one lowest reward, so that no policy gains by failing on tasks that
+    another one solves badly. Returns the changed evaluations in the same order."""
+    shared = _floors(evaluations)
+    return [_with_floors(evaluation, shared) for evaluation in evaluations]
 
 
-def _with_lows(of: EvaluatedMode, own: Mapping[str, float], shared: _Lows) -> EvaluatedMode:
-    def with_floor(end: TaskEnding) -> TaskEnding:
-        if end.floored:
-            by_role = {r: shared.by_role.get(r, x) if x <= own.get(r, x) else x for r, x in end.by_role.items()}
-            end = replace(end, by_role=by_role, reward=None if end.reward is None else shared.reward)
-        if end.outcome_floored and end.outcome is not None:
-            end = replace(end, outcome=shared.outcome)
-        return end
+def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
+    """Return the evaluation with the shared lowest rewards for its failed episodes, and figures computed again."""
+    floors = _floors([evaluation])
 
-    of = _with_endings(of, with_floor)
-    means = _mean_by_role(of.by_task.values())
-    changed = replace(
-        of,
-        floor=shared.reward,
-        roles={name: replace(role, reward=means.get(name, role.reward)) for name, role in of.roles.items()},
-    )
+    def with_floor(ending: TaskEnding) -> TaskEnding:
+        if ending.floored:
+            by_role = dict(ending.by_role)
+            for role, value in ending.by_role.items():
+                # In a failed episode, a role may have a reward of its own above the lowest one: it stays.
+                if value <= floors.by_role.get(role, value):
+                    by_role[role] = shared.by_role.get(role, value)
+            ending = replace(ending, by_role=by_role, reward=None if ending.reward is None else shared.reward)
+        if ending.outcome_floored and ending.outcome is not None:
+            ending = replace(ending, outcome=shared.outcome)
+        return ending
+
+    changed = _with_endings(evaluation, with_floor)
+    mean_rewards = _mean_by_role(changed.by_task.values())
+    roles = {
+        role: replace(statistics, reward=mean_rewards.get(role, statistics.reward))
+        for role, statistics in evaluation.roles.items()
+    }
     return replace(
         changed,
-        reward=of.reward and mean_reward(list(changed.rewards.values()), of.reward_bounds),
-        outcome=of.outcome and mean_reward(list(changed.outcomes.values())),
+        floor=shared.reward,
+        roles=roles,
+        reward=evaluation.reward and mean_reward(list(changed.rewards.values()), evaluation.reward_bounds),
+        outcome=evaluation.outcome and mean_reward(list(changed.outcomes.values())),
     )
 
 
 def _mean_by_role(by_task: Iterable[Sequence[TaskEnding]]) -> dict[str, float]:
-    """Mean over tasks of each role's reward, of the mean over the episodes of a task."""
-    of_tasks: defaultdict[str, list[float]] = defaultdict(list)
+    """Return each role's mean reward over tasks, where a task counts with the mean over its episodes."""
+    task_means: defaultdict[str, list[float]] = defaultdict(list)
     for endings in by_task:
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         for ending in endings:
             for role, value in ending.by_role.items():
                 rewards[role].append(value)
         for role, values in rewards.items():
-            of_tasks[role].append(fmean(values))
-    return {role: fmean(means) for role, means in of_tasks.items()}
+            task_means[role].append(fmean(values))
+    return {role: fmean(means) for role, means in task_means.items()}
 
 
-def _pass_at(samples: Sequence[Sequence[TaskEnding]]) -> dict[int, Interval]:
-    """pass@k for k = 1, 2, 4, ... and the least number of episodes that a task has."""
-    solved = [some for of in samples if (some := [e.solved for e in of if e.solved is not None])]
-    least = min(map(len, solved))
-    tried = [(len(of), sum(of)) for of in solved]
-    ks = sorted({*(2**i for i in range(least.bit_length())), least}) if least > 1 else []
-    return {k: found for k in ks if (found := pass_at(k, tried))}
+def _pass_at(by_task: Sequence[Sequence[TaskEnding]]) -> dict[int, Interval]:
+    """Compute pass@k for k = 1, 2, 4, ... up to the least number of episodes that a task has, and for that number."""
+    counts: list[tuple[int, int]] = []  # of each task: episodes whose result is known, and successes
+    for endings in by_task:
+        solved = [ending.solved for ending in endings if ending.solved is not None]
+        if solved:
+            counts.append((len(solved), sum(solved)))
+    least = min(episodes for episodes, _ in counts)
+    if least == 1:
+        return {}
+    intervals: dict[int, Interval] = {}
+    for k in sorted({*(2**i for i in range(least.bit_length())), least}):
+        interval = pass_at(k, counts)
+        if interval:
+            intervals[k] = interval
+    return intervals
 
 
 def failure(ending: TaskEnding) -> str | None:
-    """Why an episode counts as failed, in one line; None when it ended well."""
+    """Say in one line why an episode counts as failed; None if it finished without an error."""
     if ending.status == "ok":
         return None
     return f"{ending.status}: {first_line(ending.error)}"

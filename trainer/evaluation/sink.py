@@ -18,13 +18,13 @@ from cotune.trainer.evaluation.statistics import mean
 
 
 class SeenCall(NamedTuple):
-    """One call. Tokens are the engine's own, or as the provider reports them."""
+    """One call. Its tokens were counted by the engine, or reported by the provider."""
 
     episode: str
     role: str
     status: str
     ended: tuple[float, int]
-    """Time and step, which tell the last call of an episode."""
+    """Time and step, by which the last call of an episode is found."""
     answered_by: str
     """`name@version` of a policy, or `provider`."""
     priced_as: str
@@ -41,43 +41,53 @@ class EvaluationSink:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.episodes: list[Episode] = []
-        """Those that have ended."""
+        """The episodes that have ended."""
         self.calls: list[SeenCall] = []
         self._rewards: dict[str, dict[str, float]] = {}
 
     def write(self, records: Sequence[Record]) -> None:
-        """Keep and pass on."""
+        """Take the records into the evaluation, and pass them on."""
         for record in records:
             match record:
                 case CallRecord():
-                    self.calls.append(self._seen(record))
+                    self.calls.append(self._seen_call(record))
                 case RewardRecord():
-                    self._of(record.target)[record.name] = record.value
+                    self._rewards_of(record.target)[record.name] = record.value
                 case Episode():
                     self.episodes.append(record)
         self.sink.write(records)
 
     def played(self) -> list[Played]:
-        """The episodes that have ended, with their calls."""
-        calls: defaultdict[str, list[SeenCall]] = defaultdict(list)
+        """Return the episodes that have ended, with their calls."""
+        calls_of_episode: defaultdict[str, list[SeenCall]] = defaultdict(list)
         for call in self.calls:
-            calls[call.episode].append(call)
-        return [
-            Played(
-                episode=episode,
-                outcome=self._of(episode.id),
-                samples=[call.sample for call in calls[episode.id] if call.sample is not None],
-                timed_out={call.role for call in calls[episode.id] if call.status == "timeout"},
-                last=max(((*call.ended, call.role) for call in calls[episode.id]), default=(NO_ROLE,))[-1],
-            )
-            for episode in self.episodes
-        ]
+            calls_of_episode[call.episode].append(call)
 
-    def _of(self, target: str) -> dict[str, float]:
+        played: list[Played] = []
+        for episode in self.episodes:
+            calls = calls_of_episode[episode.id]
+            last = NO_ROLE
+            if calls:
+                last = max(calls, key=lambda call: (call.ended, call.role)).role
+            played.append(
+                Played(
+                    episode=episode,
+                    outcome=self._rewards_of(episode.id),
+                    samples=[call.sample for call in calls if call.sample is not None],
+                    timed_out={call.role for call in calls if call.status == "timeout"},
+                    last=last,
+                )
+            )
+        return played
+
+    def _rewards_of(self, target: str) -> dict[str, float]:
+        """Return the rewards of a candidate or an episode. Rewards that arrive later are added to the same object."""
         return self._rewards.setdefault(target, {})
 
-    def _seen(self, call: CallRecord) -> SeenCall:
-        answered = call.status == "ok" and call.chosen is not None
+    def _seen_call(self, call: CallRecord) -> SeenCall:
+        sample = None
+        if call.status == "ok" and call.chosen is not None:
+            sample = single_sample(call, self._rewards_of(candidate_id(call.id, call.chosen)))
         return SeenCall(
             episode=call.episode,
             role=call.role,
@@ -87,39 +97,39 @@ class EvaluationSink:
             priced_as=call.policy.name if call.policy else call.model,
             prompt_tokens=call.prompt_length,
             completion_tokens=call.answer_length,
-            sample=single_sample(call, self._of(candidate_id(call.id, call.chosen or 0))) if answered else None,
+            sample=sample,
         )
 
 
 def role_statistics(calls: Sequence[SeenCall], reward: float | None) -> RoleStatistics:
-    """Statistics of the calls of one role; `reward` is the trained one."""
-    answers = [(call, call.sample) for call in calls if call.sample is not None]
+    """Return the statistics of the calls of one role, with the trained `reward`."""
+    answered = [call for call in calls if call.sample is not None]
+    samples = [call.sample for call in calls if call.sample is not None]
     components: defaultdict[str, list[float]] = defaultdict(list)
-    for _, sample in answers:
+    for sample in samples:
         for name, value in sample.rewards.items():
             components[name].append(value)
-    n = max(len(answers), 1)
+    n = max(len(answered), 1)
     return RoleStatistics(
         calls=len(calls),
-        failed=len(calls) - len(answers),
+        failed=len(calls) - len(answered),
         turns=len(calls) / len({call.episode for call in calls}),
-        prompt_tokens=sum(call.prompt_tokens for call, _ in answers) / n,
-        completion_tokens=sum(call.completion_tokens for call, _ in answers) / n,
-        truncated=sum(sample.truncated for _, sample in answers) / n,
-        policies=tuple(sorted({call.answered_by for call, _ in answers})),
+        prompt_tokens=sum(call.prompt_tokens for call in answered) / n,
+        completion_tokens=sum(call.completion_tokens for call in answered) / n,
+        truncated=sum(sample.truncated for sample in samples) / n,
+        policies=tuple(sorted({call.answered_by for call in answered})),
         rewards={name: fmean(values) for name, values in sorted(components.items())},
         reward=reward,
     )
 
 
 def total_use(calls: Sequence[SeenCall], latencies: Sequence[float], prices: Prices) -> ModeUse:
-    """Sums over the calls with an answer, and their cost; `latencies` are the seconds of each episode."""
+    """Add up the calls with an answer and their cost. `latencies` are the seconds of each episode."""
     answered = [call for call in calls if call.status == "ok"]
-    costs = [
-        money(prices[call.priced_as], call.prompt_tokens, call.completion_tokens)
-        for call in answered
-        if call.priced_as in prices
-    ]
+    costs: list[float] = []
+    for call in answered:
+        if call.priced_as in prices:
+            costs.append(money(prices[call.priced_as], call.prompt_tokens, call.completion_tokens))
     return ModeUse(
         calls=len(answered),
         prompt_tokens=sum(call.prompt_tokens for call in answered),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +20,38 @@ from cotune.trainer.evaluation.verdict import what_tasks_show
 from cotune.trainer.run.run_folder import write_atomically
 
 SHARE = 3
-"""One task of so many is held out, until there are `MOST`."""
+"""One of this many tasks is held out, until `MOST` are."""
 LEAST = 16
-"""Held-out tasks that a run needs: they show a gain of about 55 points. With fewer, and so below 48 tasks, a run trains
-on all and says so."""
+"""Fewest held-out tasks: they show a gain of about 55 points. A run with fewer, and so with less than 48 tasks, trains
+on all of them and says so."""
 MOST = 51
-"""Held-out tasks at most: they show a gain of 30 points of success in 4 of 5 runs (`tasks_for_gain`)."""
+"""Most held-out tasks: they show a gain of 30 points of success in 4 of 5 runs (`tasks_for_gain`)."""
 FILE = "held_out.jsonl"
 """File of a run folder with the tasks that it holds out by itself."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks that a run trains on, and those that it tries its policies on. `own` are the ids of these where the run
-    has chosen them by itself. `note` describes the split."""
+    """The tasks that a run trains on, and the held-out tasks. `chosen_ids` are the ids of the held-out tasks that the
+    run has chosen by itself. `note` describes the split."""
 
     tasks: Sequence[Task]
     held_out: Sequence[Task] = ()
-    own: Sequence[str] = ()
+    chosen_ids: Sequence[str] = ()
     note: str = ""
 
 
 def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
-    """The split of a new run: held out are the tasks of a file, or a third of `tasks`, at most `MOST`, or none.
+    """Split the tasks of a new run: it holds out the tasks of a file, or a third of `tasks` (at most `MOST`), or none.
 
-    The same tasks and seed give the same split. Raises ConfigError for a file that is no tasks file, and where settings
-    need held-out tasks.
+    The same tasks and seed give the same split. Raises ConfigError if the file is not a tasks file, or if settings need
+    held-out tasks and there are too few tasks.
     """
     if config.from_records or config.evaluation.tasks:
-        held_out = _of_file(config.evaluation, tasks)
+        held_out = _load_held_out(config.evaluation)
         return Split(tasks=tasks, held_out=held_out, note=what_tasks_show(len(held_out)) if held_out else "")
     wanted = min(len(tasks) // SHARE, MOST)
-    own = _chosen(tasks, wanted, config) if wanted >= LEAST else set()
-    if len(own) < LEAST:
+    chosen = _choose(tasks, wanted, config) if wanted >= LEAST else set()
+    if len(chosen) < LEAST:
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
             raise ConfigError(
@@ -60,30 +60,32 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
                 f"needs held-out tasks, but {few}",
                 _REMEDY,
             )
-        return Split(tasks=tasks, note=f"{few}, so what the policies reach is not known. {_REMEDY}")
-    return _parted(
+        return Split(tasks=tasks, note=f"{few}, so the policies' success on new tasks is not measured. {_REMEDY}")
+    return _hold_out(
         tasks,
-        own,
-        f"held out: {len(own)} of {plural(len(tasks), 'task')}, never trained on. The policies are tried on them "
-        f"before the first step and after the last one; {what_tasks_show(len(own))} (--eval-tasks FILE takes others, "
-        "--eval-tasks none turns it off)",
+        chosen,
+        f"held out: {len(chosen)} of {plural(len(tasks), 'task')}, never trained on. The policies are tried on them "
+        f"before the first step and after the last one; {what_tasks_show(len(chosen))} (--eval-tasks FILE takes "
+        "others, --eval-tasks none turns it off)",
     )
 
 
 def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[str, Any]) -> Split:
-    """The split of a resumed run: tasks that run.json lists as held out are not trained on, whatever the run is
-    evaluated on now. Raises ConfigError."""
-    own = set((described.get("held") or {}).get("held_out", ()))
-    split = _parted(tasks, own, "")
+    """Split the tasks of a resumed run. Tasks that run.json lists as held out are never trained on, even if the run is
+    evaluated on others now. Raises ConfigError."""
+    chosen = set((described.get("held") or {}).get("held_out", ()))
+    split = _hold_out(tasks, chosen, "")
     if config.from_records or config.evaluation.tasks:
-        return Split(tasks=split.tasks, held_out=_of_file(config.evaluation, split.tasks))
+        return Split(tasks=split.tasks, held_out=_load_held_out(config.evaluation))
     return split
 
 
 def write_split(folder: Path, split: Split, say: Callable[[str], None]) -> str:
-    """Write the tasks that a run holds out by itself; returns the path of their file, empty without any. Where some are
-    not JSON, there is no file, and `say` is told."""
-    if not split.own:
+    """Write the tasks that a run holds out by itself. Returns the path of their file; an empty text without any.
+
+    If some of them are not JSON, no file is written, and `say` gets a message.
+    """
+    if not split.chosen_ids:
         return ""
     file = folder / FILE
     lines: list[bytes] = []
@@ -106,7 +108,8 @@ def write_split(folder: Path, split: Split, say: Callable[[str], None]) -> str:
 _REMEDY = "Pass --eval-tasks FILE with tasks of your own, or more --tasks."
 
 
-def _of_file(config: EvaluationConfig, tasks: Sequence[Task]) -> list[Task]:
+def _load_held_out(config: EvaluationConfig) -> list[Task]:
+    """Load the held-out tasks of the file in `evaluation.tasks`; none without a file."""
     if config.tasks in ("", NO_TASKS):
         return []
     try:
@@ -115,34 +118,37 @@ def _of_file(config: EvaluationConfig, tasks: Sequence[Task]) -> list[Task]:
         raise ConfigError("evaluation.tasks", error.value, error.fault, error.remedy) from None
 
 
-def _parted(tasks: Sequence[Task], own: Iterable[str], note: str) -> Split:
-    own = set(own)
-    held_out = [task for task in tasks if task.id in own]
+def _hold_out(tasks: Sequence[Task], chosen: set[str], note: str) -> Split:
+    """Split the tasks into the `chosen` ones, by id, and the others."""
+    held_out = [task for task in tasks if task.id in chosen]
     return Split(
-        tasks=[task for task in tasks if task.id not in own],
+        tasks=[task for task in tasks if task.id not in chosen],
         held_out=held_out,
-        own=[task.id for task in held_out],
+        chosen_ids=[task.id for task in held_out],
         note=note,
     )
 
 
-def _chosen(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]:
-    """Ids by the hash of seed and id; tasks with one input stay together, and no level of a curriculum is emptied."""
-    alike: dict[bytes, list[Task]] = {}
+def _choose(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]:
+    """Choose about `wanted` ids by the hash of seed and id.
+
+    Tasks with the same input stay together, and each level of a curriculum has tasks left to train on.
+    """
+    tasks_of_input: dict[bytes, list[Task]] = {}
     for task in tasks:
-        alike.setdefault(_content(task), []).append(task)
+        tasks_of_input.setdefault(_content(task), []).append(task)
 
-    def rank(same: Sequence[Task]) -> bytes:
-        return hashlib.blake2b(f"{config.seed} {same[0].id}".encode(), digest_size=16).digest()
+    def rank(same_input: Sequence[Task]) -> bytes:
+        return hashlib.blake2b(f"{config.seed} {same_input[0].id}".encode(), digest_size=16).digest()
 
-    ranked = sorted(alike.values(), key=rank)
-    left = Counter(_level(task, config.curriculum.by) for task in tasks)
+    left_to_train = Counter(_level(task, config.curriculum.by) for task in tasks)
     chosen: set[str] = set()
-    for same in ranked:
-        levels = Counter(_level(task, config.curriculum.by) for task in same)
-        if len(chosen) + len(same) <= wanted and all(left[level] > count for level, count in levels.items()):
-            chosen.update(task.id for task in same)
-            left -= levels
+    for same_input in sorted(tasks_of_input.values(), key=rank):
+        levels = Counter(_level(task, config.curriculum.by) for task in same_input)
+        would_empty_a_level = any(left_to_train[level] <= count for level, count in levels.items())
+        if len(chosen) + len(same_input) <= wanted and not would_empty_a_level:
+            chosen.update(task.id for task in same_input)
+            left_to_train -= levels
     return chosen
 
 
@@ -151,16 +157,16 @@ def _level(task: Task, by: str) -> Any:
 
 
 def _content(task: Task) -> bytes:
-    """The input of a task without its id."""
-    given = task.input
-    if isinstance(given, Mapping):
-        given = {name: value for name, value in given.items() if name != "id"}
-    return msgspec.json.encode(given, enc_hook=plain)
+    """Encode the input of a task without its id."""
+    content = task.input
+    if isinstance(content, Mapping):
+        content = {name: value for name, value in content.items() if name != "id"}
+    return msgspec.json.encode(content, enc_hook=plain)
 
 
 def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
-    """A sentence where tasks are not held out at all."""
-    known = {_content(task) for task in tasks}
-    count = sum(_content(task) in known for task in held_out)
+    """Yield a warning if some of the held-out tasks are trained on."""
+    trained_on = {_content(task) for task in tasks}
+    count = sum(_content(task) in trained_on for task in held_out)
     if count:
         yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"

@@ -14,13 +14,13 @@ from scipy import stats
 from cotune.intervals import LEVEL, Interval, share
 
 
-def shown(found: Interval | None, form: str) -> str:
-    """`41.2% [29.4%, 53.9%]` for the form `.1%`; `-` for None."""
-    if found is None:
+def shown(interval: Interval | None, form: str) -> str:
+    """Format an interval: `41.2% [29.4%, 53.9%]` for the form `.1%`; `-` for None."""
+    if interval is None:
         return "-"
-    if found.low is None or found.high is None:
-        return format(found.mean, form)
-    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
+    if interval.low is None or interval.high is None:
+        return format(interval.mean, form)
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
 
 
 def mean(
@@ -30,11 +30,11 @@ def mean(
     *,
     least: float = -math.inf,
 ) -> Interval | None:
-    """Mean with its Student's t interval of this level, unknown for a single value; None without values.
+    """Return the mean with its Student's t interval of this level. A single value has no interval; no values give None.
 
-    Where the values have `bounds` the interval stays within them, and half an observation at each of both is added: few
-    values that are all equal do not tell the mean exactly (Agresti and Min 2005, Statistics in Medicine 24, 729-740,
-    who add a half to each cell of a table). `least` cuts the interval alone, as of seconds, which are never negative.
+    With `bounds`, the interval stays within them, and half an observation is added at each bound: a few equal values
+    do not determine the mean exactly (Agresti and Min 2005, Statistics in Medicine 24, 729-740, who add a half to each
+    cell of a table). `least` only cuts the interval. It is for quantities that are never negative, for example seconds.
     """
     n = len(values)
     if n == 0:
@@ -43,10 +43,14 @@ def mean(
     centre = float(array.mean())
     if n == 1:
         return Interval(mean=centre, n=1)
+
+    # Mean and sum of squares of the values together with half an observation at each bound.
     ends = np.array(bounds or (), np.float64)
     total = n + len(ends) / 2
     middle = float(array.sum() + ends.sum() / 2) / total
     spread = float(((array - middle) ** 2).sum() + ((ends - middle) ** 2).sum() / 2)
+
+    # The added observations may move the interval off the mean of the values, so it is widened to contain that mean.
     half = float(stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(spread / (total - 1) / total)
     low, high = min(centre, middle - half), max(centre, middle + half)
     if bounds is not None:
@@ -55,31 +59,32 @@ def mean(
 
 
 def mean_reward(rewards: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval | None:
-    """Mean of rewards with an interval over tasks, inside the `bounds` of the reward if they are known.
+    """Return the mean of rewards with an interval over tasks, inside the `bounds` of the reward if they are known.
 
-    Rewards from 0 to 1 count as shares, unless their bounds are wider: Wilson's interval if all are 0 or 1, else `mean`
-    with these bounds. For other rewards the interval holds that of `mean` without bounds and with those seen. Wide
-    bounds are only used to cut it: half an observation at each end would tell more of the bounds than of the rewards.
+    Rewards from 0 to 1 are treated as shares, unless their bounds are wider: the interval is Wilson's if all are 0 or
+    1, else the one of `mean` with the bounds 0 and 1. For other rewards, two intervals are joined: without bounds, and
+    with the observed range (including 0) as bounds. Declared bounds wider than 0 to 1 only cut the interval: half an
+    observation at each end would describe the bounds more than the rewards.
     """
     if not rewards:
         return None
     if not within_unit(rewards if bounds is None else bounds):
-        seen = min(0.0, *rewards), max(0.0, *rewards)
-        found = _wider(mean(rewards), mean(rewards, seen))
+        observed_range = min(0.0, *rewards), max(0.0, *rewards)
+        interval = _wider(mean(rewards), mean(rewards, observed_range))
     elif set(rewards) <= {0.0, 1.0}:
-        found = share(sum(rewards), len(rewards))
+        interval = share(sum(rewards), len(rewards))
     else:
-        found = mean(rewards, (0.0, 1.0))
-    return _inside(found, bounds)
+        interval = mean(rewards, (0.0, 1.0))
+    return _inside(interval, bounds)
 
 
-def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
-    """Mean over tasks of the chance that at least one of `k` of its episodes succeeds; None without tasks.
+def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> Interval | None:
+    """Return the mean over tasks of the chance that at least one of `k` episodes succeeds; None without tasks.
 
-    `tried` has the episodes and the successes of each task: 1 - C(n - c, k) / C(n, k), unbiased for n of at least k
-    (Chen et al. 2021, arXiv 2107.03374, equation 1). The interval is over tasks, within 0 and 1.
+    `counts` has (n, c) for each task: its episodes and its successes. The chance is 1 - C(n - c, k) / C(n, k), unbiased
+    for n of at least k (Chen et al. 2021, arXiv 2107.03374, equation 1). The interval is over tasks, within 0 and 1.
     """
-    return mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried], (0.0, 1.0))
+    return mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts], (0.0, 1.0))
 
 
 def paired_difference(
@@ -89,25 +94,29 @@ def paired_difference(
     *,
     bounds: tuple[float, float] | None = None,
 ) -> Interval | None:
-    """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it, for rewards with
-    these `bounds`. None without shared tasks.
+    """Return the mean over shared tasks of after - before, with an interval over tasks; None without shared tasks.
 
-    A difference counts as shown if the interval leaves out 0. This is the test of every comparison, of success (1.0 or
-    0.0, or the share of a task's samples) as of rewards. The interval includes 0 unless the sign-flip test rejects too,
-    so equally good policies are told apart in at most 5% of comparisons, however few the tasks.
+    `bounds` are the bounds of the rewards that are compared, and have the same effect as in `mean_reward`.
+
+    A difference counts as shown if the interval does not contain 0. Every comparison uses this test, whether of success
+    (1.0 or 0.0, or the share of a task's samples) or of rewards. The interval contains 0 unless the sign-flip test
+    rejects too, so at most 5% of comparisons find a difference between equally good policies, however few the tasks.
     """
     differences = shared_differences(after, before)
-    shared = [side[task] for side in (after, before) for task in after.keys() & before.keys()]
-    if within_unit(shared if bounds is None else bounds):
-        found = mean(differences, (-1.0, 1.0), level)
+    shared_tasks = after.keys() & before.keys()
+    values = [after[task] for task in shared_tasks] + [before[task] for task in shared_tasks]
+    if within_unit(values if bounds is None else bounds):
+        interval = mean(differences, (-1.0, 1.0), level)
     else:
-        size = max([abs(x) for x in differences], default=0.0)
-        found = _wider(mean(differences, level=level), mean(differences, (-size, size), level))
+        largest = max([abs(difference) for difference in differences], default=0.0)
+        interval = _wider(mean(differences, level=level), mean(differences, (-largest, largest), level))
     if bounds is not None:
-        found = _inside(found, (bounds[0] - bounds[1], bounds[1] - bounds[0]))
-    if found is None or found.low is None or found.high is None or sign_flip_p(differences) <= 1 - level:
-        return found
-    return Interval(mean=found.mean, low=min(found.low, 0.0), high=max(found.high, 0.0), n=found.n)
+        interval = _inside(interval, (bounds[0] - bounds[1], bounds[1] - bounds[0]))
+    if interval is None or interval.low is None or interval.high is None:
+        return interval
+    if sign_flip_p(differences) <= 1 - level:
+        return interval
+    return Interval(mean=interval.mean, low=min(interval.low, 0.0), high=max(interval.high, 0.0), n=interval.n)
 
 
 def shared_differences(after: Mapping[str, float], before: Mapping[str, float]) -> list[float]:
@@ -116,16 +125,17 @@ def shared_differences(after: Mapping[str, float], before: Mapping[str, float]) 
 
 
 MOST_EXACT = 100
-"""Unlike differences whose distribution under sign flips is computed exactly; it is close to normal beyond."""
+"""Most differences of unequal size for which the distribution under sign flips is computed exactly. With more, it is
+close to normal."""
 STEPS = 840
-"""Differences are rounded to this part of the largest one: exact for halves to eighths (it is divisible by 1 to 8)."""
+"""Differences are rounded to 1 / STEPS of the largest one. Halves to eighths stay exact: 840 is divisible by 1 to 8."""
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of the sign-flip test: how often the sum would be as far from 0 as it is, if each difference had
-    either sign with probability 1/2 (Fisher 1935, The Design of Experiments, section 21).
+    """Return the two-sided p of the sign-flip test (Fisher 1935, The Design of Experiments, section 21).
 
-    For differences of 1, 0 and -1 this is McNemar's exact test.
+    This is the chance that the sum is at least as far from 0 as observed, if each difference has either sign with
+    probability 1/2. For differences of 1, 0 and -1 this is McNemar's exact test.
     """
     sizes = np.abs([x for x in differences if x])
     if not len(sizes):
@@ -137,15 +147,16 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     total = abs(sum(differences))
     if len(sizes) > MOST_EXACT:
         return float(2 * stats.norm.sf(total / math.sqrt(float((sizes**2).sum()))))
-    # The distribution of the sum, in units of `largest / STEPS`, one difference after the other. Index 0 is the sum in
-    # which all are negative: adding a positive one instead moves it by twice its size.
+
+    # Build the distribution of the sum in units of `largest / STEPS`, one difference after the other. Index 0 is the
+    # sum with all differences negative. Flipping a difference to positive moves the sum by twice its size.
     units = np.rint(sizes / largest * STEPS).astype(int)
     chances = np.ones(1)
     for unit in units:
-        both = np.zeros(len(chances) + 2 * unit)
-        both[: len(chances)] += chances / 2
-        both[2 * unit :] += chances / 2
-        chances = both
+        with_difference = np.zeros(len(chances) + 2 * unit)
+        with_difference[: len(chances)] += chances / 2
+        with_difference[2 * unit :] += chances / 2
+        chances = with_difference
     sums = np.arange(len(chances)) - units.sum()
     observed = abs(int(np.sum(np.rint(np.asarray(differences) / largest * STEPS))))
     return float(min(chances[np.abs(sums) >= observed].sum(), 1.0))
@@ -155,15 +166,18 @@ def within_unit(values: Iterable[float]) -> bool:
     return all(0.0 <= value <= 1.0 for value in values)
 
 
-def _inside(found: Interval | None, bounds: tuple[float, float] | None) -> Interval | None:
-    """The interval cut at these bounds. It still holds its mean, which rounding may put a little outside of them."""
-    if found is None or found.low is None or found.high is None or bounds is None:
-        return found
-    low, high = max(found.low, bounds[0]), min(found.high, bounds[1])
-    return Interval(mean=found.mean, low=min(low, found.mean), high=max(high, found.mean), n=found.n)
+def _inside(interval: Interval | None, bounds: tuple[float, float] | None) -> Interval | None:
+    """Cut an interval at these bounds. It still contains its mean, which rounding may put slightly outside of them."""
+    if interval is None or interval.low is None or interval.high is None or bounds is None:
+        return interval
+    low, high = max(interval.low, bounds[0]), min(interval.high, bounds[1])
+    return Interval(mean=interval.mean, low=min(low, interval.mean), high=max(high, interval.mean), n=interval.n)
 
 
-def _wider(one: Interval | None, other: Interval | None) -> Interval | None:
-    if one is None or other is None or one.low is None or other.low is None or one.high is None or other.high is None:
-        return one
-    return Interval(mean=one.mean, low=min(one.low, other.low), high=max(one.high, other.high), n=one.n)
+def _wider(first: Interval | None, second: Interval | None) -> Interval | None:
+    """Return the interval that contains both; the first one if either is missing or has no ends."""
+    if first is None or first.low is None or first.high is None:
+        return first
+    if second is None or second.low is None or second.high is None:
+        return first
+    return Interval(mean=first.mean, low=min(first.low, second.low), high=max(first.high, second.high), n=first.n)

@@ -1,4 +1,4 @@
-"""What an evaluation is of: a run or an export, a team of several, or untrained models."""
+"""The subject of an evaluation: a run or an export, a team of several, or untrained models."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated. `sources` are the runs, exports and models whose policies play. `contest` says who plays in
-    which mode, at a temperature. `own_run` is the folder of the only run, which keeps its evaluations. `note` is a
-    sentence for the user, or empty.
+    """The policies that are evaluated, and their sources: runs, exports and models.
+
+    `contest` says who plays in each mode, at a temperature. `own_run` is the folder of the only run, in which its
+    evaluations are stored. `note` is a sentence for the user, or empty.
     """
 
     policies: EvaluatedPolicies
@@ -66,18 +67,18 @@ class Subject:
 
     @property
     def steps(self) -> int | None:
-        """The steps that the policies of the only run were trained for; None if they differ or are not known."""
+        """The number of steps that the policies of the only run were trained; None if they differ or are not known."""
         if self.own_run is None:
             return None
         steps = {policy.step for policy in self.policies.policies if policy.weights is not None}
         return steps.pop() if len(steps) == 1 else None
 
-    def prompts(self, named: Prompts | str | Path | None) -> Prompts | None:
-        """The edited prompts of the evaluation, as `prompts_together` has them."""
-        return prompts_together(self.sources, named)
+    def prompts(self, chosen: Prompts | str | Path | None) -> Prompts | None:
+        """Return the edited prompts of the evaluation, see `prompts_together`."""
+        return prompts_together(self.sources, chosen)
 
     def prompts_note(self, prompts: Prompts | None) -> str:
-        """Which edited prompts the calls go out with, and whether policies were trained with others; empty if none."""
+        """Name the edited prompts of the calls, and policies that were trained with others; empty without prompts."""
         if prompts is None:
             return ""
         note = f"All modes except today have {told(prompts)}."
@@ -90,7 +91,7 @@ class Subject:
 
 
 def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: EvaluationOptions) -> Subject:
-    """Open what is evaluated, with its weights, after a check of its base models.
+    """Open the subject of an evaluation with its weights, and check its base models.
 
     Raises ConfigError unless `source` and the options name exactly one run, export or team, or base models.
     """
@@ -136,28 +137,33 @@ def _open_models(options: EvaluationOptions) -> Subject:
 
 
 def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
-    """A run or an export, compared with another source: each is a side of its own."""
-    # Not the texts: runs/r1 and runs/r1/ are the same run.
+    """Open a run or an export with another source to compare it with: each is a side."""
+    # Folders are compared, not texts: runs/r1 and runs/r1/ are the same run.
     same_place = Path(source.place).resolve() == Path(against.place).resolve()
     if same_place and source.kind == against.kind and source.step == against.step:
         raise ConfigError("against", against.text, "is the run itself", "Name another one.")
-    bases = SharedBases()
-    opened = {one: open_source(one, moved, bases) for one in (source, against)}
-    labels = [one.name for one in opened]
+    both = (source, against)
+    labels = [side.name for side in both]
     if labels[0] == labels[1] or set(labels) & set(MODES):
-        labels = [one.text for one in opened]
+        labels = [side.text for side in both]
 
-    # Both may have policies of the same name, which one sampler tells apart by unique names.
-    names = unique_names([(one, policy.name) for one, policies in opened.items() for policy in policies.policies])
-    together: list[TrainedPolicy] = []
+    # Both may have policies of the same name. One sampler serves both, so all policies get unique names.
+    bases = SharedBases()
+    opened = {side: open_source(side, moved, bases) for side in both}
+    keys: list[tuple[Source, str]] = []
+    for side, policies in opened.items():
+        keys += [(side, policy.name) for policy in policies.policies]
+    names = unique_names(keys)
+
+    all_policies: list[TrainedPolicy] = []
     sides: dict[str, Side] = {}
-    for label, (one, policies) in zip(labels, opened.items(), strict=True):
-        renamed = [dataclasses.replace(policy, name=names[one, policy.name]) for policy in policies.policies]
-        own = dataclasses.replace(policies, policies=renamed)
-        together += renamed
-        if one.kind == "model":
+    for label, (side, policies) in zip(labels, opened.items(), strict=True):
+        renamed = [dataclasses.replace(policy, name=names[side, policy.name]) for policy in policies.policies]
+        all_policies += renamed
+        if side.kind == "model":
             sides[label] = model_side(renamed[0].name)
             continue
+        # Each side has a base of its own for roles without a policy.
         stand_in = None
         if policies.other_roles == "frozen":
             frozen = TrainedPolicy(
@@ -168,12 +174,13 @@ def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
                 model=policies.model,
                 tool_format=policies.tool_format,
             )
-            together.append(frozen)
+            all_policies.append(frozen)
             stand_in = PolicyRef(frozen.name)
-        sides[label] = Side(own.roles, OtherPlayers(stand_in, own.provider_roles))
+        policies = dataclasses.replace(policies, policies=renamed)
+        sides[label] = Side(policies.roles, OtherPlayers(stand_in, policies.provider_roles))
     return Subject(
-        EvaluatedPolicies(opened[source].model, together),
-        [source, against],
+        EvaluatedPolicies(opened[source].model, all_policies),
+        both,
         lambda modes, temperature: contest_of_sides(sides, [(labels[0], labels[1:])], modes, temperature),
     )
 
@@ -183,41 +190,44 @@ def _contest_of(policies: EvaluatedPolicies) -> Callable[[Sequence[Mode], Temper
 
 
 def prompts_together(
-    sources: Sequence[Source], named: Prompts | str | Path | None, *, any_prompts: bool = True
+    sources: Sequence[Source], chosen: Prompts | str | Path | None, *, any_prompts: bool = True
 ) -> Prompts | None:
-    """The edited prompts with which policies of these sources are used: those that are `named`, else those that they
-    were trained with.
+    """Return the edited prompts for policies of these sources: the `chosen` ones, else the ones of their training.
 
-    Raises ConfigError if they were trained with different ones, and none are named; AdapterError as `prompts_for` does.
+    Raises ConfigError if they were trained with different prompts and none are chosen; AdapterError as `prompts_for`
+    does.
     """
     places = [source.place for source in sources if source.kind != "model"]
-    if named is None:
+    if chosen is None:
         agreed("prompts", {place: trained_with(place) for place in places}, prompts_named)
         return prompts_for(places[0]) if places else None
-    chosen = prompts_for(None, named)
+    prompts = prompts_for(None, chosen)
     for place in places:
-        chosen = prompts_for(place, named, any_prompts=any_prompts)
-    return chosen
+        prompts = prompts_for(place, chosen, any_prompts=any_prompts)
+    return prompts
 
 
-def agreed(field: str, values: Mapping[Any, T], said: Callable[[T], str] = str) -> T | None:
-    """The value that all runs and exports have for a setting; None without any.
+def agreed(field: str, values: Mapping[Any, T], describe: Callable[[T], str] = str) -> T | None:
+    """Return the value that all runs and exports have for a setting; None without any.
 
-    Raises ConfigError, with two that differ, if they do not agree.
+    Raises ConfigError, which names two that differ, if they do not agree.
     """
     if not values:
         return None
     (first, value), *others = values.items()
     for place, other in others:
         if other != value:
-            fault = f"differs: {first} has {said(value)}, {place} has {said(other)}"
+            fault = f"differs: {first} has {describe(value)}, {place} has {describe(other)}"
             raise ConfigError(field, None, fault, f"Say which to use: --{field.replace('_', '-')}.")
     return value
 
 
 def workflow_of_run(run: str | Path) -> str:
-    """The workflow that a run was trained with, ready to be loaded. Raises ConfigError if the run names none,
-    UntrustedFolderError if this user may not mean what the folder names, RunError."""
+    """Return the address of the workflow that a run was trained with, and allow its code to be loaded.
+
+    Raises ConfigError if the run does not name one, UntrustedFolderError if this user has not written the folder or
+    trusted it, RunError.
+    """
     folder = Path(read_trained(run, "run").place).absolute()
     address = None if is_export(folder) else known_workflow(read_run_json(folder), folder)
     if address is None:
@@ -228,13 +238,15 @@ def workflow_of_run(run: str | Path) -> str:
 
 
 def tasks_of_run(run: str | Path) -> str:
-    """The file of the tasks that a run held out of training. Raises ConfigError if there is none, RunError."""
+    """Return the file of the tasks that a run held out of training. Raises ConfigError if there is none, RunError."""
     folder = Path(read_trained(run, "run").place).absolute()
     if not is_export(folder):
         described = read_run_json(folder)
-        named = (described.get("config") or {}).get("evaluation", {}).get("tasks") or ""
-        for file in (folder / HELD_OUT_FILE, Path(relocated(named, described, folder)) if named else None):
-            if file is not None and file.is_file():
+        files = [folder / HELD_OUT_FILE]
+        if configured := (described.get("config") or {}).get("evaluation", {}).get("tasks"):
+            files.append(Path(relocated(configured, described, folder)))
+        for file in files:
+            if file.is_file():
                 return str(file)
     raise ConfigError(
         "--tasks", None, f"is missing, and {run} held out no tasks", "Name a file: --tasks held_out.jsonl"
@@ -242,7 +254,7 @@ def tasks_of_run(run: str | Path) -> str:
 
 
 def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[str]:
-    """A note for each run that has trained on some of the tasks, as far as its tasks file is still there."""
+    """Yield a note for each run that has trained on some of the tasks. A run whose tasks file is gone has none."""
     for run in runs:
         described = read_run_json(run)
         file = described.get("tasks")

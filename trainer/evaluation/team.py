@@ -18,8 +18,10 @@ from cotune.trainer.evaluation.sources import REST, Source
 
 @dataclass(frozen=True)
 class Team:
-    """The policies of a team. `sources` are by the role that they play, with `REST` for the roles that are not named.
-    `note` says who plays these if the sources do not agree on it; else it is empty."""
+    """The policies of a team. `sources` has the source of each role, and under `REST` the source of all other roles.
+
+    If the sources do not agree on who plays these other roles, `note` says who does; else it is empty.
+    """
 
     policies: EvaluatedPolicies
     sources: Mapping[str, Source]
@@ -29,10 +31,10 @@ class Team:
 def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     """Open the policies of a team, with their weights.
 
-    A source under `REST` plays all roles of its own that are not named, and other roles as it was configured. Without
+    The source under `REST` plays all of its roles that are not named, and other roles as it was configured. Without
     `REST`, roles that are not named are played as the runs and exports were configured (`other_roles`). If these do not
-    agree, or if there are only models, the application's own provider plays them. `moved` says where base models lie
-    now.
+    agree, or if there are only models, the application's own provider plays them. `moved` is the present location of
+    base models.
 
     Raises ConfigError for a role that a source does not have, and AdapterError or RunError for a source that cannot be
     opened.
@@ -40,7 +42,7 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     bases = SharedBases()
     opened = {source: open_source(source, moved, bases) for source in dict.fromkeys(sources.values())}
 
-    # 1. The policy of each role, by its source and its name there. A policy may play several roles.
+    # 1. The policy of each role, by its source and its name in that source. A policy may play several roles.
     roles_of: dict[tuple[Source, str], list[str]] = {}
     played: dict[tuple[Source, str], TrainedPolicy] = {}
 
@@ -52,15 +54,15 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     for role, source in sources.items():
         if role != REST:
             play(role, source, _policy_for(role, source, opened[source]))
-    rest = sources.get(REST)
-    if rest is not None and rest.kind != "model":
-        for policy in opened[rest].policies:
+    default_source = sources.get(REST)
+    if default_source is not None and default_source.kind != "model":
+        for policy in opened[default_source].policies:
             for role in policy.roles:
                 if role not in sources:
-                    play(role, rest, policy)
+                    play(role, default_source, policy)
 
-    # 2. Who plays the roles that nobody named.
-    other_roles, model, note = _others(sources, opened)
+    # 2. The player of all other roles.
+    other_roles, model, note = _other_players(sources, opened)
     if model is None:
         model = next((policy.model for policy in played.values() if policy.model), None)
     if model is None:
@@ -68,9 +70,9 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
 
     # 3. Names that are unique in the team: two runs may both have a policy `shared`.
     names = unique_names(list(played))
-    policies = [
-        dataclasses.replace(policy, name=names[key], roles=tuple(roles_of[key])) for key, policy in played.items()
-    ]
+    policies: list[TrainedPolicy] = []
+    for key, policy in played.items():
+        policies.append(dataclasses.replace(policy, name=names[key], roles=tuple(roles_of[key])))
     return Team(EvaluatedPolicies(model, policies, other_roles), sources, note)
 
 
@@ -81,13 +83,13 @@ class SharedBases:
         self._names: dict[Path, str] = {}
 
     def name(self, model: str) -> str:
-        """The name under which this model was seen first. Raises ConfigError if there is no such model."""
+        """Return the name under which this model was first passed here. Raises ConfigError if it does not exist."""
         return self._names.setdefault(locate_model(model), model)
 
 
 def open_source(source: Source, moved: Moved, bases: SharedBases) -> EvaluatedPolicies:
-    """The policies of one source, after a check of their bases. Raises ConfigError, AdapterError, RunError, which name
-    the source."""
+    """Open the policies of one source, and check their base models. Raises ConfigError, AdapterError, RunError, which
+    name the source."""
     if source.kind == "model":
         model = bases.name(source.place)
         policy = TrainedPolicy(name=source.name, kind="frozen", version=0, roles=(), model=model)
@@ -95,10 +97,11 @@ def open_source(source: Source, moved: Moved, bases: SharedBases) -> EvaluatedPo
     try:
         opened = open_evaluated_policies(source.place, moved, step=source.step)
         opened.check_bases()
-        policies = [
-            dataclasses.replace(policy, model=bases.name(policy.model)) if policy.model else policy
-            for policy in opened.policies
-        ]
+        policies: list[TrainedPolicy] = []
+        for policy in opened.policies:
+            if policy.model:
+                policy = dataclasses.replace(policy, model=bases.name(policy.model))
+            policies.append(policy)
         return dataclasses.replace(opened, model=bases.name(opened.model), policies=policies)
     except AdapterError as error:
         raise AdapterError(f"{source.text}: {error.cause}", error.remedy) from None
@@ -107,54 +110,67 @@ def open_source(source: Source, moved: Moved, bases: SharedBases) -> EvaluatedPo
 
 
 def _policy_for(role: str, source: Source, opened: EvaluatedPolicies) -> TrainedPolicy:
-    """The policy of `source` for a role. A model plays any role."""
+    """Return the policy of `source` for a role. A model plays any role."""
     if source.kind == "model":
         return opened.policies[0]
     for policy in opened.policies:
         if role in policy.roles:
             return policy
-    known = ", ".join(role for policy in opened.policies for role in policy.roles) or "none"
-    fault = f"has no policy of role {role!r}; it has policies of: {known}"
+    roles: list[str] = []
+    for policy in opened.policies:
+        roles += policy.roles
+    fault = f"has no policy of role {role!r}; it has policies of: {', '.join(roles) or 'none'}"
     raise ConfigError("use", f"{role}={source.text}", fault, "Name another run, or a model, for this role.")
 
 
-def _others(
+def _other_players(
     sources: Mapping[str, Source], opened: Mapping[Source, EvaluatedPolicies]
 ) -> tuple[OtherRoles, str | None, str]:
-    """Who plays the roles that are not named, the base model that does if it is one, and a note if the sources do not
-    agree on it: then the application's own provider does."""
+    """Return who plays the roles that are not named, and with which base model, if it is one.
+
+    The third value is a note if the sources do not agree: then the application's own provider plays these roles.
+    """
     if REST in sources:
-        rest = opened[sources[REST]]
-        return rest.other_roles, rest.model if rest.other_roles == "frozen" else None, ""
-    answers: dict[tuple[OtherRoles, str | None], Source] = {}
+        player = _other_player(opened[sources[REST]])
+        return *player, ""
+    source_of_player: dict[tuple[OtherRoles, str | None], Source] = {}
     for source, policies in opened.items():
         if source.kind != "model":
-            frozen = policies.other_roles == "frozen"
-            answers.setdefault((policies.other_roles, policies.model if frozen else None), source)
-    if len(answers) < 2:
-        without: tuple[OtherRoles, str | None] = ("provider", None)
-        other_roles, model = next(iter(answers), without)
-        return other_roles, model, ""
-    said = ", ".join(f"{source.text} has {_said(*answer)}" for answer, source in answers.items())
+            source_of_player.setdefault(_other_player(policies), source)
+    if not source_of_player:
+        return "provider", None, ""
+    if len(source_of_player) == 1:
+        (player,) = source_of_player
+        return *player, ""
+    settings: list[str] = []
+    for (_, model), source in source_of_player.items():
+        who = model or "the application's own provider"
+        settings.append(f"{source.text} has {who}")
     note = (
-        f"Any role that --use does not name is left to the application's own provider, as the sources differ: {said}. "
-        "Name who plays such roles: --use MODEL."
+        "Any role that --use does not name is left to the application's own provider, as the sources differ: "
+        f"{', '.join(settings)}. Name who plays these roles: --use MODEL."
     )
     return "provider", None, note
 
 
-def _said(other_roles: OtherRoles, model: str | None) -> str:
-    return str(model) if other_roles == "frozen" else "the application's own provider"
+def _other_player(policies: EvaluatedPolicies) -> tuple[OtherRoles, str | None]:
+    """Return who plays roles without a policy, and with which base model, if it is one."""
+    return policies.other_roles, policies.model if policies.other_roles == "frozen" else None
 
 
 def unique_names(keys: Sequence[tuple[Source, str]]) -> dict[tuple[Source, str], str]:
-    """A name for each policy: its own if no other policy of the team has it, else with the name of its source."""
-    own = [name for _, name in keys]
+    """Give each policy a name: its present one if no other policy of the team has it, else with the name of its source.
+
+    `keys` are the sources of the policies with their present names.
+    """
+    present_names = [name for _, name in keys]
     names: dict[tuple[Source, str], str] = {}
     taken: set[str] = set()
     for source, name in keys:
+        unique = name
         # `base` is the name of the untrained model, which plays roles without a policy.
-        unique = name if own.count(name) == 1 and name != UNTRAINED.name else f"{name}-{source.name}"
+        if present_names.count(name) > 1 or name == UNTRAINED.name:
+            unique = f"{name}-{source.name}"
         number = 2
         candidate = unique
         while candidate in taken:

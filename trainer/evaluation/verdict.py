@@ -1,6 +1,6 @@
-"""The verdict of a comparison in one sentence, and how many tasks show how large a difference.
+"""The verdict of a comparison in one sentence, and the number of tasks that a difference needs to be shown.
 
-All of it is about one test, `paired_difference`: a difference is shown if its interval leaves out 0.
+Everything here refers to one test, `paired_difference`: a difference is shown if its interval does not contain 0.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from cotune.trainer.evaluation.statistics import shared_differences, within_unit
 Floats = npt.NDArray[np.float64]
 
 POWER = 0.8
-"""Chance that so many tasks show the difference."""
+"""The chance of showing the difference with the number of tasks that is returned."""
 LEAST = 6
-"""Tasks that the test needs at least: five that all differ the same way do so by chance in 1 of 16 comparisons."""
+"""Fewest tasks with which the test can show a difference: five tasks all differ the same way by chance in 1 of 16
+comparisons."""
 POINTS = 0.05
 """Difference of success shares for which a verdict gives the number of tasks."""
 MOST_EXACT = 200
-"""Tasks up to which the power for success is summed over all outcomes; beyond, a normal approximation is close."""
+"""Most tasks for which the power is summed over all outcomes. With more, a normal approximation is close."""
 
 
 def power_on_success(tasks: int, gained: float, lost: float) -> float:
-    """Chance that `tasks` tasks with one sample each show the later policy to be better, if it alone solves a task
-    with probability `gained`, and the earlier one alone with probability `lost`."""
+    """Return the chance that `tasks` tasks with one sample each show the later policy to be better.
+
+    `gained` is the probability that only the later policy solves a task, `lost` that only the earlier one does.
+    """
+    # Every outcome is a number of gains and a number of losses; the other tasks end the same way for both policies.
     gains, losses = np.meshgrid(np.arange(tasks + 1), np.arange(tasks + 1), indexing="ij")
     possible = gains + losses <= tasks
     gains, losses = gains[possible], losses[possible]
@@ -45,8 +49,8 @@ def power_on_success(tasks: int, gained: float, lost: float) -> float:
 
 
 def _shows_gain(tasks: int, gains: Floats, losses: Floats) -> npt.NDArray[np.bool_]:
-    """`paired_difference` for differences of 1, 0 and -1, for many outcomes at once: whether it shows a gain."""
-    total = tasks + 1  # with half an observation at each of both bounds
+    """Return whether `paired_difference` shows a gain, for many outcomes (with differences of 1, 0 and -1) at once."""
+    total = tasks + 1  # includes half an observation at each of the two bounds, as in `mean`
     middle = (gains - losses) / total
     spread = gains + losses + 1 - total * middle**2
     half = stats.t.ppf(0.5 + LEVEL / 2, tasks) * np.sqrt(np.maximum(spread, 0.0) / tasks / total)
@@ -57,9 +61,10 @@ def _shows_gain(tasks: int, gains: Floats, losses: Floats) -> npt.NDArray[np.boo
 
 @functools.lru_cache(256)
 def gain_shown(tasks: int) -> float | None:
-    """The smallest gain of success, in hundredths, that `tasks` tasks show in 4 of 5 runs; None if they show none.
+    """Return the smallest gain of success, as a share in hundredths, that `tasks` tasks show in 4 of 5 runs; None if
+    they cannot show any.
 
-    It is the gain from (1 - gain) / 2 to (1 + gain) / 2, which is the hardest to show, of samples that are independent.
+    It assumes a gain from (1 - gain) / 2 to (1 + gain) / 2, which is the hardest to show, and independent samples.
     """
 
     def is_shown(points: int) -> bool:
@@ -72,7 +77,7 @@ def gain_shown(tasks: int) -> float | None:
 
 @functools.lru_cache(256)
 def tasks_for_gain(gain: float) -> int:
-    """The smallest number of tasks that shows this gain of success in 4 of 5 runs, as `gain_shown` has it."""
+    """Return the smallest number of tasks that shows this gain of success in 4 of 5 runs, as in `gain_shown`."""
     tasks = LEAST
     while power_on_success(tasks, (0.5 + gain / 2) ** 2, (0.5 - gain / 2) ** 2) < POWER:
         tasks += 1
@@ -80,40 +85,47 @@ def tasks_for_gain(gain: float) -> int:
 
 
 def tasks_for_mean(deviation: float, difference: float) -> int:
-    """Tasks whose paired differences, of this standard deviation, show a mean `difference` with 80% power."""
-    return math.ceil(((_z(0.5 + LEVEL / 2) + _z(POWER)) * deviation / difference) ** 2)
+    """Return the number of tasks that shows a mean `difference` with 80% power, if the differences of single tasks have
+    this standard deviation."""
+    quantiles = float(stats.norm.ppf(0.5 + LEVEL / 2) + stats.norm.ppf(POWER))
+    return math.ceil((quantiles * deviation / difference) ** 2)
 
 
 def tasks_for_points(after: Mapping[str, float], before: Mapping[str, float]) -> int:
-    """Tasks that show a difference of `POINTS` of success with 80% power, if their differences vary as those of the
-    shared tasks do, and at least as if a share of `POINTS` of them differed.
+    """Return the number of tasks that shows a difference of `POINTS` of success with 80% power.
 
-    1 / POINTS tasks are added for the steps in which an exact test's p goes (Connor 1987, Biometrics 43, 207).
+    It assumes that further tasks differ as much as the shared ones, and that at least a share of `POINTS` differs.
+    1 / POINTS tasks are added because the p of an exact test is discrete (Connor 1987, Biometrics 43, 207).
     """
     differences = np.array(shared_differences(after, before))
-    deviation = max(float(np.std(differences)) if len(differences) else 0.0, math.sqrt(POINTS))
+    deviation = math.sqrt(POINTS)
+    if len(differences):
+        deviation = max(float(np.std(differences)), deviation)
     return tasks_for_mean(deviation, POINTS) + math.ceil(1 / POINTS)
 
 
 def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> int | None:
-    """Tasks that show the mean difference of the shared tasks in 4 of 5 evaluations, if further tasks differ as these
-    do; None if the mean is 0."""
+    """Return the number of tasks that shows the mean difference of the shared tasks in 4 of 5 evaluations, if further
+    tasks differ as these do; None if the mean is 0."""
     differences = np.array(shared_differences(after, before))
     n, centre = len(differences), float(np.mean(differences))
     if not centre:
         return None
     size = float(np.abs(differences).max())
     if set(np.unique(differences)) <= {-size, 0.0, size}:
-        # Differences of one size: the power is known exactly.
-        rates = float(np.mean(differences * centre > 0)), float(np.mean(differences * centre < 0))
+        # All differences have one size, so the power can be computed exactly.
+        gained = float(np.mean(differences * centre > 0))
+        lost = float(np.mean(differences * centre < 0))
         tasks = max(n + 1, LEAST)
-        while tasks <= MOST_EXACT and power_on_success(tasks, *rates) < POWER:
+        while tasks <= MOST_EXACT and power_on_success(tasks, gained, lost) < POWER:
             tasks = max(tasks + 1, math.floor(tasks * 1.05))
         if tasks <= MOST_EXACT:
             return tasks
         centre, size = centre / size, 1.0
         return tasks_for_mean(float(np.std(differences / size)), centre) + math.ceil(1 / abs(centre))
-    # The interval has half an observation at each end of the range: of little weight if the tasks are many.
+
+    # The interval includes half an observation at each end of the range, whose weight falls with the number of tasks.
+    # So the number is found step by step.
     bound = 1.0 if within_unit([*after.values(), *before.values()]) else size
     tasks = max(n + 1, LEAST)
     for _ in range(60):
@@ -126,7 +138,7 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
 
 
 def what_tasks_show(tasks: int) -> str:
-    """A sentence on what so many held-out tasks can show, for the user to read before a run."""
+    """Return a sentence on the gain that this number of held-out tasks can show, for the user to read before a run."""
     gain = gain_shown(tasks) if tasks <= MOST_EXACT else gain_shown(MOST_EXACT)
     if gain is None:
         return f"{plural(tasks, 'held-out task')} cannot show a gain: {tasks_for_gain(0.3)} show one of 30 points"
@@ -136,50 +148,53 @@ def what_tasks_show(tasks: int) -> str:
     )
 
 
-def verdict_on_success(label: str, against: str, found: Interval, enough: int) -> str:
-    """The sentence on a difference of success shares; `enough` tasks would show 5 points."""
-    said = f"{100 * found.mean:+.1f} points of success, {_interval(found, 100, '.1f')}"
-    clear = _clear(label, against, found, f"{abs(100 * found.mean):.1f} points of success", 100, ".1f")
-    return clear or (
-        f"no difference shown between {label} and {against}: {said}; about {_rounded(enough)} tasks would show "
-        f"{100 * POINTS:.0f} points"
+def verdict_on_success(label: str, against: str, difference: Interval, enough: int) -> str:
+    """Return the sentence on a difference of success shares; `enough` tasks would show 5 points."""
+    size = f"{abs(100 * difference.mean):.1f} points of success"
+    clear = _clear_verdict(label, against, difference, size, 100, ".1f")
+    if clear:
+        return clear
+    return (
+        f"no difference shown between {label} and {against}: {100 * difference.mean:+.1f} points of success, "
+        f"{_interval(difference, 100, '.1f')}; about {_rounded_up(enough)} tasks would show {100 * POINTS:.0f} points"
     )
 
 
-def verdict_on_reward(label: str, against: str, found: Interval, enough: int | None) -> str:
-    """The sentence on a difference of rewards; `enough` tasks would show one of this size (`tasks_for_this`)."""
-    if found.low is None or found.high is None:
-        return f"one task shows nothing of {label} against {against} ({found.mean:+.3f} of reward)"
-    clear = _clear(label, against, found, f"{abs(found.mean):.3f} of reward", 1, ".3f")
+def verdict_on_reward(label: str, against: str, difference: Interval, enough: int | None) -> str:
+    """Return the sentence on a difference of rewards; `enough` tasks would show this difference (`tasks_for_this`)."""
+    if difference.low is None or difference.high is None:
+        return f"one task shows nothing of {label} against {against} ({difference.mean:+.3f} of reward)"
+    clear = _clear_verdict(label, against, difference, f"{abs(difference.mean):.3f} of reward", 1, ".3f")
     if clear:
         return clear
-    said = f"no difference shown between {label} and {against}: {found.mean:+.3f} of reward, "
-    said += _interval(found, 1, ".3f")
+    verdict = f"no difference shown between {label} and {against}: {difference.mean:+.3f} of reward, "
+    verdict += _interval(difference, 1, ".3f")
     if enough is None:
-        return said
-    return f"{said}; about {_rounded(enough)} tasks would show a difference of this size"
+        return verdict
+    return f"{verdict}; about {_rounded_up(enough)} tasks would show a difference of this size"
 
 
-def _clear(label: str, against: str, found: Interval, size: str, scale: float, form: str) -> str:
-    """The sentence on an interval without zero, with the smaller end first; empty for another."""
-    if found.low is None or found.high is None or found.low <= 0 <= found.high:
+def _clear_verdict(label: str, against: str, difference: Interval, size: str, scale: float, form: str) -> str:
+    """Return the sentence on a difference whose interval does not contain 0, with the smaller end first; an empty text
+    for any other difference."""
+    low, high = difference.low, difference.high
+    if low is None or high is None or low <= 0 <= high:
         return ""
-    word, low, high = ("better", found.low, found.high) if found.mean > 0 else ("worse", -found.high, -found.low)
+    word = "better"
+    if difference.mean <= 0:
+        word, low, high = "worse", -high, -low
     bounds = f"95% interval {scale * low:{form}} to {scale * high:{form}}"
-    return f"{label} is {word} than {against} by {size}, {bounds}, on {plural(found.n, 'task')}"
+    return f"{label} is {word} than {against} by {size}, {bounds}, on {plural(difference.n, 'task')}"
 
 
-def _interval(found: Interval, scale: float, form: str) -> str:
-    if found.low is None or found.high is None:
-        return plural(found.n, "task")
-    return f"95% interval {scale * found.low:{form}} to {scale * found.high:{form}}, on {plural(found.n, 'task')}"
+def _interval(difference: Interval, scale: float, form: str) -> str:
+    tasks = plural(difference.n, "task")
+    if difference.low is None or difference.high is None:
+        return tasks
+    return f"95% interval {scale * difference.low:{form}} to {scale * difference.high:{form}}, on {tasks}"
 
 
-def _rounded(number: int) -> str:
-    """To two digits that count, upwards."""
+def _rounded_up(number: int) -> str:
+    """Round upwards to two significant digits."""
     step = 10 ** max(len(str(number)) - 2, 0)
     return f"{math.ceil(number / step) * step:,}"
-
-
-def _z(quantile: float) -> float:
-    return float(stats.norm.ppf(quantile))

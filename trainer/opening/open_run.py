@@ -31,7 +31,7 @@ from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.division import divide_run
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.episode_runner import EpisodeRunner, LocalRunner
-from cotune.trainer.run.methods import bounded_loss, own_methods
+from cotune.trainer.run.methods import bounded_loss, trainings_of_tables
 from cotune.trainer.run.own_thread import OwnThread
 from cotune.trainer.run.precision import (
     check_bounds_of_losses,
@@ -94,7 +94,7 @@ async def open_run(
         check_routing(config.routing, policies)
         changes = folder.described.get("changes", ())
         loss = bounded_loss(recipes.run.loss, config.sampling.max_tokens)
-        own = own_methods(config, recipes)
+        own = trainings_of_tables(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
         engine_sets(config, policies)  # refuses what engines cannot serve
         notes += await asyncio.to_thread(publication_notes, config, policies)

@@ -1,1 +1,1 @@
-"""What a run is: its folder, its state, its checkpoints, its engines and where it runs."""
+"""A run: its folder, its state, its checkpoints, its engines and its devices."""

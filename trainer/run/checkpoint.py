@@ -1,7 +1,7 @@
-"""Checkpoints: policies, optimizers, RNG and advantage state, written as one.
+"""Checkpoints: policies, optimizers, RNG and advantage state, written together.
 
-A checkpoint is a folder written under a temporary name, fsynced and renamed; `latest` names the newest one. Only the
-steps of a checkpoint count as trained: `restore` releases the groups that later ones have consumed.
+A checkpoint is a folder that is written under a temporary name, fsynced and renamed; `latest` names the newest one.
+Only the steps of a checkpoint count as trained: `restore` releases the groups that later steps have consumed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from cotune.trainer.run.run_folder import write_atomically
 from cotune.trainer.schedules.task_pool import DrawnTasks
 
 KEPT_CHECKPOINTS = 2
-"""The newest checkpoint, and the one before it, in case the newest is damaged on the disk."""
+"""Number of checkpoints that stay: the newest, and the one before it, in case the newest is damaged on the disk."""
 
 
 class BestLoss(msgspec.Struct, frozen=True):
-    """The lowest held-out loss of a policy, after so many steps, and how many later ones were not lower."""
+    """The lowest held-out loss of a policy."""
 
     loss: float
     step: int
+    """Number of steps after which it was measured."""
     since: int = 0
+    """Number of later losses, none of which was lower."""
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
@@ -57,23 +59,23 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     run: str = ""
     """The id of the run."""
     prompts: str = ""
-    """The id of the edited prompts that it was trained with."""
+    """The id of the edited prompts of the training."""
     versions: dict[str, int] = {}
     """The served version of each policy that has been published."""
     policies: Policies
     new_roles: tuple[str, ...] = ()
     """Roles first seen in the last step: they get policies before the next one."""
     silent: dict[str, int] = {}
-    """Trained roles that have called in no episode of the last steps, and of how many."""
+    """Trained roles without a call in the last steps, each with the number of these steps."""
     advantages: AdvantageState = msgspec.field(name="state", default=AdvantageState())
     tasks: dict[str, TaskFacts] = {}
-    """What is known of each task that was tried, by id."""
+    """The results so far of each task that was drawn, by id."""
     drawn: dict[int, DrawnTasks] = {}
     """The tasks of the steps that are rolled out next."""
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""
     best: dict[str, BestLoss] = {}
-    """Of each policy that learns from records, the lowest held-out loss so far."""
+    """The lowest held-out loss so far of each policy that learns from records."""
 
 
 def save_checkpoint(
@@ -84,13 +86,17 @@ def save_checkpoint(
     spare: Collection[str] = (),
     best: Mapping[str, Best] | None = None,
 ) -> Path:
-    """Write `folder/step-NNNNNN` atomically, point `latest` at it, and `best.json` at the `best` ones; then remove all
-    but the newest `KEPT_CHECKPOINTS`, and `spare`."""
+    """Write `folder/step-NNNNNN` atomically, and let `latest` name it and `best.json` the `best` ones.
+
+    Then remove older checkpoints except the newest `KEPT_CHECKPOINTS`, the `best` ones and the ones named in `spare`.
+    """
     target = folder / checkpoint_name(checkpoint.steps)
-    partial, replaced = folder / f".{target.name}.partial", _aside(target)
+    partial, replaced = folder / f".{target.name}.partial", _name_while_removed(target)
     for stale in (partial, replaced):
         if stale.exists():
             shutil.rmtree(stale)
+
+    # Write everything under a temporary name, and have it on the disk.
     partial.mkdir(parents=True)
     learner.save(partial)
     write_atomically(partial / CHECKPOINT, msgspec.json.encode(checkpoint))
@@ -99,9 +105,11 @@ def save_checkpoint(
     mode = (partial / CHECKPOINT).stat().st_mode
     for file in partial.rglob("*"):
         if file.is_file():
-            file.chmod(mode)  # safetensors makes files for their owner alone
+            file.chmod(mode)  # safetensors creates files that only their owner can read
         sync(file)
     sync(partial)
+
+    # Give it its name. A crash between the two renames is repaired by `tidy_checkpoints`.
     if target.exists():
         target.rename(replaced)
     partial.rename(target)
@@ -109,86 +117,96 @@ def save_checkpoint(
     write_atomically(latest_in(folder), target.name.encode())
     if best:
         write_best(folder, best)
+
+    # Only now remove older ones: there is a complete checkpoint at any time.
     if replaced.exists():
         shutil.rmtree(replaced)
-    kept = {*spare, *(one.checkpoint for one in (best or {}).values())}
-    for old in [path for path in step_folders(folder) if path.name <= target.name][:-KEPT_CHECKPOINTS]:
-        if old.name not in kept:
+    protected = set(spare)
+    if best:
+        protected.update(best_of_policy.checkpoint for best_of_policy in best.values())
+    up_to_target = [path for path in step_folders(folder) if path.name <= target.name]
+    for old in up_to_target[:-KEPT_CHECKPOINTS]:
+        if old.name not in protected:
             remove_checkpoint(old)
     return target
 
 
 def write_best(folder: Path, best: Mapping[str, Best]) -> None:
-    """Name the best checkpoint of each policy."""
+    """Write `best.json`, which names the best checkpoint of each policy."""
     write_atomically(folder / BEST, msgspec.json.encode(best))
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that no part of it is ever taken for a checkpoint."""
-    path.rename(_aside(path))
-    shutil.rmtree(_aside(path))
+    """Remove a checkpoint. It is renamed first, so that a checkpoint that is partly removed is never used."""
+    path.rename(_name_while_removed(path))
+    shutil.rmtree(_name_while_removed(path))
 
 
 def tidy_checkpoints(folder: Path) -> None:
-    """Remove what a process left that ended while it wrote or removed a checkpoint."""
+    """Clean up after a process that ended while it wrote or removed a checkpoint."""
     newest = newest_checkpoint(folder)
-    for left in folder.glob(".step-*"):
-        if newest is not None and left == _aside(newest) and not newest.exists():
-            left.rename(newest)  # it was about to be replaced
+    for unfinished in folder.glob(".step-*"):
+        if newest is not None and unfinished == _name_while_removed(newest) and not newest.exists():
+            unfinished.rename(newest)  # it was about to be replaced
         else:
-            shutil.rmtree(left)
+            shutil.rmtree(unfinished)
 
 
-def _aside(checkpoint: Path) -> Path:
-    """Where a checkpoint is while it is removed."""
+def _name_while_removed(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.removed")
 
 
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
-    """The newest complete checkpoint of a run and its folder; None where the run has made no step yet.
+    """Load the newest complete checkpoint of a run, with its folder; None if the run has made no step yet.
 
-    Raises RunError where it is missing, or is not what this run has written, naming the checkpoints that are.
+    Raises RunError if it is missing, or was not written by this run. The error names the run's whole checkpoints.
     """
     path = newest_checkpoint(folder)
     run = read_run(folder.parent) if is_run(folder.parent) else RunDescription()
     if path is None:
-        made = [steps_of(other) for other in step_folders(folder)] + [1 for _ in read_metrics(folder.parent)]
-        if not any(made):
+        has_steps = any(steps_of(other) for other in step_folders(folder)) or bool(read_metrics(folder.parent))
+        if not has_steps:
             return None
-        raise RunError(f"The run has made steps, but {latest_in(folder)} is missing.", _way_back(folder, run))
-    wrong = checkpoint_fault(path, run.id)
-    if wrong is None:
+        raise RunError(f"The run has made steps, but {latest_in(folder)} is missing.", _whole_checkpoints(folder, run))
+    fault = checkpoint_fault(path, run.id)
+    if fault is None:
         try:
             return msgspec.json.decode((path / CHECKPOINT).read_bytes(), type=Checkpoint), path
         except (OSError, msgspec.DecodeError) as error:
-            wrong = f"{CHECKPOINT}: {error}"
-    raise RunError(f"The checkpoint {path} is broken: {wrong}.", _way_back(folder, run, path.name))
+            fault = f"{CHECKPOINT}: {error}"
+    raise RunError(f"The checkpoint {path} is broken: {fault}.", _whole_checkpoints(folder, run, path.name))
 
 
-def _way_back(folder: Path, run: RunDescription, broken: str = "") -> str:
-    there = [path for path in step_folders(folder) if path.name != broken]
-    whole = [path.name for path in there if checkpoint_fault(path, run.id) is None]
+def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> str:
+    """Return the remedy: continue from the newest checkpoint that is whole, if there is one."""
+    whole: list[str] = []
+    for path in step_folders(folder):
+        if path.name != broken and checkpoint_fault(path, run.id) is None:
+            whole.append(path.name)
     if not whole:
         return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."
     *others, newest = whole
-    more = f" (so {'is' if len(others) == 1 else 'are'} {', '.join(others)})" if others else ""
-    return f"Go on from {newest}, which is whole{more}: echo {newest} > {latest_in(folder)}, and --resume."
+    also = f" (so {'is' if len(others) == 1 else 'are'} {', '.join(others)})" if others else ""
+    return f"Continue from {newest}, which is whole{also}: echo {newest} > {latest_in(folder)}, and --resume."
 
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
-    """What the export needs to know of each policy, readable without torch."""
+    """Describe each policy for the export, readable without torch."""
     policies, metrics = checkpoint.policies, checkpoint.metrics
     trained = policies.trained
-    return [
-        SavedPolicy(
-            name=spec.name,
-            kind=spec.kind,
-            version=checkpoint.versions.get(spec.name, 0),
-            roles=tuple(policies.roles_of(spec.name)),
-            lora=spec.lora if spec.kind == "lora" else None,
-            model=spec.model,
-            metrics={role: metrics[role] for role in policies.roles_of(spec.name) if role in metrics},
-            weights_file=f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
+    saved: list[SavedPolicy] = []
+    for spec in policies.specs.values():
+        roles = policies.roles_of(spec.name)
+        saved.append(
+            SavedPolicy(
+                name=spec.name,
+                kind=spec.kind,
+                version=checkpoint.versions.get(spec.name, 0),
+                roles=tuple(roles),
+                lora=spec.lora if spec.kind == "lora" else None,
+                model=spec.model,
+                metrics={role: metrics[role] for role in roles if role in metrics},
+                weights_file=f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
+            )
         )
-        for spec in policies.specs.values()
-    ]
+    return saved

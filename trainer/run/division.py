@@ -1,4 +1,4 @@
-"""Which engine samples, and which GPUs it and the learner get: decided by the machine, unless the configuration says.
+"""The choice of the engine, and of the GPUs for engines and learners, unless the configuration sets them.
 
 | machine | sampler | learner |
 |---|---|---|
@@ -37,31 +37,31 @@ from cotune.trainer.run.engines import POLICIES, first_sets
 WEIGHTS_PART = 0.5
 """Part of a GPU that weights may fill. The rest is for an engine's cache or a learner's activations (estimated)."""
 FULL_BYTES = 16.0
-"""Bytes for each parameter of which all are trained: float32 weights, gradients and two moments."""
+"""Bytes for each parameter of a policy with full weights: float32 weights, gradients and two moments."""
 
 FASTER = "vLLM samples several times as fast (estimated)"
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run can use."""
+    """The GPUs and the installed software that a run can use."""
 
     gpus: int = 0
     """GPUs of this machine, or of the Ray cluster that the configuration names."""
     gpu_bytes: float = 0.0
-    """Memory of the smallest of them; 0: not known."""
+    """Memory of the smallest GPU; 0: not known."""
     ray: bool = False
     """Whether Ray is installed."""
     vllm: Build = ""
     unknown_to_vllm: tuple[str, ...] = ()
     """Architectures of the run's models that vLLM does not know."""
     parameters: int = 0
-    """Of the largest base model; 0: not known."""
+    """Parameters of the largest base model; 0: not known."""
     importable: bool = True
     """Whether other processes can import the application."""
 
 
 class Division(NamedTuple):
-    """A configuration that says where everything runs, and what the user should know about that."""
+    """A configuration with its engine and its division of GPUs, and notes on them for the user."""
 
     config: TrainConfig
     notes: tuple[str, ...]
@@ -70,10 +70,8 @@ class Division(NamedTuple):
 def divide_run(
     config: TrainConfig, stack: contextlib.ExitStack | contextlib.AsyncExitStack, *, importable: bool = True
 ) -> Division:
-    """The division of a run on this machine, or on the Ray cluster that it names: it is joined until `stack` ends.
-
-    Raises ConfigError.
-    """
+    """Divide a run on this machine, or on the Ray cluster that its configuration names. The cluster is joined until
+    `stack` ends. Raises ConfigError."""
     if config.cluster.on_ray and config.cluster.address != "local":
         stack.enter_context(open_ray(config.cluster.address, env=config.cluster.env))
     return divide(config, find_resources(config, importable=importable))
@@ -93,9 +91,9 @@ def find_resources(config: TrainConfig, *, importable: bool = True) -> Resources
 
 
 def resources_of_cluster(gpus: int, *, importable: bool = True) -> Resources:
-    """The resources of a Ray cluster with so many GPUs.
+    """Return the resources of a Ray cluster with this number of GPUs.
 
-    Its machines are not looked at: those with GPUs are taken to have vLLM, the others to have what is installed here.
+    Its machines are not inspected. Machines with GPUs are assumed to have vLLM, others the same software as this one.
     """
     return Resources(gpus=gpus, ray=True, vllm="gpu" if gpus else vllm_build(), importable=importable)
 
@@ -103,7 +101,7 @@ def resources_of_cluster(gpus: int, *, importable: bool = True) -> Resources:
 def resources_of(
     config: TrainConfig, *, gpus: int, gpu_bytes: float, vllm: Build, importable: bool = True
 ) -> Resources:
-    """The resources of a machine with these GPUs and this vLLM. The models are looked at only if that matters."""
+    """Return the resources of a machine with these GPUs and this vLLM. Models are only inspected if it matters."""
     folders = [locate_model(model) for model in config.bases] if gpus or config.cluster.on_ray else []
     return Resources(
         gpus=gpus,
@@ -117,7 +115,7 @@ def resources_of(
 
 
 def divide(config: TrainConfig, resources: Resources) -> Division:
-    """Replace what the configuration leaves open: `engine`, `cluster.address`, and the numbers of [cluster].
+    """Choose the settings that the configuration leaves open: `engine`, `cluster.address`, the numbers of [cluster].
 
     Raises ConfigError for settings that contradict each other on this machine.
     """
@@ -138,7 +136,8 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
 
 
 def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
-    """One engine and one learner on this machine, and why that engine is not vLLM if a GPU is there."""
+    """Choose one engine and one learner on this machine. Returns the configuration, and a note on why the engine is not
+    vLLM if there is a GPU."""
     learner_on_gpu = resources.gpus > 0 and config.learner.device != "cpu"
     # A learner on a GPU that the user names, such as cuda:1, does not share the first one with the engine.
     together = learner_on_gpu and config.learner.device in ("auto", "cuda", "cuda:0")
@@ -171,28 +170,28 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
 
 
 def _check_numbers_without_ray(cluster: ClusterConfig, per_engine: float, per_learner: float) -> None:
-    """Raises ConfigError for GPUs that were asked for and that a run without Ray gives in another number."""
+    """Raise ConfigError if the configuration sets numbers of GPUs that a run without Ray cannot have."""
     for name, gpus in (("gpus_per_engine", per_engine), ("gpus_per_learner", per_learner)):
-        asked = getattr(cluster, name)
-        if asked and asked != gpus:
+        configured = getattr(cluster, name)
+        if configured and configured != gpus:
             fault = f"needs Ray: without it, it is {gpus:g} on this machine"
-            raise ConfigError(f"cluster.{name}", asked, fault, 'Leave it out, or set cluster.address = "local".')
+            raise ConfigError(f"cluster.{name}", configured, fault, 'Leave it out, or set cluster.address = "local".')
 
 
 def _count_used(cluster: ClusterConfig) -> int:
-    """The GPUs of a run without Ray."""
+    """Count the GPUs of a run without Ray."""
     if cluster.shares_gpu:
         return 1
     return int(cluster.gpus_per_engine + cluster.gpus_per_learner)
 
 
 def _samples(config: TrainConfig) -> bool:
-    """Whether the run starts engines."""
+    """Return whether the run starts engines."""
     return not config.from_records and not engine_kind(config).by_url
 
 
 def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
-    """Engines and learners on Ray, and why the engines are not vLLM's if they are not."""
+    """Divide the GPUs among engines and learners on Ray. A note says why the engines are not vLLM, if they are not."""
     notes: list[str] = []
     shares_gpu = _shares_gpu_on_ray(config, resources)
     if config.engine == AUTO:
@@ -221,7 +220,7 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
 
 
 def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
-    """Whether the engine and the learner share a GPU: if [cluster] says so, or if there is one for both."""
+    """Return whether engine and learner share a GPU: [cluster] says so, or there is only one."""
     cluster = config.cluster
     if cluster.shares_gpu:
         return True
@@ -232,7 +231,7 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
 
 
 def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
-    """[cluster] with all numbers: those that it has, and for each that it leaves open a part of the GPUs."""
+    """Return [cluster] with all numbers: the configured ones, and a part of the GPUs for each that it leaves open."""
     cluster, gpus = config.cluster, resources.gpus
     if not gpus:
         return msgspec.structs.replace(cluster, engines=cluster.engines or 1, learners=cluster.learners or 1)
@@ -261,7 +260,8 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
-    """Why a run that says nothing of Ray does not use it on a machine with several GPUs; empty if it does."""
+    """Say why a run whose configuration does not mention Ray does not use it on a machine with several GPUs; an empty
+    text if it does use it."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
     if config.learner.device != "auto":
@@ -295,12 +295,12 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
 
 
 def _local_teacher(config: TrainConfig) -> str:
-    """A teacher whose model is loaded in the run's process; empty if there is none."""
+    """Return a teacher whose model is loaded in the run's process; an empty text without one."""
     return next((name for name in teachers_of(config, config.model) if not is_address(name)), "")
 
 
 def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: bool) -> str:
-    """Why vLLM cannot sample for this run; empty if it can."""
+    """Say why vLLM cannot sample for this run; an empty text if it can."""
     if not resources.vllm:
         return f"vLLM is not installed. {install_extra('vllm')}".removesuffix(".")
     if resources.gpus and resources.vllm == "cpu":
@@ -312,7 +312,7 @@ def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: 
     if config.policy:
         kinds = [policy.kind for policy in config.policy if policy.kind != "provider"]
     else:
-        # As long as the roles are not known, there may be several.
+        # Before the roles are known, assume that there are two.
         kinds = ["full"] * (len(config.roles) or 2) if config.policies == "full" else ["lora"]
     if config.ahead and "full" in kinds:
         return "vLLM holds one version of full weights, and mode async needs several"
@@ -326,14 +326,15 @@ def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: 
 
 
 def _count_engine_sets(config: TrainConfig) -> int:
-    """Sets of engines on Ray: one for each base model, and in vLLM for each policy of full weights."""
+    """Count the sets of engines on Ray: one for each base model, and in vLLM one for each policy of full weights."""
     if config.policy or config.policies != "full" or not engine_kind(config).fixed:
         return len(first_sets(config))
     return len(config.roles) or POLICIES
 
 
 def _gpus_for_weights(config: TrainConfig, resources: Resources, *, most: int) -> int:
-    """The fewest GPUs, a power of two, that hold an engine's weights in bfloat16; `most` if no number does."""
+    """Return the fewest GPUs, a power of two, that hold an engine's weights in bfloat16. It is at most `most`, rounded
+    down to a power of two."""
     count = 1
     while resources.gpu_bytes and 2.0 * resources.parameters > WEIGHTS_PART * resources.gpu_bytes * count:
         count *= 2
@@ -341,19 +342,23 @@ def _gpus_for_weights(config: TrainConfig, resources: Resources, *, most: int) -
 
 
 def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) -> int:
-    """The fewest learners whose GPUs together hold the weights that they divide."""
+    """Return the fewest learners whose GPUs together hold the weights that the learners divide among them."""
     if not resources.gpu_bytes:
         return 1
-    each = 4.0 if config.learner.dtype == "float32" else 2.0
-    full = (
-        sum(policy.kind == "full" for policy in config.policy) if config.policy else sets * (config.policies == "full")
-    )
-    needed = resources.parameters * (FULL_BYTES * full if full else each)
+    if config.policy:
+        full_policies = sum(policy.kind == "full" for policy in config.policy)
+    else:
+        full_policies = sets if config.policies == "full" else 0
+    if full_policies:
+        bytes_per_parameter = FULL_BYTES * full_policies
+    else:  # adapters: frozen weights fill the memory
+        bytes_per_parameter = 4.0 if config.learner.dtype == "float32" else 2.0
+    needed = resources.parameters * bytes_per_parameter
     return max(1, math.ceil(needed / (WEIGHTS_PART * resources.gpu_bytes)))
 
 
 def describe_division(config: TrainConfig) -> str:
-    """Where a divided configuration runs, in a sentence: what `cotune doctor` prints."""
+    """Describe the division in a sentence, which `cotune doctor` prints."""
     cluster = config.cluster
     if cluster.on_ray:
         learner = f"{plural(cluster.learners, 'learner')} {_each(cluster.gpus_per_learner)}"

@@ -24,14 +24,14 @@ from cotune.tables import plural
 from cotune.trainer.config.engine import engine_kind, engine_shares_gpu, engine_sleeps, engine_urls
 
 POLICIES = 4
-"""How many policies an engine makes room for where the number of roles is not known before the run."""
+"""Number of policies that an engine makes room for if the number of roles is not known before the run."""
 _ROUTER = "cotune.trainer.run.engines:open_router"
 _OPEN = f"{open_sampler.__module__}:{open_sampler.__name__}"
 
 
 class EngineSet(msgspec.Struct, frozen=True):
-    """Engines that serve the same: adapters and untrained policies on one base `model`, or the full weights of one
-    policy, where an engine holds no more."""
+    """Engines that serve the same weights: adapters and untrained policies on one base `model`, or the full weights of
+    one policy, if an engine cannot hold more."""
 
     model: str
     weights: EngineWeights = "lora"
@@ -42,17 +42,19 @@ class EngineSet(msgspec.Struct, frozen=True):
 
 
 def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
-    """What the engines of a run serve, on the run's own model first. Raises ConfigError where they cannot."""
+    """Return the sets of engines that a run needs, with its own model first. Raises ConfigError if it cannot have
+    several."""
     fixed = engine_kind(config).fixed
     sets: list[EngineSet] = []
     for model, names in policies.bases(config.model).items():
         full = [name for name in names if fixed and policies.specs[name].kind == "full"]
-        rest = tuple(name for name in names if name not in full)
+        others = tuple(name for name in names if name not in full)
         sets += [EngineSet(model, "full", (name,)) for name in full]
-        sets += [EngineSet(model, "lora", rest)] if rest or not full else []
-    fault = f"cannot be used here: {', '.join(str(one) for one in sets)} need engines of their own"
+        if others or not full:
+            sets.append(EngineSet(model, "lora", others))
+    fault = f"cannot be used here: {', '.join(str(engine_set) for engine_set in sets)} need separate engines"
     if len(sets) > 1 and engine_shares_gpu(config):
-        remedy = 'Set engine = "transformers": a GPU takes one engine of vLLM beside its learner.'
+        remedy = 'Set engine = "transformers": a GPU has room for one vLLM engine next to the learner.'
         raise ConfigError("engine", config.engine, fault, remedy)
     if len(sets) > len(policies.bases(config.model)) and not config.cluster.on_ray:
         raise ConfigError("engine", config.engine, fault, 'Set cluster.address = "local".')
@@ -60,42 +62,51 @@ def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
 
 
 def first_sets(config: TrainConfig) -> list[EngineSet]:
-    """`engine_sets` as far as they are known before the roles, and so the policies of a layout."""
+    """Return the engine sets before the roles are known. Without [[policy]] tables the policies are not known then."""
     if config.policy:
         return engine_sets(config, Policies(config.specs, {}))
-    return [EngineSet(config.model, "full" if config.policies == "full" and engine_kind(config).fixed else "lora")]
+    has_full_weights = config.policies == "full" and engine_kind(config).fixed
+    return [EngineSet(config.model, "full" if has_full_weights else "lora")]
 
 
 def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
-    """One sampler over those of all sets. Policies that none of them names are answered on the run's own model."""
+    """Join the samplers of all sets into one. Policies that no set names are answered on the run's own model."""
     if len(engines) == 1:
         return engines[0][1]
-    own = [(one.weights, sampler) for one, sampler in engines if one.model == config.model]
-    rest = next((sampler for weights, sampler in own if weights == "lora"), own[0][1])
-    return PolicySampler({name: sampler for one, sampler in engines for name in one.policies}, rest)
+    sampler_of_policy: dict[str, Sampler] = {}
+    samplers_on_model: dict[EngineWeights, Sampler] = {}
+    for engine_set, sampler in engines:
+        sampler_of_policy |= dict.fromkeys(engine_set.policies, sampler)
+        if engine_set.model == config.model:
+            samplers_on_model.setdefault(engine_set.weights, sampler)
+    default = samplers_on_model.get("lora")
+    if default is None:
+        default = next(iter(samplers_on_model.values()))
+    return PolicySampler(sampler_of_policy, default)
 
 
 async def open_in_process(config: TrainConfig) -> Sampler:
-    """The engines of a run without Ray, one for each base model. Raises ConfigError."""
+    """Open the engines of a run without Ray, one for each base model. Raises ConfigError."""
     urls = await server_urls(config)
-    sets = {one.model: one for one in first_sets(config)}
+    sets = {engine_set.model: engine_set for engine_set in first_sets(config)}
     return await open_engines(config.bases, lambda model: engine_config(config, sets[model], urls.get(model, "")))
 
 
-async def start_engines(config: TrainConfig, one: EngineSet, url: str = "") -> RaySampler:
+async def start_engines(config: TrainConfig, engine_set: EngineSet, url: str = "") -> RaySampler:
     """Start a router's actor, which starts the engines of a set; returns when enough of them serve.
 
     Raises ConfigError, EngineLost.
     """
-    engine = engine_config(config, one, url)
-    engine = msgspec.structs.replace(engine, model=str(locate_model(one.model)))
+    engine = engine_config(config, engine_set, url)
+    engine = msgspec.structs.replace(engine, model=str(locate_model(engine_set.model)))
     vocabulary = await asyncio.to_thread(_vocabulary, engine.model)
     arguments = {"cluster": config.cluster, "engine": engine, "vocabulary": vocabulary}
     return await start_sampler(_ROUTER, arguments, num_cpus=0, env=config.cluster.env)
 
 
 async def server_urls(config: TrainConfig) -> dict[str, str]:
-    """The address of the server of each base model; of one alone it is checked as it is opened. Raises ConfigError."""
+    """Return the address of the server of each base model. A single server is only checked when it is opened. Raises
+    ConfigError."""
     urls, bases = engine_urls(config.engine), list(config.bases)
     if not urls:
         return {}
@@ -115,20 +126,20 @@ async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: 
     return await RoutedSampler.open([make] * cluster.engines, vocabulary=vocabulary)
 
 
-def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineConfig:
-    """What an engine of this run is opened with. Raises ConfigError for weights that it cannot serve."""
+def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> EngineConfig:
+    """Return the configuration of an engine of this run. Raises ConfigError for weights that it cannot serve."""
     engine = engine_kind(config)
     kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
     if engine.adapters_only and "full" in kinds:
         fault = f"cannot be sampled by {config.engine}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
-    if engine.fixed and one.weights == "full" and config.ahead:
+    if engine.fixed and engine_set.weights == "full" and config.ahead:
         fault = f"cannot be used if {config.engine} serves full weights: it holds one version only"
         remedy = 'Train adapters (--policies lora), or set engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
-    specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora.spec]
+    specs = [spec.lora for spec in _adapters(config, engine_set.model)] or [config.lora.spec]
     return EngineConfig(
-        model=one.model,
+        model=engine_set.model,
         engine=engine_name(config.engine),
         arguments=config.engine_args,
         url=url,
@@ -136,8 +147,8 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         gpus=math.ceil(config.cluster.gpus_per_engine),
         prefix_cache=config.sampling.prefix_bytes,
         dtype=None if "full" in kinds or config.cluster.on_ray else _dtype(config),
-        weights=one.weights,
-        policies=policy_count(config, one.model),
+        weights=engine_set.weights,
+        policies=policy_count(config, engine_set.model),
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
         sequences=sequences_at_once(config),
@@ -147,35 +158,37 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 
 
 def sequences_at_once(config: TrainConfig) -> int:
-    """How many candidates one engine is asked for at once, if every episode in flight makes one call."""
+    """Return the number of candidates that one engine draws at once, if every episode in flight makes one call."""
     return -(-config.episodes_at_once * candidates_of_call(config) // max(1, config.cluster.engines))
 
 
 def candidates_of_call(config: TrainConfig) -> int:
-    """How many candidates an engine draws for one call."""
+    """Return the number of candidates that an engine draws for one call."""
     return 1 if config.plan.kind == "independent" else config.plan.k
 
 
 def _dtype(config: TrainConfig) -> str | None:
-    """The in-process engine computes as the learner does, where both are on the CPU and that has bfloat16."""
-    asked = config.learner.precision
-    return asked if asked == "float32" and config.learner.device == "cpu" else products_dtype(asked)
+    """Return the precision of the in-process engine: the precision of the learner, if both are on a CPU that has it."""
+    precision = config.learner.precision
+    if precision == "float32" and config.learner.device == "cpu":
+        return precision
+    return products_dtype(precision)
 
 
 def policy_count(config: TrainConfig, model: str) -> int:
-    """How many adapters of a base are trained, as far as the configuration tells; else a few."""
+    """Return the number of trained adapters on a base model. Before the roles are known, it is at least `POLICIES`."""
     if config.policy:
         return max(1, len(_adapters(config, model)))
     return 1 if config.policies == "shared" else max(len(config.roles), POLICIES)
 
 
 def _adapters(config: TrainConfig, model: str) -> list[PolicySpec]:
-    """The adapters on a base that [[policy]] tables name."""
+    """Return the adapters on a base model that [[policy]] tables name."""
     return [spec for spec in config.specs.values() if spec.kind == "lora" and (spec.model or config.model) == model]
 
 
 def _vocabulary(model: str) -> int:
-    """How many token ids the model may draw."""
+    """Return the number of token ids that the model may draw."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, **loading())
@@ -183,12 +196,14 @@ def _vocabulary(model: str) -> int:
 
 
 async def start_engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
-    """Start one engine in an actor of its own."""
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    """Start one engine in a separate actor."""
+    env = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    if not cluster.gpus_per_engine:
+        env["OMP_NUM_THREADS"] = "1"
     return await start_sampler(
         _OPEN,
         {"config": engine},
         num_cpus=CPUS,
         num_gpus=cluster.gpus_per_engine,
-        env={**quiet, **({} if cluster.gpus_per_engine else {"OMP_NUM_THREADS": "1"}), **cluster.env},
+        env={**env, **cluster.env},
     )

@@ -1,4 +1,4 @@
-"""What runs a run's episodes: this process, or processes on Ray."""
+"""The runner of a run's episodes: in this process, or in processes on Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cotune.sampling.responder import PolicyResponder
 
 
 class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the calls of a rollout are answered: what `PolicyResponder` is made of, as plain values."""
+    """How the calls of a rollout are answered: the arguments of `PolicyResponder`, as plain values."""
 
     policies: dict[str, PolicyRef]
     plan: Plan | None = None
@@ -32,9 +32,9 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream: str = ""
 
     def responder(self, sampler: Sampler, chats: ChatFormats, workflow: Workflow) -> PolicyResponder:
-        """The responder, with the scorers of `workflow`."""
-        more = msgspec.structs.asdict(self)
-        return PolicyResponder(sampler, chats.own, chats=chats.others, scorers=workflow.scorers, **more)
+        """Return the responder, with the scorers of `workflow`."""
+        arguments = msgspec.structs.asdict(self)
+        return PolicyResponder(sampler, chats.own, chats=chats.others, scorers=workflow.scorers, **arguments)
 
 
 class EpisodeRunner(Protocol):
@@ -42,7 +42,7 @@ class EpisodeRunner(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Faults of the processes that run the application, by name; empty where it runs in this one."""
+        """Faults of the processes that run the application, by name; empty if it runs in this process."""
 
     @property
     def scorer_errors(self) -> Mapping[str, int]:
@@ -50,13 +50,13 @@ class EpisodeRunner(Protocol):
 
     @property
     def unlisted(self) -> Mapping[str, int]:
-        """Calls by role that has no policy."""
+        """Number of calls of each role without a policy."""
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
         """Run a batch; without a responder the application's own provider answers its calls.
 
-        Returns the episodes, those in `batch.done` too, by rollout and task. Cancelling it cancels them; finished ones
-        are in the sink.
+        Returns the episodes, including `batch.done`, sorted by rollout and task. Cancelling this cancels the episodes;
+        finished ones are in the sink.
         """
 
 
@@ -75,9 +75,9 @@ class LocalRunner:
         """Run a batch: see `EpisodeRunner`."""
         if responder is None:
             return await rollout(self._workflow, batch)
-        answering = responder.responder(self.sampler, self._chats, self._workflow)
+        policy_responder = responder.responder(self.sampler, self._chats, self._workflow)
         try:
-            return await rollout(self._workflow, batch, answering)
+            return await rollout(self._workflow, batch, policy_responder)
         finally:
-            self.scorer_errors.update(answering.scorer_errors)
-            self.unlisted.update(answering.unlisted)
+            self.scorer_errors.update(policy_responder.scorer_errors)
+            self.unlisted.update(policy_responder.unlisted)

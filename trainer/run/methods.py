@@ -1,4 +1,4 @@
-"""How each policy of a run is trained: the methods that a learner is opened with."""
+"""The training settings and losses of each policy, with which a learner is opened."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from cotune.trainer.config.policy import settings_of
 
 
 def bounded_loss(loss: LossSpec, max_tokens: int) -> LossSpec:
-    """The loss with the run's response limit, where it names none."""
+    """Return the loss; if it has no `constant_length`, with the run's response limit."""
     return msgspec.structs.replace(loss, constant_length=loss.constant_length or max_tokens)
 
 
-def own_methods(config: TrainConfig, recipes: Recipes) -> Mapping[str, PolicyTraining]:
-    """The methods of the policies that have a [[policy]] table."""
-    return {
-        one.name: PolicyTraining(
-            settings_of(config, one.name).learner,
-            bounded_loss(recipes.of(one.name).loss, config.sampling.max_tokens),
-        )
-        for one in config.policy
-    }
+def trainings_of_tables(config: TrainConfig, recipes: Recipes) -> Mapping[str, PolicyTraining]:
+    """Return the settings and the loss of each policy that has a [[policy]] table."""
+    trainings: dict[str, PolicyTraining] = {}
+    for table in config.policy:
+        loss = bounded_loss(recipes.of(table.name).loss, config.sampling.max_tokens)
+        trainings[table.name] = PolicyTraining(settings_of(config, table.name).learner, loss)
+    return trainings

@@ -1,7 +1,7 @@
 """A learner that does all its work in one thread.
 
-OpenMP keeps threads for each thread that computes. Where those are more than the cores, they sleep after every product
-instead of waiting for the next: on two cores an update took 1.35 times as long.
+OpenMP has a set of threads for each thread that computes. If these are more than the cores, they sleep after every
+matrix product instead of waiting for the next one: on two cores an update took 1.35 times as long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from cotune.trainer.learner.protocol import Learner, LearnerAround
 
 
 class OwnThread(LearnerAround):
-    """What `open` returns, opened and called in a thread of its own, which ends with it."""
+    """A learner that is opened (by `open`) and called in one separate thread. The thread ends with it."""
 
     def __init__(self, open: Callable[[], Learner]) -> None:
-        """Raises what `open` raises."""
+        """Open the learner. Raises the errors of `open`."""
         thread = ThreadPoolExecutor(1, "cotune-learner")
         super().__init__(cast(Learner, _Calls(thread.submit(open).result(), thread)))
 

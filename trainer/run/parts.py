@@ -1,4 +1,4 @@
-"""Which engine and which device each part of a run uses, in one line."""
+"""One line that names the engine and the devices of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cotune.trainer.config.engine import engine_kind, engine_sleeps
 
 
 def where_it_runs(config: TrainConfig) -> str:
-    """The engine, the device and the precision of sampler and learner, as `divide` has completed them."""
+    """Return the engine, the device and the precision of sampler and learner, after `divide` has chosen them."""
     cluster = config.cluster
     if cluster.on_ray:
         place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}"

@@ -1,4 +1,4 @@
-"""The precision that `learner.dtype = "auto"` is for a run: found before the first step, and kept in run.json."""
+"""The precision that `learner.dtype = "auto"` stands for: chosen before the first step, and stored in run.json."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TRIAL = SamplingParams(temperature=1.0, max_tokens=16, seed=0)
 def decide_precision(folder: RunFolder, config: TrainConfig) -> tuple[TrainConfig, Precision | None, list[str]]:
     """Replace "auto" by the precision of this run.
 
-    Returns the configuration, the precision (None if the configuration names one), and what the user should know. A
-    resumed run keeps its precision, unless it has moved from a CPU to a GPU or back.
+    Returns the configuration, the precision (None if the configuration names one), and notes for the user. A resumed
+    run keeps its precision, unless it has moved from a CPU to a GPU or back.
     """
     if config.learner.dtype != "auto":
         return config, None, []
@@ -70,23 +70,24 @@ DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 
 def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
-    """Where the learner of a run computes."""
+    """Return the kind of device on which the learner of a run computes."""
     if config.cluster.on_ray:
         return "cuda" if config.cluster.gpus_per_learner else "cpu"
     return "cpu" if config.learner.device == "cpu" else usual_device()
 
 
 def _has_bfloat16(device: str) -> bool:
-    """Whether this device multiplies bfloat16. The GPUs of a cluster that this machine has none of are taken to."""
+    """Return whether this kind of device multiplies bfloat16. If this machine has no GPU, the GPUs of a cluster are
+    assumed to."""
     if device == "cuda":
         return bfloat16.gpu_has_bfloat16() or not torch.cuda.is_available()
     return bfloat16.has_bfloat16()
 
 
 def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -> str:
-    """What "auto" is on a CPU or GPU that multiplies bfloat16, or does not.
+    """Return the precision that "auto" stands for on a CPU or GPU that multiplies bfloat16, or does not.
 
-    A CPU rounds products with frozen weights only, where they are large enough to be worth it, without Ray and
+    On a CPU it is bfloat16 only for adapters on frozen weights that are large enough to gain from it, without Ray and
     without vLLM.
     """
     if device == "cuda":
@@ -99,7 +100,7 @@ def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -
 
 
 def without_sampler(config: TrainConfig) -> TrainConfig:
-    """Replace "auto" for a model that is compared with no sampler: bfloat16 on a GPU that has it, else float32."""
+    """Replace "auto" for a model that is not compared with a sampler: bfloat16 on a GPU that has it, else float32."""
     if config.learner.dtype != "auto":
         return config
     on_gpu = learner_device(config) == "cuda"
@@ -107,18 +108,18 @@ def without_sampler(config: TrainConfig) -> TrainConfig:
 
 
 def keep_precision(folder: RunFolder, precision: Precision) -> None:
-    """Write to run.json what "auto" is for this run."""
+    """Write to run.json the precision that "auto" stands for in this run."""
     folder.describe_as({**folder.described, "precision": msgspec.to_builtins(precision)})
 
 
 def with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
-    """`config` with this precision of the learner."""
+    """Return the configuration with this precision of the learner."""
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, dtype=dtype))
 
 
 async def largest_gap(run: RolloutRun) -> float:
-    """The mean gap between sampler and learner, in nats a token, of the untrained policies: one of each base, and the
-    largest."""
+    """Return the largest mean gap between sampler and learner, in nats a token, measured with one untrained policy of
+    each base model."""
     gaps, policies = [], run.state.policies
     for names in policies.bases(run.config.model).values():
         if trained := [name for name in names if policies.specs[name].trained]:
@@ -131,7 +132,7 @@ async def largest_gap(run: RolloutRun) -> float:
 
 async def check_precision(run: RolloutRun) -> str:
     """Compare sampler and learner in bfloat16 before the first step. If they are too far apart, the run continues in
-    float32. Returns what the user should know."""
+    float32. Returns a note for the user."""
     gap, bound, device = await largest_gap(run), run.config.probe_bound, learner_device(run.config)
     measured = f"sampler and learner differ by {gap:.2g} nats a token (probe_bound is {bound:g})"
     if gap <= bound:
@@ -142,15 +143,15 @@ async def check_precision(run: RolloutRun) -> str:
     await run.fall_back(gap, "")
     note = f"warning: in float32, as in bfloat16 {measured}"
     if device == "cuda":  # the sampler still computes in bfloat16, so float32 may not be enough
-        left = await largest_gap(run)
-        note += f"; in float32 they differ by {left:.2g}"
-        if not left <= bound:
+        remaining_gap = await largest_gap(run)
+        note += f"; in float32 they differ by {remaining_gap:.2g}"
+        if not remaining_gap <= bound:
             note += f", which will stop the run. {gap_remedy(run.config)}"
     return note
 
 
 def gap_remedy(config: TrainConfig) -> str:
-    """What makes the gap between sampler and learner smaller on this machine, the most effective first."""
+    """Return settings that reduce the gap between sampler and learner on this machine, the most effective first."""
     learner, engine, device = config.learner, config.engine, learner_device(config)
     remedies = []
     # In bfloat16 samplers: 0.0376 nats with rounded logits on both sides, 0.0289 with float32 logits (SmolLM2-135M).
@@ -171,7 +172,7 @@ def gap_remedy(config: TrainConfig) -> str:
 
 
 NARROW = 0.02
-"""Bounds nearer to 1 than this may be within what rounding makes of a ratio; wider ones are not measured."""
+"""Rounding alone may move a ratio beyond bounds that are closer to 1 than this. Wider bounds are not measured."""
 MOST_NOISE = 0.01
 """Share of tokens that rounding alone may clip or mask."""
 
@@ -179,27 +180,23 @@ MOST_NOISE = 0.01
 async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
     """Measure, before the first step, how many tokens a loss with narrow bounds would clip or mask by rounding alone.
 
-    Above `MOST_NOISE`, a run that chose bfloat16 by itself goes on in float32. Returns what the user should know.
+    Above `MOST_NOISE`, a run that chose bfloat16 by itself continues in float32. Returns notes for the user.
     """
     noise = await _noise_of_losses(run)
     if not noise:
         return []
     if run.fall_back is not None:
-        await run.fall_back(_gap_of(run), noise)
-        left = await _noise_of_losses(run)
-        if not left:
+        precision = read_run(run.folder.path).precision
+        await run.fall_back(None if precision is None else precision.gap, noise)
+        remaining_noise = await _noise_of_losses(run)
+        if not remaining_noise:
             return [f"warning: in float32, as in bfloat16 {noise}"]
-        noise = f"in float32, too, {left}"
+        noise = f"in float32, too, {remaining_noise}"
     return [f"warning: {noise}. Wider bounds, or another precision of learner and sampler, avoid that."]
 
 
-def _gap_of(run: RolloutRun) -> float | None:
-    found = read_run(run.folder.path).precision
-    return None if found is None else found.gap
-
-
 async def _noise_of_losses(run: RolloutRun) -> str:
-    """The first bound that rounding reaches too often, with the measured share; empty if there is none."""
+    """Return the first bound that rounding reaches too often, with the measured share; an empty text without one."""
     policies = run.state.policies
     for name in policies.trained:
         loss = run.recipes.of(name).loss
@@ -215,7 +212,7 @@ async def _noise_of_losses(run: RolloutRun) -> str:
 
 
 def narrow_bounds(loss: LossSpec) -> bool:
-    """Whether the loss has bounds that rounding may reach."""
+    """Return whether the loss has bounds that rounding may reach."""
     if _clips(loss) and min(loss.clip_low, loss.clip_high) < NARROW:
         return True
     low, high = loss.mask_bounds
@@ -230,15 +227,17 @@ Logprobs = Sequence[npt.NDArray[np.float32]]
 
 
 def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, again: Logprobs) -> str:
-    """What the loss would clip or mask although no weight changed, if that is more than `MOST_NOISE` of the tokens.
+    """Describe the tokens that the loss would clip or mask although no weight has changed; an empty text if they are
+    at most `MOST_NOISE` of all.
 
     `once` and `again` are log-probabilities of the rows' answers by the same weights, computed in different passes: in
-    low precision each pass rounds in its own way, as before and after an optimizer step. The clip compares the two,
-    the mask compares `once` with the sampler's.
+    low precision each pass rounds differently, as before and after an optimizer step. The clip compares the two, the
+    mask compares `once` with the log-probabilities of the sampler.
     """
     old, new = (torch.from_numpy(np.concatenate(part)).float() for part in (once, again))
     sampler = torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
-    row = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(one.response_ids) for one in rows]))
+    answer_lengths = torch.tensor([len(train_row.response_ids) for train_row in rows])
+    row = torch.arange(len(rows)).repeat_interleave(answer_lengths)  # the row of each token
 
     if loss.mask != "none":
         share = 1.0 - float(unmasked(loss, old - sampler, row).float().mean())
@@ -248,11 +247,12 @@ def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, agai
             return f"the rounding of sampler and learner alone masks {share:.1%} of tokens: {bounds}"
 
     if _clips(loss):
-        sign = torch.where(row % 2 == 0, 1.0, -1.0)  # a clip holds one side only, by the sign of the advantage
+        # A clip bounds the ratio on one side, by the sign of the advantage: measure each row with both signs.
+        sign = torch.where(row % 2 == 0, 1.0, -1.0)
         shares = []
         for advantage in (sign, -sign):
             weight = torch.full_like(old, 1.0 / len(old))
-            # Terms that need more than these figures do not change what is clipped.
+            # Terms of the loss that need further inputs do not change which tokens are clipped.
             plain = msgspec.structs.replace(loss, kl=0.0, entropy=0.0)
             parts = policy_loss(plain, Tokens(new, sampler, old, advantage, weight, row))
             shares.append(float(parts.clipped.float().mean()))

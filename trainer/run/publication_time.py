@@ -1,4 +1,4 @@
-"""How long it takes to publish a policy that trains all its weights, for the lines before the first step."""
+"""An estimate of the time to publish a policy that trains all its weights, for the lines before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINGERPRINTS = 3
 
 
 def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
-    """One line for each base whose policies train all weights: the seconds after each step, estimated.
+    """Return a line for each base model whose policies train all weights, with the estimated seconds after each step.
 
     Adapters, and models smaller than the sample that is measured, are published in the time of a few requests.
     """
@@ -52,8 +52,8 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
 
 
 def seconds_per_byte(*, by_files: bool) -> float:
-    """Seconds for a byte of weights, measured with a few: checks, one crossing to another process, a file if weights go
-    by files."""
+    """Measure the seconds for a byte of weights with a sample: its checks, one transfer to another process, and a file
+    if weights are sent by files."""
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     started = time.perf_counter()
     norm(sample)

@@ -1,4 +1,4 @@
-"""A run in progress: everything the loop works on."""
+"""A run in progress: the object that the training loop works on."""
 
 from __future__ import annotations
 
@@ -37,47 +37,47 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Run:
-    """A run between steps: its parts, which stay, and its `state`, which a checkpoint holds."""
+    """A run between steps: its parts, which do not change, and its `state`, which checkpoints store."""
 
     folder: RunFolder
     config: TrainConfig
     store: Store
     learner: Learner
     schedule: Levels
-    """What each step takes."""
+    """The tasks or records that each step uses."""
     notes: Sequence[str]
-    """What the user should know before the first step."""
+    """Messages for the user before the first step."""
     state: Checkpoint
     committed: int = -1
-    """Steps that the newest checkpoint has."""
+    """Number of steps in the newest checkpoint."""
     profile_step: int | None = None
     """The step to profile, from 1."""
     stopping: bool = False
     ended: str = ""
-    """Why the run ends before its last step, by its own settings."""
+    """The reason why settings of the run (patience, guard) end it before its last step."""
     way_back: str = ""
-    """After the guard has ended the run: the commands that start again from its best time."""
+    """After the guard has ended the run: the commands that start again from its best checkpoint."""
     collapse: str = ""
-    """The guard's warning, as long as the collapse lasts."""
+    """The guard's warning, while the collapse lasts."""
     best: dict[str, Best] = field(default_factory=dict)
     """By policy, the checkpoint of its best evaluation."""
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left to make, or the run's own settings have ended it."""
+        """Whether all steps are done, or settings of the run have ended it."""
         return self.state.steps >= self.config.steps or bool(self.ended)
 
     @property
     def trained(self) -> dict[str, str]:
-        """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
+        """The trained roles and their policies, as in evaluations and the export. Swaps within a step do not count."""
         return self.state.policies.learning
 
     def lr_scale(self, policy: str) -> float:
-        """The factor on a policy's learning rate in the next step."""
+        """Return the factor on a policy's learning rate in the next step."""
         return lr_scale(settings_of(self.config, policy).schedule, self.state.steps, self.config.steps)
 
     def stop(self) -> bool:
-        """Stop at the next safe moment; True where the step in hand is committed first."""
+        """Stop at the next safe moment. Returns whether the current step is committed first."""
         self.stopping = True
         return True
 
@@ -94,7 +94,7 @@ class RolloutRun(Run):
     chats: ChatFormats
     runner: EpisodeRunner
     open_learner: Callable[[Policies], Awaitable[Learner]]
-    """A learner for these policies, in their first state; the one before is closed."""
+    """Opens a learner for these policies, in their initial state; the previous learner is closed."""
     plan: Plan
     recipes: Recipes
     held_out: Sequence[Task]
@@ -103,42 +103,43 @@ class RolloutRun(Run):
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
     learner_restarts: int = 0
     fall_back: Callable[[float | None, str], Awaitable[None]] | None = None
-    """With `learner.dtype = "auto"` in bfloat16: open sampler and learner again in float32, in their first state, as
-    both differ by so many nats a token."""
-    _working: asyncio.Future[Any] | None = None
+    """With `learner.dtype = "auto"` in bfloat16: opens sampler and learner again in float32, in their initial state,
+    because they differ by this many nats a token, or for the reason in the text."""
+    _interruptible: asyncio.Future[Any] | None = None
+    """Work that `stop` cancels, if there is any."""
 
     def next_version(self, policy: str) -> int:
-        """The version of a policy after its present one."""
+        """Return the version of a policy after its present one."""
         return self.state.versions.get(policy, 0) + 1
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, or None when `stop` was called meanwhile."""
-        self._working = working = asyncio.ensure_future(work)
+        """Return the result of `work`, or None if `stop` was called meanwhile."""
+        self._interruptible = future = asyncio.ensure_future(work)
         if self.stopping:
-            working.cancel()
+            future.cancel()
         try:
-            return await working
+            return await future
         except asyncio.CancelledError:
             if not self.stopping:
                 raise
             return None
         finally:
-            self._working = None
+            self._interruptible = None
 
     def stop(self) -> bool:
         """Stop at the next safe moment: a rollout is cancelled, any other work on the step is finished and committed.
-        Returns whether there is such work."""
+        Returns whether a step is finished and committed first."""
         self.stopping = True
-        return self._working is None or not self._working.cancel()
+        return self._interruptible is None or not self._interruptible.cancel()
 
     async def reopen_learner(self) -> None:
-        """A learner for the run's policies, in their first state, in place of the present one."""
+        """Replace the learner by a new one for the run's policies, in their initial state."""
         del self.learner
         gc.collect()  # its memory is needed for the new one
         self.learner = await self.open_learner(self.state.policies)
 
     def draw_tasks(self) -> None:
-        """Draw the tasks of the next step, and in mode async of those that may roll out meanwhile.
+        """Draw the tasks of the next step, and in mode async the tasks of the steps that may roll out meanwhile.
 
         An adaptive pool draws by the rewards of earlier steps.
         """
@@ -149,7 +150,7 @@ class RolloutRun(Run):
 
     @property
     def task_weights(self) -> dict[str, float] | None:
-        """The weights of the tasks of the step in hand in mean rewards; None if it drew none."""
+        """The weights in mean rewards of the current step's tasks; None if no tasks were drawn for it."""
         drawn = self.state.drawn.get(self.state.steps)
         return None if drawn is None else drawn.task_weights
 
@@ -159,8 +160,8 @@ class RolloutRun(Run):
         Raises RecordError.
         """
         state = self.state
-        known = state.policies.roles.keys()
-        state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
+        with_new_roles = self.joined(state.policies, sorted(collected.roles))
+        state.new_roles = tuple(sorted(with_new_roles.roles.keys() - state.policies.roles.keys()))
         state.silent = self.silent(collected)
         state.advantages = prepared.state
         state.tasks = with_step(state.tasks, collected, self.recipes)
@@ -173,29 +174,29 @@ class RolloutRun(Run):
         state.steps += 1
 
     def silent(self, collected: Collected) -> dict[str, int]:
-        """Trained roles that have called in no episode of a step, and in how many steps in a row with it."""
-        before = self.state.silent
-        return {role: before.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
+        """Return the trained roles without a call in this step, each with its number of such steps in a row."""
+        silent_steps = self.state.silent
+        return {role: silent_steps.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
-        """`policies` with those of `roles` that have none and get one by the configuration."""
+        """Return `policies` with the ones of `roles` that have no policy yet and get one by the configuration."""
         return join_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
-        """The policies, with the roles that each plays in a step of training."""
+        """Return the policies with the roles that each plays in a step of training."""
         return swapped(self.state.policies, self.config.routing, step)
 
     def trained_roles(self, step: int) -> dict[str, str]:
-        """The roles that are trained in a step of training, and the policies that play them."""
+        """Return the roles that trained policies play in a step of training, with these policies."""
         return self.policies_at(step).learning
 
     def learning_roles(self, step: int) -> list[str]:
-        """Those of them whose policies learn in that step."""
+        """Return the trained roles whose policies learn in a step: the ones that are not frozen in it."""
         frozen = self.frozen(step)
         return [role for role, name in self.trained_roles(step).items() if name not in frozen]
 
     def frozen(self, step: int) -> list[str]:
-        """The policies that are not trained in a step, by their `train`."""
+        """Return the policies that are not trained in a step because of their `train` setting."""
         return [name for name in self.state.policies.trained if not self.config.trains(name, step)]
 
     @property
@@ -204,11 +205,13 @@ class RolloutRun(Run):
         return [recipe for recipe, _ in by_equal((self.recipes.of(name), name) for name in self.state.policies.trained)]
 
     def teacher_of(self, policy: str) -> Teacher | Literal["self"] | None:
-        """Who teaches a policy; None if it learns from rewards."""
+        """Return the teacher of a policy; None if it learns from rewards."""
         kl_to = self.recipes.of(policy).loss.kl_to
         if kl_to == "self":
             return SELF
-        return self.teachers[settings_of(self.config, policy).teacher] if kl_to == "teacher" else None
+        if kl_to == "teacher":
+            return self.teachers[settings_of(self.config, policy).teacher]
+        return None
 
     @property
     def provider_roles(self) -> list[str]:
@@ -217,6 +220,7 @@ class RolloutRun(Run):
         return [role for role, name in policies.roles.items() if policies.specs[name].kind == "provider"]
 
     def served(self, step: int | None = None) -> dict[str, PolicyRef]:
-        """The version that answers each role in a step of training, or in no step; provider roles have none."""
+        """Return the version of the policy that answers each role in a step of training, or outside of training.
+        Provider roles have none."""
         policies = self.state.policies if step is None else self.policies_at(step)
         return players(policies, self.state.versions)

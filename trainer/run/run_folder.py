@@ -1,4 +1,4 @@
-"""The run folder as the process that trains writes it; `storage.run_layout` has its files and reads them."""
+"""The run folder, opened for writing by the process that trains. `storage.run_layout` names and reads its files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunFolder(RunLayout):
     def create(
         cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None, **more: Any
     ) -> RunFolder:
-        """Make a new run, with `more` in its run.json. Raises RunError when the folder already holds one or another
+        """Create a new run, with `more` in its run.json. Raises RunError if the folder already holds a run, or another
         process writes to it."""
         path = Path(path).absolute()
         try:
@@ -52,11 +52,11 @@ class RunFolder(RunLayout):
             folder = cls(path, own=own)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be made a run folder: {error.strerror or error}.", "Choose another --out."
+                f"{path} cannot be used as a run folder: {error.strerror or error}.", "Choose another --out."
             ) from None
         if folder.run_json.exists():
             folder.close()
-            raise RunError(f"{path} already holds a run.", "Choose another --out, or go on with --resume.")
+            raise RunError(f"{path} already holds a run.", "Choose another --out, or continue the run with --resume.")
         described = {
             "id": new_id(),
             "model": config.model,
@@ -82,54 +82,57 @@ class RunFolder(RunLayout):
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
+        """Open an existing run for writing. Raises RunError if there is none, or another process writes to it."""
         read_config(path)
         path = Path(path).absolute()
         return cls(path)
 
     @property
     def described(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The content of run.json."""
         return read_run_json(self.path)
 
     def describe_as(self, described: Mapping[str, Any]) -> None:
-        """Write run.json again, and keep that the user trusts what it names now."""
+        """Write run.json again. If the user trusts the folder, the code and addresses it names now are trusted too."""
         write_atomically(self.run_json, json.dumps(described, indent=2).encode())
         if self.trusted:
             remember(orders_of_run(self.path, described))
 
     @property
     def workflow(self) -> str | None:
-        """Where the workflow is; None for one that was given as an object."""
-        found: str | None = self.described["workflow"]
-        return found
+        """The address of the workflow; None if the run was started with an object."""
+        address: str | None = self.described["workflow"]
+        return address
 
     @property
     def way_on(self) -> str:
-        """What to do after a failure: of a run without a checkpoint nothing is kept."""
-        return f"go on with: cotune train --resume {self.path}" if self.latest.exists() else "start the run again"
+        """The command to use after a failure. A run without a checkpoint starts again: nothing of it is kept."""
+        return f"continue with: cotune train --resume {self.path}" if self.latest.exists() else "start the run again"
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def truncate_metrics(self, steps: int) -> None:
-        """Drop the lines of steps that the checkpoint does not know, and their evaluations: they are done again."""
+        """Drop the lines of steps that are not in the checkpoint, and their evaluations: these steps are repeated."""
         drop_after(self.path, steps)
         self._write_metrics(line for line in read_metrics(self.path) if line["step"] < steps)
 
     def revise_held_out(self, figures: Mapping[int, Mapping[str, float]]) -> None:
-        """Write held-out figures of steps anew, by the number of steps made; others of the same lines stay."""
-        self._write_metrics(
-            {**o, "held_out": {**o["held_out"], **figures.get(o["step"] + 1, {})}} for o in read_metrics(self.path)
-        )
+        """Replace held-out figures in metrics.jsonl. `figures` has them by the number of steps done; other figures of
+        these lines stay."""
+        lines: list[dict[str, Any]] = []
+        for line in read_metrics(self.path):
+            held_out = {**line["held_out"], **figures.get(line["step"] + 1, {})}
+            lines.append({**line, "held_out": held_out})
+        self._write_metrics(lines)
 
     def _write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def discard_unbegun(self) -> None:
-        """Remove a run that ended before its first checkpoint, so that the folder is free for another try. What was
-        in the folder before stays."""
+        """Remove a run that ended before its first checkpoint, so that the folder is free for another run. Files that
+        were in the folder before the run stay."""
         if self.latest.exists() or not self.run_json.exists():
             return
         if self._own:
@@ -138,14 +141,14 @@ class RunFolder(RunLayout):
             self.run_json.unlink(missing_ok=True)
 
     def note_end(self, kind: Literal["failed", "stopped", "ended"], cause: str, remedy: str = "") -> None:
-        """Write why the run ends, for those who look at it later, as far as that is possible."""
+        """Write why the run ends, for `cotune show`, if the folder can be written."""
         with contextlib.suppress(OSError):
             write_atomically(self.end, msgspec.json.encode(RunEnd(kind=kind, cause=cause, remedy=remedy)))
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Inside, what fails because the folder is gone, or its disk is full, is a RunError that says so. Whatever else
-        fails is noted in the folder."""
+    def noting_errors(self) -> Iterator[None]:
+        """Note any error inside the block in the folder. An error because the folder is gone, or its disk is full,
+        becomes a RunError that says so."""
         self.end.unlink(missing_ok=True)
         try:
             yield
@@ -163,12 +166,12 @@ class RunFolder(RunLayout):
             raise end from error
 
     def _explained(self, error: BaseException) -> BaseException:
-        """The error, or a RunError that says what is wrong with the folder or its disk."""
+        """Return the error, or a RunError if the folder or its disk is the cause."""
         if isinstance(error, CotuneError | OSError):
             if not self.run_json.exists():
                 cause = f"The run folder {self.path} was removed or moved while the run wrote to it."
-                back = f"Put it back and go on with: cotune train --resume {self.path}; or start a new run."
-                return RunError(cause, back)
+                remedy = f"Put it back and continue with: cotune train --resume {self.path}; or start a new run."
+                return RunError(cause, remedy)
             if isinstance(error, OSError) and is_full(error):
                 return RunError(of_system(error, self.way_on))
         return error

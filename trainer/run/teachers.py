@@ -14,15 +14,18 @@ from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.learner.protocol import Teacher
 
 Teachers = Mapping[str, Teacher]
-"""By what names them in the configuration."""
+"""By their names in the configuration: a model or an address."""
 
 
 async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teachers:
-    """Each teacher of the run once, whoever learns from it. Raises ConfigError for one of another tokenizer than the
-    base models of its policies, before it is loaded."""
-    return {
-        name: await _open(config, name, bases, stack, say) for name, bases in teachers_of(config, config.model).items()
-    }
+    """Open each teacher of the run once, also if several policies learn from it.
+
+    Raises ConfigError, before it is loaded, if a teacher has another tokenizer than the base models of its policies.
+    """
+    teachers: dict[str, Teacher] = {}
+    for name, bases in teachers_of(config, config.model).items():
+        teachers[name] = await _open(config, name, bases, stack, say)
+    return teachers
 
 
 async def _open(
@@ -32,7 +35,8 @@ async def _open(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Teacher:
-    """`bases` are the base models that learn from it, each with the field that says so."""
+    """Open one teacher. `bases` are the base models that learn from it, each with the field of the configuration that
+    names the teacher."""
     from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers
 
     if is_address(name):
@@ -45,14 +49,14 @@ async def _open(
         served = await asyncio.to_thread(VllmTeacher, name, tokenizer, api_key=key)
         stack.callback(served.close)
         if served.concurrency == 1:
-            say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
+            say("its server was started with --enable-lora, so it scores one answer at a time: start it without")
         return served
     say(f"loading the teacher {name} ...")
     try:
         folder = str(await asyncio.to_thread(locate_model, name))
     except ConfigError as error:
         field = next(iter(bases.values()))
-        remedy = f"{error.remedy} If it was moved, give its place: --set distill.teacher=..., or in its [[policy]]."
+        remedy = f"{error.remedy} If it was moved, set its path: --set distill.teacher=..., or in its [[policy]]."
         raise ConfigError(field, name, error.fault, remedy.strip()) from None
     await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, folder), bases)
     return await asyncio.to_thread(LocalTeacher, folder, config.learner)

@@ -301,7 +301,7 @@ def test_a_failing_disk_is_no_traceback(monkeypatch, capsys):
         (["trace", "--out", "{file}"], "{file} cannot be written: File exists. Name another --out.\n"),
         (
             ["train", "--model", "m", "--out", "{file}"],
-            "{file} cannot be made a run folder: File exists. ",
+            "{file} cannot be used as a run folder: File exists. ",
         ),
     ],
 )

@@ -320,7 +320,7 @@ def test_a_mistake_put_right_works_in_the_same_folder(refused, trainer):
     with pytest.raises(RunError) as caught:
         trainer(application(**BOTH))
     assert caught.value.cause == f"{trainer.folder / 'run'} already holds a run."
-    assert caught.value.remedy == "Choose another --out, or go on with --resume."
+    assert caught.value.remedy == "Choose another --out, or continue the run with --resume."
 
 
 def test_what_was_in_the_folder_before_stays(trainer, tmp_path):

@@ -51,10 +51,12 @@ def test_a_run_holds_out_as_many_tasks_as_show_thirty_points() -> None:
 
 def test_the_split_goes_by_ids_and_seed_and_a_resumed_run_keeps_it() -> None:
     one, other = split_tasks(tasks(200), config()), split_tasks(tasks(200)[::-1], config())
-    assert sorted(one.own) == sorted(other.own) != sorted(split_tasks(tasks(200), config(seed=1)).own)
-    again = split_again(tasks(200), config(seed=1), {"held": {"held_out": list(one.own)}})
+    assert (
+        sorted(one.chosen_ids) == sorted(other.chosen_ids) != sorted(split_tasks(tasks(200), config(seed=1)).chosen_ids)
+    )
+    again = split_again(tasks(200), config(seed=1), {"held": {"held_out": list(one.chosen_ids)}})
     assert (ids(again.tasks), ids(again.held_out)) == (ids(one.tasks), ids(one.held_out))
-    off = split_again(tasks(200), config(evaluation={"tasks": "none"}), {"held": {"held_out": list(one.own)}})
+    off = split_again(tasks(200), config(evaluation={"tasks": "none"}), {"held": {"held_out": list(one.chosen_ids)}})
     assert (ids(off.tasks), off.held_out) == (ids(one.tasks), [])
 
 
@@ -62,7 +64,7 @@ def test_none_turns_it_off_and_a_file_takes_its_place(tmp_path: Any) -> None:
     assert split_tasks(tasks(200), config(evaluation={"tasks": "none"})).held_out == []
     (tmp_path / "t.jsonl").write_text('{"id": "own", "x": 7}\n')
     split = split_tasks(tasks(200), config(evaluation={"tasks": str(tmp_path / "t.jsonl")}))
-    assert (ids(split.held_out), len(split.tasks), split.own) == (["own"], 200, ())
+    assert (ids(split.held_out), len(split.tasks), split.chosen_ids) == (["own"], 200, ())
     assert list(overlap(split.tasks, split.held_out)) == [
         "1 of 1 held-out tasks are trained on too: success on them says little"
     ]
@@ -95,7 +97,7 @@ def test_a_resumed_run_on_other_held_out_tasks_leaves_the_file_of_its_own_as_it_
     (others := tmp_path / "others.jsonl").write_text(json.dumps({"id": "x", "n": 1}) + "\n")
     for given in ("none", str(others)):
         evaluated = config(evaluation={"tasks": given})
-        again = split_again(tasks(200), evaluated, {"held": {"held_out": list(split.own)}})
+        again = split_again(tasks(200), evaluated, {"held": {"held_out": list(split.chosen_ids)}})
         assert not write_split(tmp_path, again, print)
         assert file.read_bytes() == before
 
@@ -114,7 +116,7 @@ def test_held_out_tasks_keep_their_ids_and_inputs_in_the_file_of_the_run(tmp_pat
 def test_held_out_tasks_that_are_no_json_are_told_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     odd = as_tasks([{"id": f"t{i}", "x": object() if i % 2 else i} for i in range(60)])
-    split = Split(tasks=odd, held_out=odd[:6], own=ids(odd[:6]))
+    split = Split(tasks=odd, held_out=odd[:6], chosen_ids=ids(odd[:6]))
     assert write_split(tmp_path, split, said.append) == "" and not (tmp_path / "held_out.jsonl").exists()
     assert said == [
         "3 of 6 held-out tasks are not JSON (task t1: Encoding objects of type object is unsupported), so "

@@ -242,7 +242,7 @@ def test_adapters_without_their_base_are_refused(here: Path, tmp_path: Path) -> 
 def test_another_form_of_source_is_refused(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"names a checkpoint, but .*exported is not a run"):
         read_source(f"{here / 'exported'}#3", "--use")
-    with pytest.raises(ConfigError, match=r"names no checkpoint: 'last'.*Write RUN#40 or RUN#best"):
+    with pytest.raises(ConfigError, match=r"does not name a checkpoint: 'last'.*Write RUN#40 or RUN#best"):
         read_source(f"{here / 'a'}#last", "--use")
     with pytest.raises(ConfigError, match=r"is not a run \(RUN or RUN#STEP\), an export, .*there is no such folder"):
         read_source(here / "nothing", "--use")

@@ -67,8 +67,8 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     settings = {"steps": 9, "checkpoint_every": 3, "policies": "full"}
     summary = trainer(app, evaluation=evaluation, **settings)
     assert (summary.finished, summary.steps) == (True, 4)
-    assert summary.ended == "2 evaluations in a row were no better than that after step 2"
-    assert "ended after step 4: 2 evaluations in a row were no better than that after step 2" in trainer.said
+    assert summary.ended == "2 evaluations in a row were no better than the one after step 2"
+    assert "ended after step 4: 2 evaluations in a row were no better than the one after step 2" in trainer.said
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == dict.fromkeys(("first", "second"), Best("step-000002", 0.8))
     assert steps_kept(trainer) == ["step-000002", "step-000003", "step-000004"]
@@ -162,7 +162,7 @@ def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: 
     assert figures("reward") == figures("reward/first") == pytest.approx([-1.0, 0.4, -1.0, 0.3])
     assert figures("base_reward") == pytest.approx([-1.4] * 4) and figures("failed") == [1.0, 0.0, 0.0, 0.0]
     assert read_best(run / "checkpoints")["first"] == Best("step-000002", 0.4)
-    assert summary.ended == "2 evaluations in a row were no better than that after step 2"
+    assert summary.ended == "2 evaluations in a row were no better than the one after step 2"
     assert "a failed episode now counts -3 in held-out figures" in " ".join(trainer.said.split())
     written = [found.evaluations for found in in_training(run)]
     assert [found["base"].floor for found in written] == [-3.0] * 5
@@ -223,7 +223,9 @@ def test_the_policies_that_a_run_starts_from_may_be_its_best(trainer: Trainer, h
     (policy,) = [one for one in best_policies(run) if one.weights is not None]
     assert checkpoint_name(policy.step) == best.checkpoint
     if best.checkpoint == "step-000000":
-        assert "2 evaluations in a row were no better than that before the first step" in " ".join(trainer.said.split())
+        assert "2 evaluations in a row were no better than the one before the first step" in " ".join(
+            trainer.said.split()
+        )
 
     # A resumed run still knows them.
     trainer.resume(app, steps=3)

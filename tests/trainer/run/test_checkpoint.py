@@ -175,7 +175,7 @@ def test_one_flipped_byte_anywhere_is_refused_and_the_one_before_is_offered(tmp_
         load_checkpoint(tmp_path)
     assert "step-000003 is broken" in caught.value.cause
     assert caught.value.remedy == (
-        f"Go on from step-000001, which is whole: echo step-000001 > {tmp_path / 'latest'}, and --resume."
+        f"Continue from step-000001, which is whole: echo step-000001 > {tmp_path / 'latest'}, and --resume."
     )
     (tmp_path / "latest").write_text("step-000001\n")
     assert loaded(tmp_path) == 1
@@ -185,8 +185,8 @@ def test_a_missing_file_and_a_name_that_leads_outside_are_refused(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "step-000002" / "learner").unlink()
-    with pytest.raises(RunError, match=r"learner is missing.*Go on from step-000001"):
+    with pytest.raises(RunError, match=r"learner is missing.*Continue from step-000001"):
         load_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../../elsewhere")
-    with pytest.raises(RunError, match=r"hashes.json cannot be read: No such file.*Go on from step-000001"):
+    with pytest.raises(RunError, match=r"hashes.json cannot be read: No such file.*Continue from step-000001"):
         load_checkpoint(tmp_path)

@@ -115,7 +115,7 @@ def test_weights_that_an_engine_cannot_serve_are_refused(settings: dict[str, Any
 def test_policies_with_full_weights_need_an_engine_each() -> None:
     """Which one that is opened in this process cannot be."""
     config = convert({"model": "m", "policies": "full", "engine": "vllm"})
-    with pytest.raises(ConfigError, match="first, second need engines of their own"):
+    with pytest.raises(ConfigError, match="first, second need separate engines"):
         engine_sets(config, policies_for("full", ["first", "second"], config.lora.spec))
 
 
@@ -151,7 +151,7 @@ def test_each_base_has_engines_and_in_vllm_each_policy_of_full_weights() -> None
 def test_one_engine_beside_a_learner_has_one_base() -> None:
     shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
     settings: dict[str, Any] = {"model": "m", "policy": TEAM[:2], "engine": "vllm", "cluster": shared}
-    with pytest.raises(ConfigError, match=r"engine = 'vllm' cannot be used here: m, n need engines of their own"):
+    with pytest.raises(ConfigError, match=r"engine = 'vllm' cannot be used here: m, n need separate engines"):
         first_sets(convert(settings))
 
 

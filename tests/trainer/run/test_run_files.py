@@ -45,7 +45,7 @@ def test_a_run_without_latest_names_its_checkpoints(run: Path, trainer: Trainer)
     latest.unlink()
     error = refused(trainer, "The run has made steps, but .*latest is missing")
     assert error.remedy == (
-        f"Go on from step-000002, which is whole (so is step-000001): echo step-000002 > {latest}, and --resume."
+        f"Continue from step-000002, which is whole (so is step-000001): echo step-000002 > {latest}, and --resume."
     )
     with pytest.raises(RunError, match=r"latest is missing.*step-000002"):
         export_run(run, trainer.folder / "to")
@@ -95,6 +95,6 @@ def test_a_checkpoint_that_is_not_this_runs_is_refused(
     assert ids["one"] != ids["other"]
     change(run, made)
     error = refused(trainer, said.format(**ids))
-    assert error.remedy.startswith("Go on from step-000001, which is whole: ")
+    assert error.remedy.startswith("Continue from step-000001, which is whole: ")
     with pytest.raises(RunError, match=said.format(**ids)):
         export_run(run, trainer.folder / "to")

@@ -25,7 +25,7 @@ def folder(tmp_path: Path):
 def test_a_folder_that_was_removed_is_the_cause_of_what_fails_then(folder: RunFolder, error: Exception) -> None:
     with (
         pytest.raises(RunError, match=r"run was removed or moved while.*Put it back.*--resume.*new run"),
-        folder.telling(),
+        folder.noting_errors(),
     ):
         shutil.rmtree(folder.path)
         raise error
@@ -34,12 +34,12 @@ def test_a_folder_that_was_removed_is_the_cause_of_what_fails_then(folder: RunFo
 
 def test_a_full_disk_is_the_cause_with_the_way_to_go_on(folder: RunFolder) -> None:
     folder.latest.write_text("step-000001")
-    with pytest.raises(RunError, match=r"disk of .*metrics.jsonl is full.*--resume"), folder.telling():
+    with pytest.raises(RunError, match=r"disk of .*metrics.jsonl is full.*--resume"), folder.noting_errors():
         raise OSError(errno.ENOSPC, "No space left on device", str(folder.metrics))
 
 
 def test_other_errors_stay_what_they_are(folder: RunFolder) -> None:
-    with pytest.raises(PermissionError), folder.telling():
+    with pytest.raises(PermissionError), folder.noting_errors():
         raise PermissionError(errno.EACCES, "Permission denied")
 
 

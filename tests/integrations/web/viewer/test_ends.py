@@ -63,7 +63,7 @@ def begun(run: Path) -> RunFolder:
 
 def test_the_page_of_a_run_that_failed_says_why_and_what_to_do(tmp_path: Path) -> None:
     folder = begun(tmp_path / "r1")
-    with pytest.raises(RunError), folder.telling():
+    with pytest.raises(RunError), folder.noting_errors():
         raise RunError("48 records could not be stored, so step 3 is not trained on.", REMEDY + "END")
     folder.close()
     with viewing([tmp_path / "r1"]) as server:
@@ -86,7 +86,7 @@ def test_a_run_that_failed_after_its_last_step_is_not_finished(tmp_path: Path) -
 
 def test_an_error_that_nobody_foresaw_is_named_with_its_class(tmp_path: Path) -> None:
     folder = begun(tmp_path / "r1")
-    with pytest.raises(ZeroDivisionError), folder.telling():
+    with pytest.raises(ZeroDivisionError), folder.noting_errors():
         raise ZeroDivisionError("division by zero")
     folder.close()
     with viewing([tmp_path / "r1"]) as server:
@@ -103,7 +103,7 @@ def test_a_run_that_was_killed_says_that_no_reason_is_known(tmp_path: Path) -> N
 def test_an_end_is_forgotten_when_the_run_goes_on(tmp_path: Path) -> None:
     folder = begun(tmp_path / "r1")
     folder.note_end("stopped", "it was stopped")
-    with folder.telling():
+    with folder.noting_errors():
         assert not (folder.path / "end.json").exists()
     folder.note_end("ended", "held-out success has not risen for 5 evaluations")
     folder.close()
