@@ -1,9 +1,13 @@
-"""How far one call goes through cotune's code until it is answered. Prints the files; the last line is JSON.
+"""How far one call goes through cotune's code until it is answered, or records until they are rows to train on. Prints
+the files; the last line is JSON.
 
 A LangGraph application with ChatOpenAI calls its model twice; a stub policy answers with K = 4 candidates. The second
 call is counted, as the first one loads and installs things: files, functions and changes of file, from the request of
 the client to the answer that the application gets, in all threads. The stub policy itself is left out, and what it
 alone calls.
+
+With `--from records`, the episode above is read back and made into rows for the learner by the recipe at_grpo, as a
+training step does: collect samples, group and weigh them, and read their token ids. The second time is counted.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 import cotune
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import collect
+from cotune.algorithms.policy_recipes import Recipes, collecting_rules, prepare_each
+from cotune.algorithms.prepare import train_rows
 from cotune.episodes.episode import run_episode
 from cotune.records.plans import Plan
 from cotune.records.structs import Task
@@ -91,35 +99,60 @@ def solve_with(walk: Walk) -> Any:
 
     @solve.scorer("writer")
     @solve.scorer("reviewer")
-    def length(candidate: Any, call: Any, task: Any) -> float:
-        return float(len(candidate.text))
+    def place(candidate: Any, call: Any, task: Any) -> float:
+        return float(candidate.index)  # so that the candidates of a call differ, and none is left out
 
     return solve
 
 
-def walk_of_a_call() -> Walk:
-    walk = Walk()
+def walk_of_a_call(walk: Walk, store: SqliteStore) -> None:
+    """Run the application once, and count its second call."""
     solve = solve_with(walk)
-    with tempfile.TemporaryDirectory() as folder:
-        store = SqliteStore.open(Path(folder) / "records.db")
-        plan = Plan(kind="tree", k=K)
-        training = {"plan": plan, "scorers": solve.cotune.scorers}
-        responder = CheckResponder(answers=DrawnAnswers(run=0), training=training)
-        threading.setprofile(walk)
-        sys.setprofile(walk)
-        outcome = asyncio.run(run_episode(solve.cotune, Task(id="t", input="x"), sink=store, responder=responder))
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        store.close()
+    plan = Plan(kind="tree", k=K)
+    training = {"plan": plan, "scorers": solve.cotune.scorers}
+    responder = CheckResponder(answers=DrawnAnswers(run=0), training=training)
+    outcome = asyncio.run(run_episode(solve.cotune, Task(id="t", input="x"), sink=store, responder=responder))
     if outcome.episode.status != "ok" or outcome.episode.calls != 2:
         raise SystemExit(f"The episode was to end well after 2 calls, not: {outcome.episode}")
-    return walk
+
+
+def walk_of_records(walk: Walk, store: SqliteStore) -> None:
+    """Make the recorded episodes into rows, and count that."""
+    recipes = Recipes(run=recipe("at_grpo"))
+    walk.counting = True
+    rules = collecting_rules(recipes, lambda role: recipes.run)
+    collected = collect(store, store.episodes(), plan="tree", rules=rules)
+    prepared = prepare_each(collected.samples, recipes, others=collected.others)
+    rows = train_rows(prepared, collected, store)
+    walk.counting = False
+    if sorted(map(len, rows.values())) != [K, K]:
+        raise SystemExit(f"Each of two roles was to have {K} rows, not: {rows}. Left out: {prepared.left_out}")
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    walk = walk_of_a_call()
-    table = Table("file", "functions", "calls", title=f"One call of a LangGraph application, K = {K}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--from", dest="start", choices=["call", "records"], default="call", help="where the way begins"
+    )
+    start = parser.parse_args().start
+    walk = Walk()
+    with tempfile.TemporaryDirectory() as folder, SqliteStore.open(Path(folder) / "records.db") as store:
+        if start == "records":
+            walk_of_a_call(walk, store)
+            store.flush()
+            walk_of_records(walk, store)  # the first time loads and builds things
+            walk = Walk()
+        threading.setprofile(walk)
+        sys.setprofile(walk)
+        if start == "call":
+            walk_of_a_call(walk, store)
+        else:
+            walk_of_records(walk, store)
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    way = f"One call of a LangGraph application, K = {K}" if start == "call" else f"Two calls as rows, K = {K}"
+    table = Table("file", "functions", "calls", title=way)
     for file, calls in walk.calls.most_common():
         table.add_row(file, str(sum(name == file for name, _ in walk.functions)), str(calls))
     Console().print(table)
