@@ -1,4 +1,4 @@
-"""Judging whole episodes; what a judge that is a role of the run is asked and answers is an episode of its own."""
+"""Judging whole episodes. If the judge is a role of the run, its own calls are recorded as an episode too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cotune.storage.protocol import Store
 
 
 def judging_role(workflow: Workflow) -> str:
-    """The role that judges the workflow's episodes; "" where that is no role."""
+    """Return the role that judges the workflow's episodes; an empty text if the judge is not a role."""
     from cotune.integrations.judging.judge import Judge
 
     judge = workflow.episode_judge
@@ -34,10 +34,11 @@ def judging_role(workflow: Workflow) -> str:
 
 @dataclass(kw_only=True)
 class Bench:
-    """Lets the judge of `workflow` compare episodes. Where it is a role, each task is judged `attempts` times, each in
-    an episode of its own, and the mean counts; `episodes` are those.
+    """Lets the judge of `workflow` compare episodes.
 
-    The outcome of such an episode is what the scorer of the judge's role, if it has one, gives the answers in it.
+    If the judge is a role, each task is judged `attempts` times, and the mean counts. Each attempt is an episode; they
+    are in `episodes`. Its outcome is the reward that the scorer of the judge's role gives to the answers in it, if the
+    role has a scorer.
     """
 
     workflow: Workflow
@@ -47,23 +48,28 @@ class Bench:
     attempts: int = 1
     timeout: float | None = None
     offline: bool = False
-    """Whether this is a dry run, in which a judge makes its opinion up."""
+    """Whether this is a dry run, in which the judge's opinions are invented."""
     episodes: list[Episode] = field(default_factory=list)
 
     @property
     def ask(self) -> AskJudge:
-        """How `judge_episodes` is to ask the judge."""
+        """The function with which `judge_episodes` asks the judge."""
         return self._in_episodes if judging_role(self.workflow) else ask_judge
 
-    async def _in_episodes(self, judge: EpisodeJudge, seen: Sequence[FinishedEpisode], task: Task) -> Opinion:
-        return _mean([*await asyncio.gather(*(self._once(judge, seen, task, n) for n in range(self.attempts)))])
+    async def _in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:
+        """Ask the judge in all attempts at the same time, and return the mean of its opinions."""
+        attempts = [self._in_episode(judge, finished, task, attempt) for attempt in range(self.attempts)]
+        return _mean(await asyncio.gather(*attempts))
 
-    async def _once(self, judge: EpisodeJudge, seen: Sequence[FinishedEpisode], task: Task, attempt: int) -> Opinion:
-        said: list[Opinion] = []
+    async def _in_episode(
+        self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task, attempt: int
+    ) -> Opinion:
+        """Ask the judge once, in a recorded episode."""
+        opinions: list[Opinion] = []
 
         async def compare_them(_: Any) -> None:
             with setting(judging, judging.get()._replace(episode=current_episode.get())):
-                said.append(await ask_judge(judge, seen, task))
+                opinions.append(await ask_judge(judge, finished, task))
 
         outcome = await run_episode(
             replace(self.workflow, name=f"judge of {self.workflow.name}", fn=compare_them, roles=None),
@@ -82,34 +88,44 @@ class Bench:
         if outcome.episode.calls:
             self.episodes.append(outcome.episode)
             self._reward(outcome.episode)
-        if said and outcome.error is None:
-            return said[0]
+        if opinions and outcome.error is None:
+            return opinions[0]
         error = outcome.error or WorkflowError("The episode judge gave no answer.")
-        return [WorkflowError(error.cause, error.remedy)] * len(seen)
+        return [WorkflowError(error.cause, error.remedy)] * len(finished)
 
     def _reward(self, episode: Episode) -> None:
-        """Give an episode of judging the mean of its answers' own rewards."""
+        """Give an episode of judging the mean of the rewards of its answers."""
         answered = [call for call in self.store.calls(episode.id) if call.chosen is not None]
-        given = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
-        self.store.write(reward_records(episode.id, _means(given.values())))
+        rewards = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
+        self.store.write(reward_records(episode.id, _mean_rewards(rewards.values())))
         self.store.flush()
 
 
 def _mean(opinions: Sequence[Opinion]) -> Opinion:
-    """For each episode the mean of what those attempts say that say something, and their reasons; an error where none
-    does."""
-    return [_mean_of(said) for said in zip(*opinions, strict=True)]
+    """Return, for each episode, the mean score over the attempts that gave one, with their reasons; an error if no
+    attempt gave a score."""
+    return [_mean_score(attempts) for attempts in zip(*opinions, strict=True)]
 
 
-def _mean_of(said: Sequence[Scored | WorkflowError]) -> Scored | WorkflowError:
-    opinions = [one for one in said if not isinstance(one, WorkflowError)]
-    if not opinions:
-        return next(error for error in said if isinstance(error, WorkflowError))
-    text = "\n".join(dict.fromkeys(one.text for one in opinions if one.text))
-    return Scored(_means([one.rewards for one in opinions]), text)
+def _mean_score(attempts: Sequence[Scored | WorkflowError]) -> Scored | WorkflowError:
+    """Return the mean of the scores of one episode; the first error if there are no scores."""
+    scores: list[Scored] = []
+    errors: list[WorkflowError] = []
+    for result in attempts:
+        if isinstance(result, WorkflowError):
+            errors.append(result)
+        else:
+            scores.append(result)
+    if not scores:
+        return errors[0]
+    text = "\n".join(dict.fromkeys(score.text for score in scores if score.text))
+    return Scored(_mean_rewards([score.rewards for score in scores]), text)
 
 
-def _means(given: Collection[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each component over those that have it."""
-    names = sorted({name for rewards in given for name in rewards})
-    return {name: fmean(rewards[name] for rewards in given if name in rewards) for name in names}
+def _mean_rewards(all_rewards: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each component over the rewards that have it, sorted by name."""
+    values: dict[str, list[float]] = {}
+    for rewards in all_rewards:
+        for name, value in rewards.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(values[name]) for name in sorted(values)}

@@ -16,7 +16,7 @@ from cotune.trainer.run.run import RolloutRun
 
 
 def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
-    """How the workflow's judge is asked in a step. If the judge is a role, `responder` answers for it.
+    """Return the bench that asks the workflow's judge in a step. If the judge is a role, `responder` answers for it.
 
     If the judge is a role that is trained, it is asked about each task as often as the task has episodes, so that its
     own episodes can be compared; otherwise once.
@@ -34,9 +34,9 @@ def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
 
 
 class JudgedStep:
-    """Has the episodes of a step judged, those of a task together, as soon as the last of them has ended.
+    """Has the episodes of a step judged. All episodes of a task are judged together, as soon as the last has ended.
 
-    Without a judge it does nothing. Leaving the context cancels the judging that is not done.
+    Without a judge it does nothing. Leaving the context cancels judging that is not done.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -59,7 +59,7 @@ class JudgedStep:
         await asyncio.gather(*self._judging, return_exceptions=True)
 
     def expect(self, episodes: Mapping[str, int]) -> None:
-        """Tell how many episodes each task, by id, has in this step. When so many have ended, they are judged."""
+        """Set the number of episodes that each task, by id, has in this step. When all have ended, they are judged."""
         self._expected.update(episodes)
         for task_id in episodes:
             self._begin(task_id)

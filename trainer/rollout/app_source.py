@@ -1,4 +1,4 @@
-"""How an application gets into another process: by its import path, never as an object."""
+"""The source of an application for other processes: its import path, never the object itself."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _REMEDY = 'Put it into a module of its own and pass "module:name", or path/to/fi
 
 
 class AppSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker finds the workflow, and what must be set before it is imported."""
+    """The import path of the workflow, and the settings of a worker's process before it imports the workflow."""
 
     path: str
-    """`module:attribute` or `path/to/file.py:attribute`; a relative one starts in the working folder."""
+    """`module:attribute` or `path/to/file.py:attribute`; a relative path starts in the working folder."""
     folder: str | None = None
-    """Working folder of the driver; a worker on a machine without it stays where it is."""
+    """Working folder of the driver. A worker on a machine without this folder does not change its own."""
     sys_path: tuple[str, ...] = ()
     env: dict[str, str] = {}
     redact: str = ""
@@ -53,28 +53,28 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Prompts | None = None
 
     def load(self) -> Workflow:
-        """Make this process like the driver and import the workflow. Raises ConfigError, WorkflowError."""
+        """Set up this process like the driver and import the workflow. Raises ConfigError, WorkflowError."""
         os.environ.update(self.env)
         if self.folder is not None and Path(self.folder).is_dir():
             os.chdir(self.folder)
-        known = [entry for entry in self.sys_path if Path(entry).exists()]
-        sys.path[:] = [*known, *(entry for entry in sys.path if entry not in known)]
-        found = load_workflow(self.path).redacted(self.redact, keep_token_ids=self.keep_token_ids)
-        return found.named_by(self.roles_by).prompted(self.prompts)
+        from_driver = [entry for entry in self.sys_path if Path(entry).exists()]
+        sys.path[:] = [*from_driver, *(entry for entry in sys.path if entry not in from_driver)]
+        workflow = load_workflow(self.path).redacted(self.redact, keep_token_ids=self.keep_token_ids)
+        return workflow.named_by(self.roles_by).prompted(self.prompts)
 
 
 def app_source(path: str, config: TrainConfig, prompts: Prompts | None = None) -> AppSource:
-    """How other processes find the workflow at the import path `path`, as this process stands; `prompts` are its edited
-    ones.
+    """Return the source of the workflow at the import path `path`, with this process's folder, import paths and
+    environment, and with these edited prompts.
 
-    A `working_dir` in `cluster.runtime_env` replaces the folder of this process, and a relative path then starts there.
+    A `working_dir` in `cluster.runtime_env` replaces the folder of this process. A relative path then starts there.
     """
-    own_folder = "working_dir" in config.cluster.runtime_env
+    has_working_dir = "working_dir" in config.cluster.runtime_env
     return AppSource(
         path=path,
-        folder=None if own_folder else str(Path.cwd()),
-        sys_path=tuple(_entries(own_folder)),
-        env={**_passed_on(), **config.cluster.env},
+        folder=None if has_working_dir else str(Path.cwd()),
+        sys_path=tuple(_import_paths(has_working_dir)),
+        env={**_environment(), **config.cluster.env},
         redact=config.redact,
         keep_token_ids=config.keep_token_ids,
         roles_by=config.roles_by,
@@ -83,14 +83,16 @@ def app_source(path: str, config: TrainConfig, prompts: Prompts | None = None) -
 
 
 def import_path(workflow: Workflow) -> str:
-    """The module and name, or the file and name, under which `workflow` is found. Raises ConfigError."""
+    """Return the module and name, or the file and name, under which `workflow` can be imported. Raises ConfigError."""
     main = ""
     for module, name in _names(workflow):
         if module.__name__ != "__main__":
             return f"{module.__name__}:{name}"
         if file := getattr(module, "__file__", None):
             path = Path(file).resolve()
-            main = f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{name}"
+            if path.is_relative_to(Path.cwd()):
+                path = path.relative_to(Path.cwd())
+            main = f"{path}:{name}"
     if main:
         return main
     code = getattr(workflow.fn, "__code__", None)
@@ -99,24 +101,33 @@ def import_path(workflow: Workflow) -> str:
 
 
 def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
+    """Yield the modules that have the workflow, each with its name in that module."""
     home = getattr(workflow.fn, "__module__", "")
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    # The module that defines it first: others may have imported it, such as an application's tests.
+    # The module that defines it comes first: others, for example an application's tests, may have imported it.
     for module in sorted(modules, key=lambda module: module.__name__ != home):
         for name, value in list(vars(module).items()):
-            # By type(), as a module may hold objects that answer to any name, isinstance() included.
-            held = vars(value).get("cotune") if type(value) is types.FunctionType else value
-            if type(held) is Workflow and held.fn is workflow.fn:
+            # type() instead of isinstance(): a module may have objects that pretend to have any attribute or class.
+            candidate = value
+            if type(value) is types.FunctionType:  # a decorated function carries its workflow
+                candidate = vars(value).get("cotune")
+            if type(candidate) is Workflow and candidate.fn is workflow.fn:
                 yield module, name
 
 
-def _passed_on() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if any(fnmatch.fnmatch(name, p) for p in PASSED_ON)}
+def _environment() -> dict[str, str]:
+    """Return the environment variables of this process that match `PASSED_ON`."""
+    variables: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if any(fnmatch.fnmatch(name, pattern) for pattern in PASSED_ON):
+            variables[name] = value
+    return variables
 
 
-def _entries(own_folder: bool) -> Iterator[str]:
-    """What this process imports from, absolute; without what a folder of the worker's own replaces."""
-    here = Path.cwd()
+def _import_paths(has_working_dir: bool) -> Iterator[str]:
+    """Yield the import paths of this process, absolute. If workers have a working folder of their own, it replaces the
+    folder of this process."""
+    folder = Path.cwd()
     for entry in dict.fromkeys(str(Path(entry or ".").resolve()) for entry in sys.path):
-        if not (own_folder and here == Path(entry)):
+        if not (has_working_dir and folder == Path(entry)):
             yield entry

@@ -1,4 +1,4 @@
-"""Episodes of a run: answered by the policies that it serves now, or found on record."""
+"""The episodes of a run: run by its present policies, or finished before an interruption and recorded."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def run_episodes(
     stream: str = "",
     policies: Mapping[str, PolicyRef] | None = None,
 ) -> list[Episode]:
-    """Run a batch under the run's own sampling, concurrency and limits.
+    """Run a batch with the sampling, concurrency and limits of the run.
 
-    Without a plan every call is one sample. `policies` answer by role; without them those that are served now. `stream`
-    names the random numbers, where they are not to be the phase's.
+    Without a plan every call gets one sample. `policies` has the policy of each role; by default these are the present
+    ones. `stream` names the random numbers; by default they are the ones of the phase.
     """
     responder = answering(run, plan, run.served() if policies is None else policies, stream)
     batch = msgspec.structs.replace(
@@ -42,13 +42,13 @@ async def run_episodes(
 def answering(
     run: RolloutRun, plan: Plan | None, policies: Mapping[str, PolicyRef], stream: str = ""
 ) -> ResponderConfig:
-    """How `policies` answer calls under the run's own sampling; the rest as for `run_episodes`."""
+    """Return how `policies` answer calls with the sampling of the run; see `run_episodes` for the arguments."""
     config = run.config
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
         attribution=run.recipes.run.attribution,
-        own=run.recipes.attributions({role: one.name for role, one in policies.items()}),
+        own=run.recipes.attributions({role: policy.name for role, policy in policies.items()}),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
         provider_roles=tuple(run.provider_roles),
@@ -59,33 +59,39 @@ def answering(
 
 
 def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
-    """Recorded episodes of `tasks` in a step that came to an outcome, one for each rollout, and how many lack records
-    or rewards: those that a scorer could not give, and the outcomes where nobody knows any of the step.
+    """Find the recorded episodes of `tasks` in a step that have ended, one for each rollout.
 
-    Those are marked as cancelled, so that nothing takes them for whole.
+    Returns them, and the number of episodes that lack records or rewards. These are marked as cancelled, so that they
+    are run again.
     """
     done: dict[tuple[str, int], Episode] = {}
-    cut = []
+    incomplete = []
     for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
         if not episode.is_outcome or episode.task.id not in tasks:
             continue
         if _is_complete(run.store, episode):
             done[episode.task.id, episode.rollout] = episode
         else:
-            cut.append(episode)
-    judged = run.workflow.episode_judge is not None  # which is still to be asked
-    well = ended_well(done.values())
-    if learns_from_outcomes(run) and not judged and not any(run.store.rewards(e.id for e in well).values()):
-        cut += well
-        done = {place: episode for place, episode in done.items() if episode.status != "ok"}
-    run.store.write(
-        [msgspec.structs.replace(e, status="cancelled", error="its records or rewards were lost") for e in cut]
-    )
-    return list(done.values()), len(cut)
+            incomplete.append(episode)
+
+    # If no finished episode has an outcome, the outcomes were lost. A judge gives them later, so it is not a sign then.
+    has_judge = run.workflow.episode_judge is not None
+    without_error = ended_well(done.values())
+    if learns_from_outcomes(run) and not has_judge:
+        outcomes = run.store.rewards(episode.id for episode in without_error)
+        if not any(outcomes.values()):
+            incomplete += without_error
+            done = {key: episode for key, episode in done.items() if episode.status != "ok"}
+
+    cancelled: list[Episode] = []
+    for episode in incomplete:
+        cancelled.append(msgspec.structs.replace(episode, status="cancelled", error="its records or rewards were lost"))
+    run.store.write(cancelled)
+    return list(done.values()), len(incomplete)
 
 
 def _is_complete(store: Store, episode: Episode) -> bool:
-    """Whether all calls of an episode are on record, the prompts of those that were answered, and their rewards."""
+    """Return whether all calls of an episode are on record, with the prompts and rewards of the answered ones."""
     calls = store.calls(episode.id)
     if any(call.status == "ok" and call.error for call in calls):
         return False

@@ -1,4 +1,5 @@
-"""The branches of the replay plan: each recorded episode of a step runs again from some of its calls on."""
+"""The branches of the replay plan: each recorded episode of a step is forked at some of its calls and runs again from
+there."""
 
 from __future__ import annotations
 
@@ -24,27 +25,30 @@ from cotune.trainer.run.run import RolloutRun
 
 
 class Forks(NamedTuple):
-    """The calls of an episode at which it is forked, how many more could not be, and what their branches take."""
+    """The calls of an episode at which it is forked."""
 
     calls: Sequence[CallRecord]
     unrepeatable: int
+    """Further calls of trained roles, at which it could not be forked."""
     budget: Budget
+    """The calls that the branches make."""
 
 
 def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
-    """Where an episode of a step is forked: the same whenever it is asked."""
+    """Choose the calls at which an episode of a step is forked. The choice is always the same for the same episode."""
     if not trunk.is_outcome:
         return Forks((), 0, Budget())
     calls, step = run.store.calls(trunk.id), trunk.training_step
-    at = run.state.steps if step is None else step
-    frozen = run.frozen(at)  # a fork of theirs would train nobody
-    roles = {role: name for role, name in run.trained_roles(at).items() if name not in frozen}
-    able = [call for call in calls if _trainable(call, roles)]
-    forkable = [call for call in able if repeatable(calls, call)]
+    if step is None:
+        step = run.state.steps
+    frozen = run.frozen(step)  # a fork at a call of a frozen policy would train no policy
+    roles = {role: name for role, name in run.trained_roles(step).items() if name not in frozen}
+    trainable = [call for call in calls if _trainable(call, roles)]
+    forkable = [call for call in trainable if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
     chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed)
-    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
+    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan.k))
 
 
 async def run_forks(
@@ -86,19 +90,21 @@ async def run_forks(
 
 
 def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, int]:
-    """What the forks of a step were planned to take, and what they took; nothing under another plan."""
+    """Return the planned and the actual calls of the forks of a step; no figures under another plan."""
     if run.plan.kind != "replay":
         return {}
-    found = [forks_of(run, episode) for episode in episodes if episode.rollout == 0]
-    planned = sum((forks.budget for forks in found), Budget())
+    all_forks = [forks_of(run, episode) for episode in episodes if episode.rollout == 0]
+    planned = sum((forks.budget for forks in all_forks), Budget())
     branches = [episode for episode in episodes if episode.rollout > 0]
-    calls = [call for episode in branches for call in run.store.calls(episode.id)]
+    calls: list[CallRecord] = []
+    for branch in branches:
+        calls += run.store.calls(branch.id)
     repeated = sum(call.replayed is not None for call in calls)
     return {
-        "forks": sum(len(forks.calls) for forks in found),
-        "unrepeatable": sum(forks.unrepeatable for forks in found),
+        "forks": sum(len(forks.calls) for forks in all_forks),
+        "unrepeatable": sum(forks.unrepeatable for forks in all_forks),
         "branches": len(branches),
-        "diverged": sum(episode.blame == "divergence" for episode in branches),
+        "diverged": sum(branch.blame == "divergence" for branch in branches),
         "budget": planned.sampled,
         "sampled": len(calls) - repeated,
         "repeated": repeated,
@@ -106,25 +112,31 @@ def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, in
 
 
 def expected_budget(config: TrainConfig, store: Store, trained: Collection[str], k: int, tasks: int) -> str:
-    """A sentence that says what a step takes, going by the episodes of the preflight. Raises ConfigError where the rule
-    names a role that is not trained."""
-    rule, seen = fork_rule(config.replay.forks), []
+    """Return a sentence with the calls of a step, estimated from the episodes of the preflight.
+
+    Raises ConfigError if the rule of forks names a role that is not trained.
+    """
+    rule = fork_rule(config.replay.forks)
     if rule.kind == "role" and rule.role not in {*trained, *config.roles}:
         raise ConfigError(
             "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
         )
+    episodes = total_calls = total_forks = 0
+    total = Budget()
     for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
-        able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
-        forks = choose_forks(able, rule, config.replay.budget, 0)
-        seen.append((len(calls), len(forks), budget(calls, forks, k)))
-    count = max(1, len(seen))
-    calls_mean = sum(calls for calls, _, _ in seen) / count
-    forked = sum(forks for _, forks, _ in seen) / count
-    total = sum((taken for _, _, taken in seen), Budget())
-    per_step = tasks * (calls_mean + total.sampled / count)
+        answered = [call for call in calls if call.role in trained and call.status == "ok"]
+        forkable = [call for call in answered if repeatable(calls, call)]
+        forks = choose_forks(forkable, rule, config.replay.budget, 0)
+        episodes += 1
+        total_calls += len(calls)
+        total_forks += len(forks)
+        total += budget(calls, forks, k)
+    count = max(1, episodes)
+    mean_calls = total_calls / count
+    per_step = tasks * (mean_calls + total.sampled / count)
     return (
-        f"replay: an episode of {calls_mean:.1f} calls is forked at {forked:.1f} of "
+        f"replay: an episode of {mean_calls:.1f} calls is forked at {total_forks / count:.1f} of "
         f"them, which makes {total.branches / count:.1f} branches: about {per_step:.0f} calls to policies in a step of "
         f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
         "answered from the record"
@@ -132,6 +144,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
 
 
 def _trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
+    """Return whether a fork at this call trains a policy: a complete answer that a policy of `roles` has sampled."""
     if call.status != "ok" or call.chosen is None or call.prompt is None or call.redacted or call.policy is None:
         return False
     answered = call.candidates[call.chosen].finish_reason in COMPLETE
@@ -139,6 +152,6 @@ def _trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
 
 
 def _repeats(branch: Episode, replay: Replay | None) -> bool:
-    """Whether a branch that was run before is the one that is planned: of this trunk, at this call."""
+    """Return whether a branch from before an interruption is the planned one: of this trunk, at this call."""
     fork = branch.fork
     return replay is not None and fork is not None and (fork.trunk, fork.call) == (replay.script.episode, replay.fork)

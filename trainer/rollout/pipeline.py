@@ -14,9 +14,9 @@ Rolled = TypeVar("Rolled")
 class RolloutPipeline(Generic[Rolled]):
     """Rolls out one step after the other; the present step may be trained meanwhile.
 
-    `roll_out` takes the number of a step, and an event that is set once training waits for it. It returns what the step
-    has sampled. Step s + `ahead` starts at the earliest when step s is asked for, so its policies are at most `ahead`
-    updates behind those that train on it.
+    `roll_out` takes the number of a step, and an event that is set once training waits for it. It returns the samples
+    of the step. Step s + `ahead` starts at the earliest when training asks for step s, so its policies are at most
+    `ahead` updates behind the policies that train on it.
     """
 
     def __init__(
@@ -37,11 +37,12 @@ class RolloutPipeline(Generic[Rolled]):
         await self.cancel()
 
     async def episodes_of(self, step: int) -> Rolled:
-        """What `step` has sampled. Cancelling this cancels its rollout."""
+        """Return the samples of `step`. Cancelling this cancels its rollout."""
         self._needed[step].set()
-        for coming in range(step, min(step + self._ahead + 1, self._steps)):
-            if coming not in self._tasks:
-                self._tasks[coming] = asyncio.create_task(self._after(self._tasks.get(coming - 1), coming))
+        for next_step in range(step, min(step + self._ahead + 1, self._steps)):
+            if next_step not in self._tasks:
+                previous = self._tasks.get(next_step - 1)
+                self._tasks[next_step] = asyncio.create_task(self._after(previous, next_step))
         try:
             return await self._tasks[step]
         finally:

@@ -1,4 +1,4 @@
-"""Rollout workers as a pool: who runs which episode, what a lost worker costs, and who takes its place."""
+"""The pool of rollout workers: it assigns episodes to workers, and replaces workers that are lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEARTBEAT_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
 """Between attempts to start a worker, in seconds."""
 _SLACK_SECONDS = 1.0
-"""An episode that is this much over its time-out was not stopped by its own event loop."""
+"""An episode that exceeds its time-out by this much was not stopped by its own event loop."""
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     stop: float = 10.0
     """To end an episode that was cancelled."""
     deaths: int = 20
-    """Workers that may be lost one after another without any episode finishing; then the rollout stops."""
+    """The rollout stops after this many lost workers in a row without a finished episode."""
 
 
 class _Worker:
@@ -48,9 +48,10 @@ class _Worker:
         self.running: dict[str, Job] = {}
         """By the id of the request."""
         self.exclusive = False
-        """Whether it runs one episode alone, and nothing else until that has ended."""
+        """Whether it runs one episode alone and takes no other until that has ended."""
         self.overdue = 0
-        """Episodes that have ended and whose code runs on; with any, the worker takes no further episode."""
+        """Number of episodes that have ended while their code still runs. If there are any, the worker takes no further
+        episode."""
         self.gone: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
 
     @property
@@ -81,8 +82,8 @@ class WorkerPool:
         check: Callable[[Started], None],
         on_loss: Callable[[str], None],
     ) -> None:
-        """`check` raises where a worker is not as it should be; `on_loss` is told of every worker that is lost
-        or replaced: why, and what became of the episodes it ran ("task/rollout")."""
+        """`check` raises if a worker has not imported the same workflow. `on_loss` gets a message for every worker that
+        is lost or replaced: the reason, and the episodes ("task/rollout") that run again or failed."""
         self.counters: Counter[str] = Counter()
         self._setup = setup
         self._config = config
@@ -120,7 +121,7 @@ class WorkerPool:
         return job
 
     async def cancel(self, job: Job) -> EpisodeResult | None:
-        """Cancel a job; what it has recorded, if it had begun. A worker that does not stop it in time is replaced."""
+        """Cancel a job. Returns its records, if it had begun. A worker that does not stop it in time is replaced."""
         job.cancelled = True
         worker = next((w for w in self._workers if job.request.id in w.running), None)
         if worker is None:
@@ -156,7 +157,7 @@ class WorkerPool:
             self._give_up(WorkflowError(f"Rollout worker {number} cannot be kept up: {error!r}.", "Report this."))
 
     async def _run_workers(self, number: int, process: RayProcess | None) -> None:
-        """One worker after another under this number, until the pool gives up."""
+        """Keep one worker with this number running: start the next when it is lost, until the pool gives up."""
         failures = 0
         while self._failure is None:
             try:
@@ -178,7 +179,7 @@ class WorkerPool:
             self._settle(worker, loss)
 
     async def _start(self) -> RayProcess:
-        """A worker that is ready. Raises ProcessGone, TimeoutError, and what importing the application raises."""
+        """Start a worker. Raises ProcessGone, TimeoutError, and the errors of the application's import."""
         environment = self._config.runtime_env
         environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}}
         process = RayProcess(_WORKER, cpus=CPUS, runtime_env=environment)
@@ -219,35 +220,39 @@ class WorkerPool:
             await asyncio.wait({worker.gone}, timeout=min(_HEARTBEAT_SECONDS, self._limits.heartbeat / 4))
             if worker.gone.done():
                 return worker.gone.result()
-            asked = self._spawn(worker.process.call("heartbeat"))
-            asked.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.wait({asked, worker.gone}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
+            call = self._spawn(worker.process.call("heartbeat"))
+            # Retrieve its error even if nobody waits for it any more: asyncio would log it.
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait({call, worker.gone}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
             if worker.gone.done():
                 return worker.gone.result()
-            if not asked.done():
+            if not call.done():
                 return Loss(f"it did not answer for {self._limits.heartbeat:g} s")
-            if (error := asked.exception()) is not None:
+            if (error := call.exception()) is not None:
                 return Loss(error.cause if isinstance(error, CotuneError) else str(error))
-            heartbeat: Heartbeat = asked.result()
+            heartbeat: Heartbeat = call.result()
             if (stuck := self._stuck(worker, heartbeat)) is not None:
                 return stuck
             worker.overdue = max(worker.overdue, heartbeat.overdue)
             worker.replace_if_idle()
 
     def _stuck(self, worker: _Worker, heartbeat: Heartbeat) -> Loss | None:
-        """A loss where one piece of code holds the worker up past the time-out of its episode."""
+        """Return a loss if code blocks the event loop of a worker for longer than the time-out of its episode."""
         if not heartbeat.blocked:
             return None
         text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
-        if culprit := worker.running.get(heartbeat.culprit or ""):
+        limit: float | None
+        culprit = worker.running.get(heartbeat.culprit or "")
+        if culprit is not None:
             limit, seconds = culprit.request.options.timeout, time.monotonic() - culprit.started
             text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
-        else:
+        else:  # the blocking code is not known: the shortest time-out of all its episodes counts
             limits = [job.request.options.timeout for job in worker.running.values()]
             limit = min(filter(None, limits), default=None if worker.running else self._limits.heartbeat)
             seconds = heartbeat.blocked
-        late = limit is not None and seconds > limit + _SLACK_SECONDS
-        return Loss(text, culprit.request.id if culprit else None) if late else None
+        if limit is None or seconds <= limit + _SLACK_SECONDS:
+            return None
+        return Loss(text, None if culprit is None else culprit.request.id)
 
     def _dispatch(self) -> None:
         while free := [worker for worker in self._workers if worker.free]:
@@ -274,7 +279,7 @@ class WorkerPool:
         self.deliver(worker, job, result)
 
     def deliver(self, worker: _Worker, job: Job, result: EpisodeResult | EpisodeLost) -> None:
-        """Take the result of a worker; one from a worker that was given up, or a second one, is dropped."""
+        """Take the result of a worker. A second result, and the result of a worker that was given up, are dropped."""
         if worker.gone.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
             self.counters["results_dropped"] += 1
             return
@@ -288,7 +293,7 @@ class WorkerPool:
         self._dispatch()
 
     def _settle(self, worker: _Worker, loss: Loss) -> None:
-        """What becomes of the episodes of a worker that is gone."""
+        """Run the episodes of a lost worker again, or let them fail, and report the loss."""
         jobs = [job for job in worker.running.values() if not job.ended.done()]
         for job in jobs:
             if job.cancelled:
@@ -303,10 +308,12 @@ class WorkerPool:
         self.counters["workers_lost" if loss.fault else "workers_replaced"] += 1
         self.counters["episodes_run_again"] += len(rerun)
         self.counters["episodes_lost"] += len(failed)
-        said = [f"rollout worker {worker.number} (process {worker.process.pid}) was replaced: {loss.cause}"]
-        for became, some in (("run again", rerun), ("failed", failed)):
-            said += [f"{became}: {', '.join(job.name for job in some)}"] if some else []
-        self._on_loss("; ".join(said))
+        report = [f"rollout worker {worker.number} (process {worker.process.pid}) was replaced: {loss.cause}"]
+        if rerun:
+            report.append(f"run again: {', '.join(job.name for job in rerun)}")
+        if failed:
+            report.append(f"failed: {', '.join(job.name for job in failed)}")
+        self._on_loss("; ".join(report))
         if loss.fault:
             self._died(loss.cause)
         self._dispatch()
@@ -318,14 +325,14 @@ class WorkerPool:
                 WorkflowError(
                     f"{self._deaths} rollout workers were lost one after another, and no episode finished; the last: "
                     f"{cause}.",
-                    "Run the application on one of these tasks in a process of its own. Finished episodes are kept.",
+                    "Run the application alone on one of these tasks. Finished episodes are kept.",
                 )
             )
 
     def _give_up(self, error: CotuneError) -> None:
         self._failure = error
         for job in self._open:
-            if not job.ended.done():  # one that has just ended is told of a moment later
+            if not job.ended.done():  # a job that has just ended is removed from `_open` a moment later
                 job.ended.set_exception(error)
         self._queue.clear()
 

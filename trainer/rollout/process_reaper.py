@@ -1,8 +1,8 @@
-"""Ends the processes that an application has left when its rollout worker is gone.
+"""Ends processes of an application that still run when its rollout worker is gone.
 
 Ray ends the process group of a worker that dies. It does not reach processes with a session or group of their own, nor
-orphans when the driver, and so Ray, is killed. They are found by a variable in their environment. This file is also a
-program of its own, which outlives the worker: standard library only, no import of cotune.
+orphans when the driver, and so Ray, is killed. The reaper recognizes them by a variable in their environment. This file
+is also a separate program, which outlives the worker: standard library only, no import of cotune.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 
 MARK = "COTUNE_ROLLOUT_WORKER"
-"""Environment variable that a worker and all that it starts have; its value is the worker's own."""
+"""Environment variable of a worker and of all processes that it starts; each worker has its own value."""
 
 _POLL_SECONDS = 0.3
 _ROUNDS = 20
 
 
 def start_reaper() -> None:
-    """Start a process that kills what has this one's `MARK` once this process is gone, however it ends.
+    """Start a process that waits until this one has ended, in any way, and then kills all processes with its `MARK`.
 
-    It is no child of this process: Ray kills those.
+    It is not a child of this process, because Ray kills children.
     """
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
     null = subprocess.DEVNULL
@@ -33,7 +33,7 @@ def start_reaper() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not yet waited for does not."""
+    """Return whether a process of this machine runs. A process that has ended and was not yet waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -42,14 +42,14 @@ def is_alive(pid: int) -> bool:
 
 
 def _marked(mark: str) -> list[int]:
-    """Ids of the living processes that have the mark."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
+    """Return the ids of the living processes that have the mark."""
+    variable = f"{MARK}={mark}".encode()
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and is_alive(int(entry.name)):
-                found.append(int(entry.name))
-    return found
+        with contextlib.suppress(OSError):  # a process that has ended meanwhile, or of another user
+            if variable in (entry / "environ").read_bytes().split(b"\0") and is_alive(int(entry.name)):
+                pids.append(int(entry.name))
+    return pids
 
 
 def _main() -> None:
@@ -61,7 +61,7 @@ def _main() -> None:
         signal.signal(number, signal.SIG_IGN)
     while is_alive(worker):
         time.sleep(_POLL_SECONDS)
-    for _ in range(_ROUNDS):  # what it kills may be starting others
+    for _ in range(_ROUNDS):  # again and again, as a process may start others before it is killed
         for pid in _marked(mark):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

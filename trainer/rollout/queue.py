@@ -1,4 +1,4 @@
-"""Episodes on their way through rollout workers, and what becomes of those whose worker was lost."""
+"""The queue of episodes for rollout workers, and the decision which episodes of a lost worker run again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotune.records.failure_cause import FailureCause
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
 RETRIES = 1
-"""How often an episode that was alone in a lost worker is run again before it counts as failed."""
+"""Number of times that an episode that was alone in a lost worker is run again before it counts as failed."""
 
 
 class EpisodeLost(CotuneError):
@@ -25,8 +25,8 @@ class EpisodeLost(CotuneError):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a worker is gone. `culprit` is the id of the request that is to blame and not run again, where that is known;
-    `fault` is False for a worker that is only replaced."""
+    """The reason why a worker is gone. `culprit` is the id of the request that caused it, if that is known: it is not
+    run again. `fault` is False for a worker that is only replaced."""
 
     cause: str
     culprit: str | None = None
@@ -57,8 +57,8 @@ class Job:
 class JobQueue:
     """Jobs that wait for a worker.
 
-    An episode whose worker is lost runs again beside others; from its second loss on it runs alone. Only one that was
-    alone can be told to be at fault, so one that crashes fails no other.
+    An episode whose worker is lost runs again together with others; after its second loss it runs alone. Only an
+    episode that ran alone is certain to be the cause, so an episode that crashes never makes another one fail.
     """
 
     def __init__(self) -> None:

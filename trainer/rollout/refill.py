@@ -1,4 +1,4 @@
-"""The further episodes of a step whose groups have nothing to compare."""
+"""Refill: further episodes for a step in which the rewards of some groups do not differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Compare = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
 
 
 class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The episodes of a step, and what its refill has drawn."""
+    """The episodes of a step, and the tasks and episodes of its refill."""
 
     episodes: Sequence[Episode]
     refill: Refill | None = None
@@ -43,8 +43,8 @@ async def refill_step(
     compare: Compare,
     needed: asyncio.Event,
 ) -> RolledOut:
-    """The episodes of a step's own tasks with those of further tasks, drawn until enough groups have different rewards
-    or the budget is spent.
+    """Add further tasks to a step until enough groups have different rewards or the budget is spent. Returns the
+    episodes of the step's first tasks (`own`) and of the added ones.
 
     In mode async, late tasks are waited for until the step is `needed`. Their episodes are counted as late.
     """

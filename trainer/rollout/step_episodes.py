@@ -1,4 +1,4 @@
-"""The episodes of one step: which are to be run, which an interrupted run has finished, and what went wrong in them."""
+"""The episodes of one step: the ones to run, the ones that an interrupted run has finished, and their faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepEpisodes:
             progress.say(f"{incomplete} episodes of step {step + 1} lack records or rewards: they are run again")
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """These have ended."""
+        """Add episodes that have ended."""
         for episode in episodes:
             self._recorded[episode.task.id, episode.rollout] = episode
 
@@ -51,12 +51,12 @@ class StepEpisodes:
         )
 
     def branches(self, task_ids: Collection[str]) -> list[Episode]:
-        """The branches of these tasks that are on record, of a replay plan."""
+        """Return the recorded branches of these tasks (replay plan)."""
         return [episode for episode in self._recorded.values() if episode.fork and episode.task.id in task_ids]
 
 
 def report_faults(run: RolloutRun, step: int, progress: Progress) -> None:
-    """Say what went wrong in the episodes of a step. Raises RunError if records of them were lost."""
+    """Report faults in the episodes of a step. Raises RunError if records of them were lost."""
     progress.scorer_errors(run.runner.scorer_errors)
     for role in run.runner.unlisted:
         progress.say_once(unlisted_said(role, run.config.other_roles))

@@ -1,4 +1,4 @@
-"""What crosses between the driver and its rollout workers."""
+"""The messages between the driver and its rollout workers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from cotune.trainer.run.episode_runner import ResponderConfig
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker starts with."""
+    """The application and the models with which a worker starts."""
 
     app: AppSource
     sampler: Any = None
-    """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
+    """A Sampler that can be sent to other processes, such as RaySampler; None leaves all calls to the application's
+    provider."""
     bases: dict[str, list[str]] = {}
-    """Folders or ids whose chat templates the workers use, the run's own first, and the policies of each."""
+    """Base models (folders or ids), the run's own first, each with its policies. Workers use their chat templates."""
     tool_formats: dict[str, str] = {}
-    """How each of them writes tool calls."""
+    """The tool format of each base model."""
     run_folder: str | None = None
-    """Folder of the run, where it has one."""
+    """Folder of the run, if it has one."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that is ready, and what it found the workflow to be."""
+    """A worker that is ready, and the workflow that it has imported."""
 
     workflow: str
     scorers: tuple[str, ...]
@@ -46,7 +47,7 @@ class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an episode recorded, its end last; no end where it was cancelled before it began."""
+    """All records of an episode, with its end last. An episode that was cancelled before it began has no end."""
 
     records: bytes
     lost: int
@@ -56,13 +57,13 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker is."""
+    """The state of a worker."""
 
     blocked: float = 0.0
-    """Seconds for which its event loop has not come round; 0 where that is normal."""
+    """Seconds for which its event loop has been blocked; 0 if it is not."""
     culprit: str | None = None
-    """Id of the request whose code blocks it, where that can be told."""
+    """Id of the request whose code blocks it, if it can be determined."""
     where: str = ""
     """File, line and function of that code."""
     overdue: int = 0
-    """Episodes that have ended while their plain function runs on in a thread."""
+    """Number of episodes that have ended while their plain function still runs in a thread."""

@@ -1,4 +1,4 @@
-"""What runs in a rollout worker's process: the application's episodes on an event loop of their own."""
+"""The program of a rollout worker's process: it runs the application's episodes on a separate event loop."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ log = logging.getLogger("cotune")
 
 _TICK_SECONDS = 0.2
 _BLOCKED_SECONDS = 1.0
-"""From here on a loop that does not come round counts as blocked."""
+"""A loop that does not answer for this long counts as blocked."""
 
 
 class RolloutWorker:
-    """Runs episodes; hosted by a `RayProcess`, whose own event loop the application never blocks.
+    """Runs episodes. It is hosted by a `RayProcess`, whose event loop the application never blocks.
 
-    Nothing is imported of the application, and no thread started, before `start`.
+    Before `start`, nothing of the application is imported and no thread is started.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RolloutWorker:
         self._episodes: dict[str, asyncio.Future[Outcome]] = {}
         """By the id of the request; used on the episodes' loop."""
         self._inside: set[LiveEpisode] = set()
-        """Episodes whose workflow is a plain function, while it runs: at a time-out it goes on in its thread."""
+        """Episodes whose workflow is a plain function that runs. After a time-out it still runs in its thread."""
         self._ticked = time.monotonic()
         self._workflow: Workflow
         self._sampler: Sampler
@@ -59,15 +59,15 @@ class RolloutWorker:
         return await asyncio.to_thread(self._start, setup)
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
-        """Run one episode to its end; one that fails or is cancelled has records too."""
+        """Run one episode to its end. An episode that fails or is cancelled has records too."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._episode(request), self._loop))
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel an episode, if it runs here; `run` returns what it has recorded."""
+        """Cancel an episode, if this worker runs it; `run` returns its records."""
         asyncio.run_coroutine_threadsafe(self._cancel(request_id), self._loop)
 
     async def heartbeat(self) -> Heartbeat:
-        """How this process is. Answered whatever the application does, short of holding the interpreter lock."""
+        """Return the state of this process. Only code that holds the interpreter lock can delay the answer."""
         blocked = time.monotonic() - self._ticked - _TICK_SECONDS
         overdue = sum(live.ended for live in list(self._inside))
         if blocked < _BLOCKED_SECONDS:
@@ -80,9 +80,9 @@ class RolloutWorker:
     def _start(self, setup: Setup) -> Started:
         start_reaper()
         workflow = setup.app.load()
-        for activate in hooks.activators:  # here, where what it imports is on no episode's time
+        for activate in hooks.activators:  # now, so that their imports do not count as time of an episode
             activate()
-        self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
+        self._workflow = dataclasses.replace(workflow, fn=self._tracked(workflow.fn))
         if setup.sampler is not None:
             from cotune.integrations.models.chat.formats import load_formats, without_torch
 
@@ -102,8 +102,9 @@ class RolloutWorker:
         while not ticking.done():
             try:
                 self._loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:  # of a task of the application's, whose awaiter has it too
-                log.warning("The application raised %r; its worker goes on.", error)
+            except (SystemExit, KeyboardInterrupt) as error:
+                # A task of the application raised it. Whoever awaits that task gets the error too.
+                log.warning("The application raised %r; its worker continues.", error)
 
     async def _tick(self) -> None:
         while True:
@@ -116,21 +117,15 @@ class RolloutWorker:
 
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
         current_run.set(RunContext(folder=self._run_folder, request=request.id))
-        sink, responder = _Records(), None
-        if request.responder is not None:  # of this episode alone, and so is what it counts
-            responder = request.responder.responder(self._sampler, self._chats, self._workflow)
+        sink, policy_responder = _Records(), None
+        if request.responder is not None:  # a responder for this episode alone, so that its counts are too
+            policy_responder = request.responder.responder(self._sampler, self._chats, self._workflow)
         workflow: Workflow = self._workflow
-        answering: Responder | None = responder
+        responder: Responder | None = policy_responder
         if request.replay is not None:
-            workflow, answering = repeating(workflow, request.replay, responder)
+            workflow, responder = repeating(workflow, request.replay, policy_responder)
         episode = self._episodes[request.id] = asyncio.ensure_future(
-            run_episode(
-                workflow,
-                request.task,
-                sink=sink,
-                responder=answering,
-                options=request.options,
-            )
+            run_episode(workflow, request.task, sink=sink, responder=responder, options=request.options)
         )
         await asyncio.wait({episode})
         del self._episodes[request.id]
@@ -140,12 +135,13 @@ class RolloutWorker:
         return EpisodeResult(
             records=records,
             lost=lost,
-            scorer_errors=dict(responder.scorer_errors) if responder else {},
-            unlisted=dict(responder.unlisted) if responder else {},
+            scorer_errors=dict(policy_responder.scorer_errors) if policy_responder else {},
+            unlisted=dict(policy_responder.unlisted) if policy_responder else {},
         )
 
-    def _noted(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`fn`; a plain function's episode is in `_inside` while it runs."""
+    def _tracked(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap a plain function so that its episode is in `_inside` while it runs. Coroutine functions stay as they
+        are."""
         if inspect.iscoroutinefunction(fn):
             return fn
 

@@ -34,10 +34,10 @@ log = logging.getLogger("cotune")
 
 
 class RolloutWorkers:
-    """An `EpisodeRunner` in processes of the cluster; made by `open`, and used on the event loop that opened them.
+    """An `EpisodeRunner` in processes of the cluster. `open` creates it; use it on the event loop that opened it.
 
-    Each has its own copy of the application and its own recorder. What an episode recorded comes back when it has
-    ended, and is stored here, once.
+    Each process has its own copy of the application and its own recorder. The records of an episode come back when it
+    has ended, and are stored by this process, once.
     """
 
     def __init__(self, workflow: Workflow, pool: WorkerPool) -> None:
@@ -59,9 +59,10 @@ class RolloutWorkers:
     ) -> RolloutWorkers:
         """Start `cluster.rollout_workers` processes and import the workflow in each; Ray must be up (`open_ray`).
 
-        `path` is where they find `workflow`. `sampler` must cross processes, as RaySampler does; None leaves all calls
-        to the application's provider. The workers get this process's folder, import paths and the environment variables
-        in `PASSED_ON`, and those of `cluster.env`. Raises ConfigError, WorkflowError.
+        `path` is the import path of `workflow`. `sampler` must be one that can be sent to other processes, such as
+        RaySampler; None leaves all calls to the application's provider. The workers get this process's folder, import
+        paths and environment variables in `PASSED_ON`, and the variables of `cluster.env`. Raises ConfigError,
+        WorkflowError.
         """
         if MARK in os.environ:
             raise ConfigError(
@@ -93,10 +94,10 @@ class RolloutWorkers:
         return self._pool.counters
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
-        """Run a batch: see `EpisodeRunner`; with the same episodes as in this process for the same seed.
+        """Run a batch: see `EpisodeRunner`. The same seed gives the same episodes as in this process.
 
-        An episode whose worker is lost is run again (see `JobQueue`), and in the end recorded as failed. Raises
-        WorkflowError when workers are lost again and again without any episode finishing.
+        An episode whose worker is lost is run again (see `JobQueue`), and finally recorded as failed. Raises
+        WorkflowError if workers are lost again and again without a finished episode.
         """
 
         async def run_one(task: Task, number: int) -> Episode:
@@ -112,7 +113,7 @@ class RolloutWorkers:
         return await run_batch(run_one, batch)
 
     async def aclose(self) -> None:
-        """End the workers and everything that their episodes have left running. Safe to call twice."""
+        """End the workers and all processes that their episodes have started. Safe to call twice."""
         await self._pool.aclose()
 
     async def _episode(self, request: EpisodeRequest, sink: Sink) -> Episode:
@@ -129,7 +130,7 @@ class RolloutWorkers:
         return episode or self._failed(request, sink, "It came back from its worker without an end.", "infrastructure")
 
     def _store(self, result: EpisodeResult, sink: Sink) -> Episode | None:
-        """Store what came back, and count what came with it."""
+        """Store the records of a result, and add its counts. Returns the episode, if the records contain its end."""
         self._pool.counters["records_lost"] += result.lost
         self.scorer_errors.update(result.scorer_errors)
         self.unlisted.update(result.unlisted)
@@ -148,25 +149,25 @@ class RolloutWorkers:
         return last if isinstance(last, Episode) else None
 
     def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: FailureCause) -> Episode:
-        """The record of an episode that no worker brought to its end."""
+        """Record an episode as failed that no worker has run to its end."""
         live = live_episode(self._workflow, request.task, sink, request.options)
         return live.end("error", error=cause, blame=blame)
 
 
 def _place(model: str) -> str:
-    """A model as a worker finds it, whose working directory is another."""
+    """Return a model folder with its absolute path: a worker may have another working directory."""
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def _check_same(workflow: Workflow, path: str, started: Started) -> None:
-    """Raise ConfigError unless a worker found the workflow as it is here."""
-    here = (workflow.name, sorted(workflow.scorers), len(workflow.redactors))
-    there = (started.workflow, list(started.scorers), started.redactors)
-    if here != there:
-        what = "with name, scorers and redactors {!r}, {}, {}".format(*here)
+    """Raise ConfigError unless a worker has imported the same workflow as this process."""
+    expected = (workflow.name, sorted(workflow.scorers), len(workflow.redactors))
+    imported = (started.workflow, list(started.scorers), started.redactors)
+    if expected != imported:
         raise ConfigError(
             "workflow",
             path,
-            f"is not what a worker imports: here it is {what}; there {there!r}",
+            "is another one in a rollout worker. Name, scorers and redactors are "
+            "{!r}, {}, {} in this process, and {!r}, {}, {} in the worker".format(*expected, *imported),
             "Add scorers and redactors in the module that defines the workflow, when it is imported.",
         )
