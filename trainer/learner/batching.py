@@ -145,6 +145,7 @@ class PassPlan:
             order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
         self._indices = [indices[place] for place in order]
         self._lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
+        self._cuts_by_budget: dict[int, list[int]] = {}
 
     def passes(self, budget: int) -> list[list[int]]:
         """The rows of each pass of at most `budget` tokens. A row over the budget goes alone."""
@@ -158,7 +159,12 @@ class PassPlan:
         return sum(int((end - start) * self._lengths[end - 1]) for start, end in pairwise(cuts))
 
     def _cuts(self, budget: int) -> list[int]:
-        """Where each pass begins, and the number of rows."""
+        """Where each pass begins, and the number of rows. Each budget is asked for several times."""
+        if budget not in self._cuts_by_budget:
+            self._cuts_by_budget[budget] = self._find_cuts(budget)
+        return self._cuts_by_budget[budget]
+
+    def _find_cuts(self, budget: int) -> list[int]:
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
         cuts = [0]
