@@ -13,23 +13,23 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     episode: str | None = None
     """The episode to run again; cotune show RUN lists them."""
     all: bool = False
-    """Every recorded episode; the exit status is 1 where one diverges or newly fails."""
+    """Every recorded episode. The exit status is 1 if one diverges or newly fails."""
     call: int | None = None
-    """The call from which on it is new, by its number in cotune show --episode; calls before it are answered from the
-    record. Without it all are, or with --model none."""
+    """The first call that is new, by its number in cotune show --episode. Calls before it are answered from the record.
+    Without this option all calls are answered from the record, or with --model none."""
     k: int = 1
-    """Run it so often, each time with other random numbers."""
+    """Number of times to run it, each time with other random numbers."""
     answer: str | None = None
     """The answer at the call: a text, or an assistant message as JSON."""
     workflow: str | None = None
-    """MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow; without it the run's own."""
+    """MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow. Default: the workflow of the run."""
     model: str | None = None
-    """What answers new calls: a run, an export, or a model (untrained, for all roles); without it the newest checkpoint
-    of RUN, or where there is none the application's own provider, which is called and paid as usual."""
+    """The run, export or untrained model (for all roles) that answers new calls. Default: the newest checkpoint of RUN.
+    If it has none, the application's own provider is called and paid as usual."""
     temperature: float | None = None
-    """Temperature of new calls; without it the application's own."""
+    """Temperature of new calls. Default: as the application asks."""
     max_tokens: int = 256
-    """Most new tokens of an answer where the application names no limit."""
+    """Most new tokens of an answer if the application sets no limit."""
     limit: int | None = None
     """With --all, only the first N episodes."""
     concurrency: int = 8
@@ -40,8 +40,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Also write the records to this new folder."""
     roles_by: str | None = None
     prompts: str | None = None
-    """File of edited prompts, or a folder that has one, with which new calls go out; without it those of the run. What
-    is answered from the record is found by what the application asks."""
+    """File of edited prompts for new calls, or a folder that has one. Default: the edited prompts of the run. Recorded
+    answers are found by the application's own prompts."""
 
     def __post_init__(self) -> None:
         if self.episode is None and not self.all:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,8 +37,8 @@ from cotune.trainer.replay.options import ReplayOptions
 from cotune.trainer.replay.vocabulary import RecordedIds, without_foreign_ids
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """An episode with its calls in step order and its rewards."""
+class EpisodeWithCalls(msgspec.Struct, frozen=True):
+    """An episode with its calls, in the order of their steps, and its rewards."""
 
     episode: Episode
     calls: Sequence[CallRecord]
@@ -45,75 +46,92 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Repetition(msgspec.Struct, frozen=True):
-    """A recorded episode, the step of the call at which it was forked (None: nowhere), and its repetitions."""
+    """A recorded episode, the step from which on its repetitions are new (None: they repeat all), and these."""
 
-    old: Seen
+    old: EpisodeWithCalls
     fork: int | None
-    new: Sequence[Seen]
+    new: Sequence[EpisodeWithCalls]
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """The result of `replay`; `who` answered the calls that are not in the record ("" for nobody)."""
+    """The result of `replay`. `who` answered the calls that were not answered from the record; empty without any."""
 
     who: str
     repetitions: Sequence[Repetition]
     planned: int = 0
-    """Episodes that were to be run; fewer were where it was interrupted."""
+    """Number of episodes to run; fewer were run if it was interrupted."""
 
     @property
     def interrupted(self) -> bool:
-        return sum(len(one.new) for one in self.repetitions) < self.planned
+        return sum(len(repetition.new) for repetition in self.repetitions) < self.planned
 
     @property
     def diverged(self) -> int:
-        return sum(seen.episode.blame == "divergence" for one in self.repetitions for seen in one.new)
+        """Number of new episodes that diverged from the record."""
+        count = 0
+        for repetition in self.repetitions:
+            count += sum(new.episode.blame == "divergence" for new in repetition.new)
+        return count
 
     @property
     def failed(self) -> int:
-        """Episodes that failed now, other than by a divergence, and had not failed before."""
-        return sum(
-            seen.episode.status != "ok" and seen.episode.blame != "divergence" and one.old.episode.status == "ok"
-            for one in self.repetitions
-            for seen in one.new
-        )
+        """Number of new episodes that failed without a divergence, although the recorded one did not fail."""
+        count = 0
+        for repetition in self.repetitions:
+            if repetition.old.episode.status != "ok":
+                continue
+            for new in repetition.new:
+                count += new.episode.status != "ok" and new.episode.blame != "divergence"
+        return count
+
+
+class _Plan(NamedTuple):
+    """A recorded episode, and how it is repeated; None to run it without its record."""
+
+    old: EpisodeWithCalls
+    replay: Replay | None
 
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Episode], None]]]
-"""Gets the number of episodes to run, and gives a function to call with each that has ended."""
+"""Takes the number of episodes to run. Its context yields the function to call with each episode that has ended."""
 
 
 def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) -> ReplayReport:
-    """Run one recorded episode again, or all, and report on them; after Ctrl-C, on those that had ended.
+    """Run one recorded episode again, or all, and report on them; after Ctrl-C, on the ones that have ended.
 
-    Calls before `options.call` are answered from the record; at it and after it answers `options.model`, or else the
-    run's newest policies, or else the application's own provider. Without `call` all is answered from the record, or,
-    where a model is named, nothing is. Raises ConfigError, RecordError, RunError before anything is run.
+    Calls before `options.call` are answered from the record. This call and later ones are answered by `options.model`,
+    else by the run's newest policies, else by the application's own provider. Without `call`, all calls are answered
+    from the record, or by the model if one is named. Raises ConfigError, RecordError, RunError before anything runs.
     """
     workflow = _workflow(Path(run), options)
     if options.out is not None and RunLayout(options.out).records.exists():
         raise ConfigError("out", options.out, "already holds records", "Name a new folder.")
     with open_store(run, read_only=True) as store:
-        plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
-        with watch(len(plan) * options.k) if watch else nullcontext() as on_episode:
-            return run_sync(_replay(Path(run), workflow, plan, options, on_episode))
+        plans = [_plan(store, episode, options) for episode in _episodes(store, options)]
+        with watch(len(plans) * options.k) if watch else nullcontext() as on_episode:
+            return run_sync(_replay(Path(run), workflow, plans, options, on_episode))
 
 
 async def _replay(
     run: Path,
     workflow: Workflow,
-    plan: Sequence[tuple[Seen, Replay | None]],
+    plans: Sequence[_Plan],
     options: ReplayOptions,
     on_episode: Callable[[Episode], None] | None,
 ) -> ReplayReport:
-    new = options.model is not None or options.call is not None
+    has_new_calls = options.model is not None or options.call is not None
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
         who, policies = "", None
-        if new:
+        if has_new_calls:
             trained = _policies(run, options)
-            who = f"the policies of {trained}" if trained else f"{options.model}, untrained"
-            who = who if trained or options.model else "the application's own provider"
+            if trained:
+                who = f"the policies of {trained}"
+            elif options.model:
+                who = f"{options.model}, untrained"
+            else:
+                who = "the application's own provider"
             answers = answering(
                 workflow,
                 policies=trained,
@@ -125,14 +143,16 @@ async def _replay(
             )
             policies = await stack.enter_async_context(answers)
         if policies is not None and options.model is not None and options.call is not None:
-            plan, anew = await asyncio.to_thread(_readable, plan, RecordedIds(run, policies.chat_of))
-            who += f" (recorded prompts of {plural(anew, 'episode')} are rendered in its own template)" if anew else ""
+            # Another model may not be able to read the recorded token ids of the calls before.
+            plans, rendered = await asyncio.to_thread(_readable, plans, RecordedIds(run, policies.chat_of))
+            if rendered:
+                who += f" (recorded prompts of {plural(rendered, 'episode')} are rendered in its own template)"
 
-        ended: dict[tuple[int, int], Seen] = {}
+        ended: dict[tuple[int, int], EpisodeWithCalls] = {}
 
-        async def again(place: int, number: int) -> None:
-            old, replay = plan[place]
-            sink, flow = _Kept(store), workflow
+        async def run_again(index: int, number: int) -> None:
+            old, replay = plans[index]
+            sink, flow = _RecordList(store), workflow
             responder: Responder | None = policies
             if replay is not None:
                 flow, responder = repeating(workflow, replay, responder)
@@ -146,7 +166,7 @@ async def _replay(
                         phase="replay",
                         rollout=number,
                         timeout=options.timeout,
-                        offline=not new,
+                        offline=not has_new_calls,
                         record_tools=replay is not None and bool(replay.script.results),
                         freeze=replay is not None and bool(replay.script.reads),
                     ),
@@ -154,48 +174,53 @@ async def _replay(
             if on_episode is not None:
                 on_episode(outcome.episode)
             calls = [record for record in sink.records if isinstance(record, CallRecord)]
-            seen = Seen(outcome.episode, sorted(calls, key=lambda call: call.step), outcome.rewards)
-            ended[place, number] = seen
+            calls.sort(key=lambda call: call.step)
+            ended[index, number] = EpisodeWithCalls(outcome.episode, calls, outcome.rewards)
 
-        places = [(place, number) for place in range(len(plan)) for number in range(options.k)]
+        runs = list(itertools.product(range(len(plans)), range(options.k)))
         try:
-            await asyncio.gather(*(again(*place) for place in places))
+            await asyncio.gather(*(run_again(index, number) for index, number in runs))
         except asyncio.CancelledError:  # Ctrl-C: report on the episodes that ended
             if not ended or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
-    # Grouped by recorded episode again, as episodes ended in any order.
-    together = [[ended[place, n] for n in range(options.k) if (place, n) in ended] for place in range(len(plan))]
-    return ReplayReport(
-        who,
-        [Repetition(old, _step(old, one), new) for (old, one), new in zip(plan, together, strict=True) if new],
-        len(places),
-    )
+
+    # Episodes have ended in any order: group them by recorded episode again.
+    repetitions: list[Repetition] = []
+    for index, (old, replay) in enumerate(plans):
+        new = [ended[index, number] for number in range(options.k) if (index, number) in ended]
+        if new:
+            repetitions.append(Repetition(old, _first_new_step(old, replay), new))
+    return ReplayReport(who, repetitions, len(runs))
 
 
-def _readable(
-    plan: Sequence[tuple[Seen, Replay | None]], ids: RecordedIds
-) -> tuple[list[tuple[Seen, Replay | None]], int]:
-    """The plan without token ids that another model cannot read, and the number of episodes with such."""
-    readable = [(old, replay and without_foreign_ids(replay, ids)) for old, replay in plan]
-    return [(old, found and found[0]) for old, found in readable], sum(1 for _, found in readable if found and found[1])
+def _readable(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
+    """Return the plans without the token ids that another model cannot read, and the number of changed plans."""
+    readable: list[_Plan] = []
+    changed_plans = 0
+    for old, replay in plans:
+        if replay is not None:
+            replay, changed = without_foreign_ids(replay, ids)
+            changed_plans += changed
+        readable.append(_Plan(old, replay))
+    return readable, changed_plans
 
 
 def _policies(run: Path, options: ReplayOptions) -> str | Path | None:
-    """The run or export whose policies answer new calls; None where the application's provider or a model does."""
+    """Return the run or export whose policies answer new calls; None if the application's provider or a model does."""
     if options.model is None:
         return None if newest_checkpoint(RunLayout(run).checkpoints) is None else run
     return options.model if is_export(Path(options.model)) or is_run(options.model) else None
 
 
 _PUT_BACK = (
-    "Put the old one back, or name where it is to cotune export RUN --out adapters/ --model, and replay with "
-    "--model adapters/."
+    "Put the old one back, or export the run with its present location (cotune export RUN --out adapters/ --model "
+    "FOLDER), and replay with --model adapters/."
 )
 
 
-class _Kept:
-    """A sink that keeps the records of an episode, and passes them on to `store`."""
+class _RecordList:
+    """A sink that collects the records of an episode, and passes them on to `store`."""
 
     def __init__(self, store: Store | None) -> None:
         self.records: list[Record] = []
@@ -216,8 +241,8 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
     if described:
-        named = [name for name in ("workflow", "roles_by") if getattr(options, name)]
-        open_run_code(run, named, only=("workflow", "roles_by", "redact"), described=described)
+        from_options = [name for name in ("workflow", "roles_by") if getattr(options, name)]
+        open_run_code(run, from_options, only=("workflow", "roles_by", "redact"), described=described)
     config = placed_config(described, run.absolute()) if described else {}
     redact = redactor_of(run.absolute()) or config.get("redact", "")
     flow = load_workflow(spec).redacted(redact).named_by(options.roles_by or config.get("roles_by"))
@@ -225,62 +250,68 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
 
 
 def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
-    """The episodes to run again: with `all`, those of the application itself that came to an outcome."""
+    """Return the episodes to run again. With `all`, these are the finished episodes of the application itself, without
+    forks, dry runs and judges."""
     if options.episode is not None:
         return [store.episode(store.figures().episode_named(options.episode))]
-    own = [e for e in store.episodes() if e.fork is None and e.phase not in ("check", JUDGING)]
-    found = [episode for episode in own if episode.is_outcome and episode.calls]
-    if not found:
-        raise RecordError("The records have no episode that came to an end.", "See them with: cotune show.")
-    return found[: options.limit]
+    episodes: list[Episode] = []
+    for episode in store.episodes():
+        is_of_application = episode.fork is None and episode.phase not in ("check", JUDGING)
+        if is_of_application and episode.is_outcome and episode.calls:
+            episodes.append(episode)
+    if not episodes:
+        raise RecordError("The records have no finished episode.", "See them with: cotune show.")
+    return episodes[: options.limit]
 
 
-def _planned(store: Store, episode: Episode, options: ReplayOptions) -> tuple[Seen, Replay | None]:
+def _plan(store: Store, episode: Episode, options: ReplayOptions) -> _Plan:
+    """Read an episode with its record, and plan its repetition. Raises RecordError, ConfigError."""
     calls = store.calls(episode.id)
-    old = Seen(episode, calls, store.rewards([episode.id])[episode.id])
+    old = EpisodeWithCalls(episode, calls, store.rewards([episode.id])[episode.id])
     if options.model is not None and options.call is None:
-        return old, None
+        return _Plan(old, None)
     if any(call.redacted for call in calls):
         raise RecordError(
-            f"Episode {episode.id} cannot be repeated: a redactor changed what was stored of it.",
+            f"Episode {episode.id} cannot be repeated: a redactor changed its stored calls.",
             "Choose another episode, or record without redactors.",
         )
     script = read_script(store, episode.id)
     if options.call is None:
-        return old, Replay(script=script)
-    at = options.call if options.episode or options.call < len(calls) else len(calls) - 1
-    fork = next((call for call in calls if call.step == at), None)
+        return _Plan(old, Replay(script=script))
+    step = options.call
+    if not options.episode:  # with --all, shorter episodes are forked at their last call
+        step = min(step, len(calls) - 1)
+    fork = next((call for call in calls if call.step == step), None)
     if fork is None:
-        raise ConfigError(
-            "call", at, f"is not a call of this episode, which has 0 to {len(calls) - 1}", "See cotune show --episode."
-        )
+        fault = f"is not a call of this episode, which has 0 to {len(calls) - 1}"
+        raise ConfigError("call", step, fault, "See cotune show --episode.")
     if not repeatable(calls, fork):
-        bad = next(call for call in calls if call.status != "ok" and call.id != fork.id)
+        unanswered = next(call for call in calls if call.status != "ok" and call.id != fork.id)
         raise ConfigError(
             "call",
-            at,
-            f"comes after call {bad.step} of role {bad.role!r}, which has no answer to repeat",
-            f"Choose {bad.step} or an earlier call.",
+            step,
+            f"comes after call {unanswered.step} of role {unanswered.role!r}, which has no answer to repeat",
+            f"Choose {unanswered.step} or an earlier call.",
         )
-    return old, Replay(script=script, fork=fork.id, answer=_given(options.answer))
+    return _Plan(old, Replay(script=script, fork=fork.id, answer=_parse_answer(options.answer)))
 
 
-def _step(old: Seen, replay: Replay | None) -> int | None:
-    """The step from which on an episode is new."""
+def _first_new_step(old: EpisodeWithCalls, replay: Replay | None) -> int | None:
+    """Return the step from which on a repetition is new; None if it repeats all calls."""
     if replay is None:
         return 0
     return next((call.step for call in old.calls if call.id == replay.fork), None)
 
 
-def _given(text: str | None) -> Answer | None:
-    """The answer that the user gives."""
+def _parse_answer(text: str | None) -> Answer | None:
+    """Return the answer of the user as a recorded one; JSON is an assistant message."""
     if text is None:
         return None
     message: dict[str, Any] = {"role": "assistant", "content": text}
     with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict) and found.keys() & {"content", "tool_calls"}:
-            message = {"role": "assistant", "content": None, **found}
+        parsed = json.loads(text)
+        if isinstance(parsed, dict) and parsed.keys() & {"content", "tool_calls"}:
+            message = {"role": "assistant", "content": None, **parsed}
     finish = "tool_calls" if message.get("tool_calls") else "stop"
-    said = Candidate(index=0, text=str(message.get("content") or ""), message=message, finish_reason=finish)
-    return Answer(candidates=(said,))
+    candidate = Candidate(index=0, text=str(message.get("content") or ""), message=message, finish_reason=finish)
+    return Answer(candidates=(candidate,))

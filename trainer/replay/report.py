@@ -10,59 +10,76 @@ from rich.text import Text
 
 from cotune.records.structs import CallRecord
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, grid, plural, scores
-from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
+from cotune.trainer.replay.replay import EpisodeWithCalls, Repetition, ReplayReport
 
-_CAUSES = 5
-_PLACE = re.compile(r"character \d+: recorded .*", re.DOTALL)
-_LISTED = 20
+_CAUSES_SHOWN = 5
+_CHANGED_SHOWN = 20
+_POSITION = re.compile(r"character \d+: recorded .*", re.DOTALL)
+"""The part of a divergence's text that differs between episodes with the same cause."""
 
 
 def render(report: ReplayReport) -> Group:
-    """The report as tables."""
-    found = report.repetitions
-    parts = [*(_one(found[0], report.who) if len(found) == 1 and not report.interrupted else _all(report))]
+    """Render the report as tables."""
+    parts: list[RenderableType]
+    if len(report.repetitions) == 1 and not report.interrupted:
+        parts = list(_one_episode(report.repetitions[0], report.who))
+    else:
+        parts = list(_many_episodes(report))
     if report.interrupted:
-        done = sum(len(one.new) for one in found)
+        done = sum(len(repetition.new) for repetition in report.repetitions)
         parts.append(Text(f"\ninterrupted: {done} of {plural(report.planned, 'episode')} were run again", style=BAD))
     return Group(*parts)
 
 
-def _one(found: Repetition, who: str) -> Iterable[RenderableType]:
-    old, fork = found.old, found.fork
+def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
+    """Show the calls of a recorded episode next to the calls of its repetitions, then how all of them ended."""
+    old, fork = repetition.old, repetition.fork
     repeated = len(old.calls) if fork is None else fork
     sources = f"{plural(repeated, 'call')} from the record" + (f", then {who}" if who and fork is not None else "")
     yield Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {sources}\n")
-    names = ["new"] if len(found.new) == 1 else [f"new {number + 1}" for number in range(len(found.new))]
-    table = grid("call", "role", "turn>", "old", *names)
-    sides = [{(call.role, call.turn): call for call in seen.calls} for seen in (old, *found.new)]
-    places = dict.fromkeys(place for side in sides for place in side)
-    for role, turn in sorted(places, key=lambda place: min(s[place].step for s in sides if place in s)):
-        calls = [side.get((role, turn)) for side in sides]
-        step = next(call.step for call in calls if call is not None)
-        if any(call is not None and call.replayed is None for call in calls[1:]) or None in calls:
-            table.add_row(*cells((step, role, turn)), *(_said(call) for call in calls))
+
+    # A column for each episode. Calls of the same role and turn share a row, in the order of their first step.
+    columns = {"old": old}
+    for number, new in enumerate(repetition.new, start=1):
+        columns["new" if len(repetition.new) == 1 else f"new {number}"] = new
+    calls_of_column: list[dict[tuple[str, int], CallRecord]] = []
+    first_step: dict[tuple[str, int], int] = {}
+    for episode in columns.values():
+        calls_of_column.append({(call.role, call.turn): call for call in episode.calls})
+        for key, call in calls_of_column[-1].items():
+            first_step[key] = min(call.step, first_step.get(key, call.step))
+    table = grid("call", "role", "turn>", *columns)
+    for role, turn in sorted(first_step, key=first_step.__getitem__):
+        row = [calls.get((role, turn)) for calls in calls_of_column]
+        step = next(call.step for call in row if call is not None)
+        if any(call is not None and call.replayed is None for call in row[1:]) or None in row:
+            table.add_row(*cells((step, role, turn)), *(_answer_cell(call) for call in row))
     if table.row_count:
         yield table
+
     ends = grid("", "outcome", "calls>", "seconds>", "status")
-    for name, seen in zip(("old", *names), (old, *found.new), strict=True):
-        counts = cells((len(seen.calls), f"{seen.episode.latency:.2f}"))
-        ends.add_row(name, scores(seen.rewards), *counts, _status(seen))
+    for name, episode in columns.items():
+        counts = cells((len(episode.calls), f"{episode.episode.latency:.2f}"))
+        ends.add_row(name, scores(episode.rewards), *counts, _status_cell(episode))
     yield ends
-    for seen in found.new:
-        if seen.episode.error:
-            yield Text(f"\n{seen.episode.error}", style=BAD)
+    for new in repetition.new:
+        if new.episode.error:
+            yield Text(f"\n{new.episode.error}", style=BAD)
 
 
-def _all(report: ReplayReport) -> Iterable[RenderableType]:
-    pairs = [(one.old, now) for one in report.repetitions for now in one.new]
-    changed = [
-        (old, now) for old, now in pairs if (old.episode.status, old.rewards) != (now.episode.status, now.rewards)
-    ]
-    gains = [
-        sum(now.rewards.values()) - sum(old.rewards.values())
-        for old, now in pairs
-        if old.episode.status == now.episode.status == "ok"
-    ]
+def _many_episodes(report: ReplayReport) -> Iterable[RenderableType]:
+    """Count the episodes that ended as before, better, worse or with an error, and list the changed ones."""
+    pairs: list[tuple[EpisodeWithCalls, EpisodeWithCalls]] = []
+    for repetition in report.repetitions:
+        pairs += [(repetition.old, new) for new in repetition.new]
+    changed: list[tuple[EpisodeWithCalls, EpisodeWithCalls]] = []
+    gains: list[float] = []
+    for old, new in pairs:
+        if (old.episode.status, old.rewards) != (new.episode.status, new.rewards):
+            changed.append((old, new))
+        if old.episode.status == new.episode.status == "ok":
+            gains.append(sum(new.rewards.values()) - sum(old.rewards.values()))
+
     who = f"answered by {report.who}" if report.who else "answered from the record"
     yield Text(f"{plural(len(pairs), 'episode')} run again, {who}\n", style="bold")
     counts = {
@@ -76,31 +93,42 @@ def _all(report: ReplayReport) -> Iterable[RenderableType]:
     for name, count in counts.items():
         table.add_row(name, str(count))
     yield table
-    if names := sorted({name for old, _ in pairs for name in old.rewards}):
+
+    components: set[str] = set()
+    for old, _ in pairs:
+        components.update(old.rewards)
+    if components:
         means = grid("mean outcome", "old>", "new>")
-        for name in names:
-            means.add_row(name, *(_mean(side, name) for side in zip(*pairs, strict=True)))
+        all_old, all_new = [old for old, _ in pairs], [new for _, new in pairs]
+        for name in sorted(components):
+            means.add_row(name, _mean_cell(all_old, name), _mean_cell(all_new, name))
         yield Text("")
         yield means
-    causes: dict[str, list[str]] = {}
-    for _, now in pairs:
-        if now.episode.error:
-            causes.setdefault(_PLACE.sub("", now.episode.error), []).append(now.episode.error)
-    commonest = sorted(causes.values(), key=len, reverse=True)
-    for texts in commonest[:_CAUSES]:
-        yield Text(f"\n{len(texts)} x {'' if len(set(texts)) == 1 else 'at one place, first: '}{texts[0]}", style=BAD)
-    if rest := sum(map(len, commonest[_CAUSES:])):
-        yield Text(f"\n{plural(rest, 'episode')} with other errors", style=BAD)
+
+    # Errors that differ only in the position of a divergence are one cause.
+    errors_of_cause: dict[str, list[str]] = {}
+    for _, new in pairs:
+        if new.episode.error:
+            errors_of_cause.setdefault(_POSITION.sub("", new.episode.error), []).append(new.episode.error)
+    commonest = sorted(errors_of_cause.values(), key=len, reverse=True)
+    for errors in commonest[:_CAUSES_SHOWN]:
+        prefix = "" if len(set(errors)) == 1 else "at one place, first: "
+        yield Text(f"\n{len(errors)} x {prefix}{errors[0]}", style=BAD)
+    if others := sum(map(len, commonest[_CAUSES_SHOWN:])):
+        yield Text(f"\n{plural(others, 'episode')} with other errors", style=BAD)
+
     if changed:
-        title = f"\nnot the same: {len(changed)}" + (f", the first {_LISTED}" if len(changed) > _LISTED else "")
+        title = f"\nnot the same: {len(changed)}"
+        if len(changed) > _CHANGED_SHOWN:
+            title += f", the first {_CHANGED_SHOWN}"
         table = grid("episode", "task", "old", "new", "status", title=title)
-        for old, now in changed[:_LISTED]:
+        for old, new in changed[:_CHANGED_SHOWN]:
             row = cells((Text(old.episode.id, style=NAME), old.episode.task.id))
-            table.add_row(*row, scores(old.rewards), scores(now.rewards), _status(now))
+            table.add_row(*row, scores(old.rewards), scores(new.rewards), _status_cell(new))
         yield table
 
 
-def _said(call: CallRecord | None) -> Text:
+def _answer_cell(call: CallRecord | None) -> Text:
     if call is None:
         return Text("(not asked)", style=QUIET)
     if call.chosen is None:
@@ -108,11 +136,12 @@ def _said(call: CallRecord | None) -> Text:
     return Text(answer_line(call.candidates[call.chosen]), style=QUIET if call.replayed else "")
 
 
-def _status(seen: Seen) -> Text:
-    status = "diverged" if seen.episode.blame == "divergence" else seen.episode.status
+def _status_cell(episode: EpisodeWithCalls) -> Text:
+    status = "diverged" if episode.episode.blame == "divergence" else episode.episode.status
     return Text(status, style=GOOD if status == "ok" else BAD)
 
 
-def _mean(side: Sequence[Seen], name: str) -> str:
-    values = [seen.rewards[name] for seen in side if name in seen.rewards]
+def _mean_cell(episodes: Sequence[EpisodeWithCalls], name: str) -> str:
+    """Return the mean of a component over the episodes that have it, with their number."""
+    values = [episode.rewards[name] for episode in episodes if name in episode.rewards]
     return f"{sum(values) / len(values):.3f} of {len(values)}" if values else "-"

@@ -12,11 +12,10 @@ from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 
 
 class Curriculum:
-    """The tasks of each step (from 0): those of one level after the other, from the easiest, then all of them. Each
-    level, and all tasks at the end, has an equal part of the run's `steps`, at least one. Within a level as
-    `TaskSchedule` draws them.
+    """The tasks of each step (from 0): one level after the other, from the easiest, then all tasks.
 
-    A function of the tasks, the seed and the step alone, so a resumed run repeats it.
+    Each level, and all tasks at the end, gets an equal part of the run's `steps`, at least one step. `TaskSchedule`
+    draws within a level. The result depends only on the tasks, the seed and the step, so a resumed run repeats it.
     """
 
     def __init__(
@@ -29,44 +28,45 @@ class Curriculum:
         self._level_steps = max(1, steps // len(parts))
         self._parts = []
         for number, part in enumerate(parts):
+            # Each level counts its steps from 0. Of several counts from before it, the last one holds.
             first_step = number * self._level_steps
-            own_counts = {max(0, first - first_step): count for first, count in sorted(counts)}
-            self._parts.append(TaskSchedule(part, seed, [*own_counts.items()]))
+            counts_of_level = {max(0, first - first_step): count for first, count in sorted(counts)}
+            self._parts.append(TaskSchedule(part, seed, [*counts_of_level.items()]))
 
     def of(self, step: int) -> list[Task]:
-        """The tasks of `step`."""
+        """Return the tasks of `step`."""
         level = self.level(step)
         return self._parts[level].of(step - level * self._level_steps)
 
     def level(self, step: int) -> int:
-        """The number of the level that `step` takes its tasks from; the last one is all of them."""
+        """Return the number of the level of `step`; the last one stands for all tasks."""
         return min(step // self._level_steps, len(self._parts) - 1)
 
 
 def schedule_of(
     tasks: Sequence[Task], config: CurriculumConfig, steps: int, seed: int, counts: Sequence[tuple[int, int]]
 ) -> Schedule[Task]:
-    """The schedule of the tasks of a run with so many steps. Raises ConfigError as `check_curriculum`."""
+    """Return the schedule of tasks for a run with this number of steps. Raises ConfigError as `check_curriculum`."""
     if not config.by:
         return TaskSchedule(tasks, seed, counts)
     return Curriculum(tasks, config.by, steps, seed, counts)
 
 
 def check_curriculum(config: CurriculumConfig, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError for tasks that do not say how hard they are."""
+    """Raise ConfigError for tasks without a number for their difficulty."""
     if config.by:
         for task in tasks:
             _level(task, config.by)
 
 
 def _level(task: Task, by: str) -> float:
-    found: Any = task.input.get(by) if isinstance(task.input, Mapping) else None
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    difficulty: Any = task.input.get(by) if isinstance(task.input, Mapping) else None
+    if isinstance(difficulty, bool) or not isinstance(difficulty, int | float):
         remedy = "Give every task a number there, or leave curriculum.by out."
         raise ConfigError(
             "curriculum.by",
             by,
-            f"is not a number in every task; task {task.id} has {found!r}",
+            f"is not a number in every task; task {task.id} has {difficulty!r}",
             remedy,
         )
-    return float(found)
+    return float(difficulty)

@@ -1,4 +1,4 @@
-"""Which further tasks a step draws in place of those whose groups have nothing to compare."""
+"""The choice of further tasks for a step in which the rewards of some groups do not differ."""
 
 from __future__ import annotations
 
@@ -15,78 +15,102 @@ from cotune.trainer.schedules.task_pool import DrawnTasks, extra_tasks
 
 
 class Refill:
-    """The refill of one step: a function of the tasks drawn for it and of the groups that they show.
+    """The refill of one step. It depends only on the tasks that were drawn for the step, and on their groups.
 
-    Each trained role that acts in half of the step's own tasks is to have as many groups with different rewards as it
-    has groups in these tasks. If no role acts that often, this holds for the roles that act most.
+    A group with different rewards is called useful here. Each trained role that acts in at least half of the step's own
+    tasks gets a target: as many useful groups as it has groups in these tasks. If no role acts that often, the roles
+    that act most get one.
     """
 
     def __init__(
         self, config: RefillConfig, tasks: DrawnTasks, roles: Collection[str], signals: Iterable[GroupSignal]
     ) -> None:
-        self._own = len(tasks.own)
+        self._first_tasks = len(tasks.own)
         self._waiting = deque(tasks.reserve)
-        self._left = extra_tasks(config.budget, len(tasks.own))
+        self._budget_left = extra_tasks(config.budget, len(tasks.own))
         self._signals: dict[str, list[GroupSignal]] = {}
-        self._extra: set[str] = set()
+        """The groups of each task."""
+        self._new_episodes: set[str] = set()
+        """Ids of the episodes of tasks that the refill has drawn."""
         self.tasks = 0
-        """How many tasks were drawn beyond the step's own."""
-        self._take(signals)
-        acting = {role: Counter(s.task for s in self._groups(role)) for role in sorted(roles)}
-        most = max((len(by_task) for by_task in acting.values()), default=0)
+        """Number of tasks that the refill has drawn."""
+        self.targets: dict[str, int] = {}
+        """Number of useful groups that the step needs, by role."""
+
+        self._add_groups(signals)
+        groups_by_task = {role: Counter(group.task for group in self._groups(role)) for role in sorted(roles)}
+        most = max((len(by_task) for by_task in groups_by_task.values()), default=0)
         least = min(len(tasks.own) / 2, most)
-        self.targets = {role: by_task.total() for role, by_task in acting.items() if 0 < len(by_task) >= least}
-        """Groups with different rewards that the step is to have, by role."""
+        for role, by_task in groups_by_task.items():
+            if by_task and len(by_task) >= least:
+                self.targets[role] = by_task.total()
 
     @property
     def missing(self) -> dict[str, int]:
-        """How many such groups the step lacks, by role."""
-        short = {role: need - self._kept(role) for role, need in self.targets.items()}
-        return {role: count for role, count in short.items() if count > 0}
+        """Number of useful groups that the step lacks, by role."""
+        missing: dict[str, int] = {}
+        for role, target in self.targets.items():
+            useful = self._count_useful(role)
+            if useful < target:
+                missing[role] = target - useful
+        return missing
 
     def more(self, running: int = 0, most: int | None = None) -> list[str]:
-        """The tasks to draw now, while so many are running, and `most` at once may: as many as are needed where each
-        shows as many such groups as those before, with one more and two tasks more for the chance of the first."""
-        seen = self._own + self.tasks - running
-        expected = (short * (seen + 2) / (self._kept(role) + 1) for role, short in self.missing.items())
-        count = min(math.ceil(max(expected, default=0.0)) - running, self._left)
+        """Draw the tasks to run now, while `running` tasks are running and at most `most` may run at the same time.
+
+        Their number is the one that is expected to bring the missing useful groups, at the rate of the tasks so far.
+        One group and two tasks are added to that rate, so that it is never 0.
+        """
+        ended = self._first_tasks + self.tasks - running
+        needed = 0.0
+        for role, missing in self.missing.items():
+            needed = max(needed, missing * (ended + 2) / (self._count_useful(role) + 1))
+        count = min(math.ceil(needed) - running, self._budget_left)
         if most is not None:
             count = min(count, most - running)
         drawn: list[str] = []
         while self._waiting and len(drawn) < count:
             drawn.append(self._waiting.popleft())
-        self._left -= len(drawn)
+        self._budget_left -= len(drawn)
         self.tasks += len(drawn)
         return drawn
 
     def ended(self, tasks: Iterable[str], episodes: Iterable[str], signals: Iterable[GroupSignal]) -> None:
-        """Tasks that were drawn have run to their end: their new episodes, and all groups that they have now."""
+        """Note that drawn tasks have ended, with their new episodes and all groups that these tasks have now."""
         for name in tasks:
             self._signals.pop(name, None)
-        self._extra.update(episodes)
-        self._take(signals)
+        self._new_episodes.update(episodes)
+        self._add_groups(signals)
 
     def figures(self, role: str) -> dict[str, float]:
-        """Groups that the refill has brought a role: all, those with different rewards and without; and how many of
-        them the step lacks all the same."""
-        groups = [signal for signal in self._groups(role) if signal.episodes & self._extra]
-        kept = sum(signal.spread for signal in groups)
-        wasted, missing = len(groups) - kept, self.missing.get(role, 0)
-        return {"refill_drawn": len(groups), "refill_kept": kept, "refill_wasted": wasted, "refill_missing": missing}
+        """Return the number of groups of a role in the episodes of the refill (drawn), how many of them are useful
+        (kept) or not (wasted), and how many useful groups the step still lacks (missing)."""
+        groups = [signal for signal in self._groups(role) if signal.episodes & self._new_episodes]
+        useful = sum(signal.spread for signal in groups)
+        return {
+            "refill_drawn": len(groups),
+            "refill_kept": useful,
+            "refill_wasted": len(groups) - useful,
+            "refill_missing": self.missing.get(role, 0),
+        }
 
-    def _take(self, signals: Iterable[GroupSignal]) -> None:
+    def _add_groups(self, signals: Iterable[GroupSignal]) -> None:
         for signal in signals:
             self._signals.setdefault(signal.task, []).append(signal)
 
     def _groups(self, role: str) -> list[GroupSignal]:
-        return [signal for own in self._signals.values() for signal in own if role in signal.roles]
+        groups: list[GroupSignal] = []
+        for signals in self._signals.values():
+            groups += [signal for signal in signals if role in signal.roles]
+        return groups
 
-    def _kept(self, role: str) -> int:
+    def _count_useful(self, role: str) -> int:
+        """Count the groups of a role with different rewards."""
         return sum(signal.spread for signal in self._groups(role))
 
 
 def why_no_refill(recipe: Method) -> str:
-    """Why a refill does nothing for the roles of this recipe; empty if it does something."""
+    """Say why a refill has no effect for the roles of this recipe; an empty text if it has one."""
     if not recipe.takes_rewards or not recipe.compares:
         return f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
     if not {"task", "branch", "prompt", "rollout"} & set(recipe.group_by):
@@ -95,7 +119,7 @@ def why_no_refill(recipe: Method) -> str:
 
 
 def check_refill(config: TrainConfig, recipes: Sequence[Method]) -> None:
-    """Raises ConfigError for a refill that none of the policies' recipes has a use for."""
+    """Raise ConfigError for a refill that has no effect with any of the policies' recipes."""
     budget = config.refill.budget
     if budget and all(faults := [why_no_refill(recipe) for recipe in recipes]):
         raise ConfigError("refill.budget", budget, faults[0], "Leave it out.")

@@ -1,4 +1,4 @@
-"""Who plays each role in a step of training: functions of the configuration, the step and the versions alone."""
+"""The policy of each role in a step of training. It depends only on the configuration, the step and the versions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cotune.records.structs import PolicyRef
 
 
 def check_routing(routing: RoutingConfig, policies: Policies) -> None:
-    """Raises ConfigError for roles that the application has not, that are not trained, or that have nothing to swap."""
+    """Raise ConfigError for roles that are not trained, or that share a policy."""
     for role in routing.swap:
         if role not in policies.learning:
-            known = ", ".join(sorted(policies.learning))
-            raise ConfigError("routing.swap", role, f"is not a trained role: {known}")
+            trained = ", ".join(sorted(policies.learning))
+            raise ConfigError("routing.swap", role, f"is not a trained role: {trained}")
     if routing.swap and len({policies.roles[role] for role in routing.swap}) < len(routing.swap):
         remedy = "Use --policies lora or full, or give each a [[policy]]."
         raise ConfigError("routing.swap", list(routing.swap), "are roles that share a policy", remedy)
@@ -29,10 +29,9 @@ def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
 
 
 def players(policies: Policies, versions: Mapping[str, int]) -> dict[str, PolicyRef]:
-    """The present version that answers each role; roles of a provider have none."""
-    specs = {role: policies.specs[name] for role, name in policies.roles.items()}
-    return {
-        role: PolicyRef(spec.name, versions.get(spec.name, 0))
-        for role, spec in specs.items()
-        if spec.kind != "provider"
-    }
+    """Return the present version of each role's policy. Roles of a provider have none."""
+    players: dict[str, PolicyRef] = {}
+    for role, name in policies.roles.items():
+        if policies.specs[name].kind != "provider":
+            players[role] = PolicyRef(name, versions.get(name, 0))
+    return players

@@ -1,4 +1,4 @@
-"""Which tasks a step takes, and its learning rate: functions of seed and step alone, so a resumed run repeats them."""
+"""The tasks of a step, and its learning rate. They depend only on seed and step, so a resumed run repeats them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Item = TypeVar("Item")
 
 
 class Levels(Protocol):
-    """Which steps compare with each other."""
+    """The level of each step: figures of steps can be compared if they have the same level."""
 
     def level(self, step: int) -> int:
-        """Equal for steps that take from the same tasks."""
+        """Return a number that is equal for steps whose tasks come from the same set."""
         ...
 
 
 class Schedule(Levels, Protocol[Item]):
-    """What each step of a run takes."""
+    """The tasks (or recorded episodes) of each step of a run."""
 
     def of(self, step: int) -> list[Item]:
-        """What `step` (from 0) takes."""
+        """Return the tasks of `step` (from 0)."""
         ...
 
 
 class TaskSchedule(Generic[Item]):
     """The tasks (or recorded episodes) of each step (from 0): passes over all, each in a new random order.
 
-    Every task comes once in every pass, and at most once in a step: a step at the border of two passes takes what is
-    left of the one, then the first of the other that it does not have yet, which keeps the rest of its order. A step
-    that asks for as many tasks as there are, or more, takes all once, in their own order.
+    Every task comes once in every pass, and at most once in a step. A step at the border of two passes takes the last
+    tasks of one pass, then the first tasks of the next pass that it does not have yet. A step that needs all tasks, or
+    more than there are, takes all once, in their original order.
 
-    `counts` is how many tasks a step takes, by the first step for which that holds.
+    `counts` has the number of tasks of a step, as (first step with this number, number).
     """
 
     def __init__(self, tasks: Sequence[Item], seed: int, counts: Sequence[tuple[int, int]]) -> None:
@@ -44,38 +44,44 @@ class TaskSchedule(Generic[Item]):
         self._seed = seed
         self._counts = sorted(counts)
         self._drawn: list[list[int]] = []
-        self._left: list[int] = []
+        """The places of the tasks of each step."""
+        self._rest_of_pass: list[int] = []
         self._passes = 0
 
     def of(self, step: int) -> list[Item]:
-        """The tasks of `step`."""
-        while (at := len(self._drawn)) <= step:
-            self._drawn.append(self._draw([count for first, count in self._counts if first <= at][-1]))
+        """Return the tasks of `step`."""
+        # Steps are drawn in order, as each takes the next tasks of a pass.
+        while len(self._drawn) <= step:
+            next_step = len(self._drawn)
+            count = [count for first, count in self._counts if first <= next_step][-1]
+            self._drawn.append(self._draw(count))
         return [self._tasks[index] for index in self._drawn[step]]
 
     def level(self, step: int) -> int:
-        """All steps take from the same tasks."""
+        """Return 0: all steps take from the same tasks."""
         return 0
 
     def _draw(self, count: int) -> list[int]:
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
-        taken, self._left = self._left[:count], self._left[count:]
-        if len(taken) < count:
+        drawn, self._rest_of_pass = self._rest_of_pass[:count], self._rest_of_pass[count:]
+        if len(drawn) < count:
+            # The pass is over: begin the next one with tasks that this step does not have yet.
             order = np.random.default_rng([self._seed, self._passes]).permutation(len(self._tasks)).tolist()
             self._passes += 1
-            have = set(taken)
-            fresh = [index for index in order if index not in have][: count - len(taken)]
-            taken, have = [*taken, *fresh], set(fresh)
-            self._left = [index for index in order if index not in have]
-        return taken
+            old = set(drawn)
+            new = [index for index in order if index not in old][: count - len(drawn)]
+            drawn = [*drawn, *new]
+            used = set(new)
+            self._rest_of_pass = [index for index in order if index not in used]
+        return drawn
 
 
 def lr_scale(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Factor on the learning rate at step `step` (from 0) of `steps`; above 0 at every step."""
-    left = 1.0 - step / steps
+    """Return the factor on the learning rate at step `step` (from 0) of `steps`; it is above 0 at every step."""
+    remaining = 1.0 - step / steps
     if schedule.kind == "linear":
-        return left
+        return remaining
     if schedule.kind == "cosine":
-        return 0.5 * (1.0 - math.cos(math.pi * left))
+        return 0.5 * (1.0 - math.cos(math.pi * remaining))
     return 1.0

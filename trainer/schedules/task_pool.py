@@ -1,4 +1,4 @@
-"""The tasks of each step: its own, and those that a refill takes in their place."""
+"""The tasks of each step: its first tasks, and a reserve for its refill."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from cotune.trainer.schedules.curriculum import schedule_of
 
 
 class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
-    """The ids of a step's own tasks, and of those that a refill takes, the first one first."""
+    """The ids of a step's first tasks (`own`), and of the tasks for its refill, in the order in which it takes them."""
 
     own: tuple[str, ...]
     reserve: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    """One over the chance that each of `own` had of being drawn; empty if all had the same."""
+    """One over the chance of each task in `own` of being drawn; empty if all chances were equal."""
 
     @property
     def task_weights(self) -> dict[str, float]:
-        """The weight of each own task in the mean reward of the step, so that this mean is an estimate of the mean over
-        all tasks. Tasks of a refill have none: how many it takes depends on their rewards."""
+        """The weight of each task in `own` in the mean reward of the step: with them, this mean is an estimate of the
+        mean over all tasks. Tasks of a refill have none, because their number depends on rewards."""
         return dict(zip(self.own, self.weights or [1.0] * len(self.own), strict=True))
 
 
 class TaskPool:
-    """Draws the tasks of each step (from 0): even, as `schedule_of` has them, or adaptive, by `chances`.
+    """Draws the tasks of each step (from 0): even, by `schedule_of`, or adaptive, by `chances`.
 
-    A draw depends on the tasks, the seed and the step, and in an adaptive pool on what is known of the tasks then, so
-    the run keeps it until the step is done. `counts` is how many tasks a step takes, by the first step for which that
-    holds, `steps` the length of the run, and `budget` the share of a step's tasks that a refill may draw. A step takes
-    no task twice, and all of them in their own order if it asks for all.
+    A draw depends on the tasks, the seed and the step. In an adaptive pool it also depends on the results of the tasks
+    so far, so the run stores it until the step is done. `counts` has the number of tasks of a step, as (first step with
+    this number, number). `steps` is the length of the run, and `budget` the share of a step's tasks that a refill may
+    draw. A step has no task twice. If it needs all tasks, they come in their original order.
     """
 
     def __init__(
@@ -56,48 +56,52 @@ class TaskPool:
         self._budget = budget
         self._seed = seed
         self._even = schedule_of(tasks, config, steps, seed, counts)
-        more = [(first, count + extra_tasks(budget, count)) for first, count in counts]
-        self._reserve = schedule_of(tasks, config, steps, seed_of(seed, "refill"), more) if budget else None
+        with_reserve = [(first, count + extra_tasks(budget, count)) for first, count in counts]
+        self._reserve = schedule_of(tasks, config, steps, seed_of(seed, "refill"), with_reserve) if budget else None
         self._counts = sorted(counts)
 
-    def draw(self, step: int, known: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
-        """The tasks of `step`, by what is `known` of them for the trained `roles`."""
+    def draw(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
+        """Draw the tasks of `step`. An adaptive pool draws by the results so far (`facts`) of the trained `roles`."""
         if self._config.pool == "adaptive":
-            own = [count for first, count in self._counts if first <= step][-1]
-            if own >= len(self._ids):
-                return DrawnTasks(tuple(self._ids))
-            chance = chances(self._places, known, roles, EVEN_SHARE)
-            times = arrivals(chance, [self._seed, step])
-            order = np.argsort(times, kind="stable")
-            drawn = [self._ids[i] for i in order[: own + extra_tasks(self._budget, own)].tolist()]
-            # A task is drawn if it arrives before the first one that is not. Given that time, its chance is this
-            # (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
-            included = -np.expm1(-chance[order[:own]] * times[order[own]])
-            return DrawnTasks(tuple(drawn[:own]), tuple(drawn[own:]), tuple((1.0 / included).tolist()))
-        own_ids = tuple(task.id for task in self._even.of(step))
+            return self._draw_adaptive(step, facts, roles)
+        first_ids = tuple(task.id for task in self._even.of(step))
         if self._reserve is None:
-            return DrawnTasks(own_ids)
-        others = [task.id for task in self._reserve.of(step) if task.id not in own_ids]
-        # If the two together ask for all tasks, these come in the order of the file: draw among them at random.
+            return DrawnTasks(first_ids)
+        others = [task.id for task in self._reserve.of(step) if task.id not in first_ids]
+        # If step and reserve together need all tasks, these come in the order of the file: draw among them at random.
         order = np.random.default_rng([seed_of(self._seed, "refill"), step]).permutation(len(others))
-        reserve = [others[i] for i in order[: extra_tasks(self._budget, len(own_ids))].tolist()]
-        return DrawnTasks(own_ids, tuple(reserve))
+        reserve = [others[i] for i in order[: extra_tasks(self._budget, len(first_ids))].tolist()]
+        return DrawnTasks(first_ids, tuple(reserve))
+
+    def _draw_adaptive(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
+        count = [count for first, count in self._counts if first <= step][-1]
+        if count >= len(self._ids):
+            return DrawnTasks(tuple(self._ids))
+        chance = chances(self._places, facts, roles, EVEN_SHARE)
+        times = arrivals(chance, [self._seed, step])
+        order = np.argsort(times, kind="stable")
+        drawn = [self._ids[i] for i in order[: count + extra_tasks(self._budget, count)].tolist()]
+        # A task is drawn if it arrives before the first task that is not drawn. Given the time of that one, this is
+        # its chance (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
+        included = -np.expm1(-chance[order[:count]] * times[order[count]])
+        return DrawnTasks(tuple(drawn[:count]), tuple(drawn[count:]), tuple((1.0 / included).tolist()))
 
     def named(self, ids: Iterable[str]) -> list[Task]:
-        """The tasks with these ids."""
+        """Return the tasks with these ids."""
         return [self._tasks[self._places[name]] for name in ids]
 
     def level(self, step: int) -> int:
-        """Equal for steps that take from the same tasks."""
+        """Return a number that is equal for steps whose tasks come from the same set."""
         return self._even.level(step)
 
 
-def extra_tasks(budget: float, own: int) -> int:
-    """The most tasks that a refill draws in a step with so many of its own."""
-    return math.ceil(round(budget * own, 9))
+def extra_tasks(budget: float, first_tasks: int) -> int:
+    """Return the most tasks that a refill draws in a step with this number of first tasks."""
+    return math.ceil(round(budget * first_tasks, 9))  # rounded, because 0.07 * 100 is slightly more than 7
 
 
 def arrivals(weights: Floats, seed: Sequence[int]) -> Floats:
-    """[tasks] a random time for each: tasks in the order of these times are drawn by `weights`, none put back."""
+    """Return a random time for each task, [tasks]. The order of these times draws tasks by `weights`, without
+    replacement."""
     times: Floats = np.random.default_rng(seed).exponential(size=len(weights)) / weights
     return times
