@@ -33,11 +33,11 @@ from cotune.trainer.run.engines import (
 )
 
 SPARE_CPUS = 16
-"""What a local Ray gives out beyond what the run's parts ask for, so that engines of further policies find room."""
+"""CPUs that a local Ray offers beyond the demands of the run's parts, for engines of policies that come later."""
 
 
 class Cluster:
-    """Opens the parts in order; all of them, and a local Ray, end with `stack`."""
+    """Opens the parts of a run in order. All of them, and a local Ray, end with `stack`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Cluster:
         stack: contextlib.AsyncExitStack,
         say: Callable[[str], None],
     ) -> None:
-        """`path` is where rollout workers find `workflow`; it is not looked at where none are opened."""
+        """`path` is the import path of `workflow` for rollout workers; it is only used if workers are opened."""
         self._config = config
         self._workflow = workflow
         self._path = path
@@ -70,50 +70,52 @@ class Cluster:
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
 
     async def open_sampler(self) -> Sampler:
-        """Start the engines that are known to be needed before the roles are. Raises ConfigError, EngineLost."""
+        """Start the engines that are certainly needed, before the roles are known. Raises ConfigError, EngineLost."""
         self._urls = await server_urls(self._config)
         return await self._with_engines(first_sets(self._config))
 
     async def complete(self, policies: Policies) -> Sampler:
-        """The sampler for all policies: more engines are started where these need some. Raises ConfigError,
+        """Return the sampler for all policies, and start further engines if they need some. Raises ConfigError,
         EngineLost."""
         return await self._with_engines(engine_sets(self._config, policies))
 
     async def _with_engines(self, sets: Sequence[EngineSet]) -> Sampler:
-        """A sampler over engines for each set: those that were started for the same base and weights, or new ones."""
+        """Return a sampler over engines for each set. Running engines with the same base model and weights are used
+        again; the others are started."""
         check_gpus(self._settings, sets=len(sets), present=gpus_of_cluster())
-        free = list(self._engines)
 
-        def started(one: EngineSet) -> Sampler | None:
-            same = next((old for old in free if (old[0].model, old[0].weights) == (one.model, one.weights)), None)
-            if same is None:
-                return None
-            free.remove(same)
-            return same[1]
+        # Take the running engines. Each serves one set.
+        running = list(self._engines)
+        samplers: dict[int, Sampler] = {}
+        for number, engine_set in enumerate(sets):
+            for place, (old_set, sampler) in enumerate(running):
+                if (old_set.model, old_set.weights) == (engine_set.model, engine_set.weights):
+                    samplers[number] = sampler
+                    del running[place]
+                    break
 
-        samplers = [started(one) for one in sets]
-        missing = [one for one, sampler in zip(sets, samplers, strict=True) if sampler is None]
-        results = await asyncio.gather(*map(self._start, missing), return_exceptions=True)
-        new: list[Sampler] = []
-        for result in results:
+        # Start the others at the same time.
+        missing = [number for number in range(len(sets)) if number not in samplers]
+        results = await asyncio.gather(*(self._start(sets[number]) for number in missing), return_exceptions=True)
+        for number, result in zip(missing, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
-            new.append(result)
-        self._engines = [(one, sampler or new.pop(0)) for one, sampler in zip(sets, samplers, strict=True)]
+            samplers[number] = result
+        self._engines = [(engine_set, samplers[number]) for number, engine_set in enumerate(sets)]
         return joined(self._config, self._engines)
 
-    async def _start(self, one: EngineSet) -> Sampler:
+    async def _start(self, engine_set: EngineSet) -> Sampler:
         settings = self._settings
         engines = plural(settings.engines, f"{self._config.engine} engine")
-        self._say(f"starting {engines} for {one} on Ray ({settings.address})")
-        sampler = await start_engines(self._config, one, self._urls.get(one.model, ""))
+        self._say(f"starting {engines} for {engine_set} on Ray ({settings.address})")
+        sampler = await start_engines(self._config, engine_set, self._urls.get(engine_set.model, ""))
         self._stack.push_async_callback(sampler.aclose)
         return sampler
 
     async def open_workers_and_learner(
         self, policies: Policies, loss: LossSpec, sampler: Sampler, own: Mapping[str, PolicyTraining]
     ) -> tuple[RolloutWorkers, FsdpLearner]:
-        """Start the processes that run the application and those that train, at once.
+        """Start rollout workers and learners at the same time.
 
         Raises ConfigError, WorkflowError, LearnerError.
         """
@@ -133,12 +135,12 @@ class Cluster:
     async def reopen_learner(
         self, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]
     ) -> FsdpLearner:
-        """Learners for these policies in place of the present or lost ones. Raises RunError where some policies are new
-        and the engines have no room for them."""
-        trained = sum(spec.trained and spec.model is None for spec in policies.specs.values())
-        full = any(one.weights == "full" for one in engine_sets(self._config, policies))
-        crowded = full or (engine_kind(self._config).fixed and trained > policy_count(self._config, self._config.model))
-        if crowded and policies.specs.keys() - self._open_policies:
+        """Open learners for these policies, in place of the present or lost ones. Raises RunError if some policies are
+        new and the engines have no room for them."""
+        adapters = sum(spec.trained and spec.model is None for spec in policies.specs.values())
+        has_full_weights = any(engine_set.weights == "full" for engine_set in engine_sets(self._config, policies))
+        has_too_many = adapters > policy_count(self._config, self._config.model) and engine_kind(self._config).fixed
+        if (has_full_weights or has_too_many) and policies.specs.keys() - self._open_policies:
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "
                 f"roles are {', '.join(policies.roles)}.",
@@ -150,7 +152,8 @@ class Cluster:
         return await self.open_learner(policies, loss, own)
 
     async def open_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]) -> FsdpLearner:
-        """Start the processes that train; `own` are other methods of some. Raises ConfigError, LearnerError."""
+        """Start the learners. `own` has the settings and losses of policies with a [[policy]] table. Raises
+        ConfigError, LearnerError."""
         learner = await asyncio.to_thread(
             FsdpLearner.open,
             str(locate_model(self._config.model)),
@@ -167,7 +170,7 @@ class Cluster:
 
 
 def check_gpus(settings: ClusterConfig, *, sets: int, present: int) -> None:
-    """Raises ConfigError if the engines and learners of a run need more GPUs than Ray has: Ray would let them wait."""
+    """Raise ConfigError if the engines and learners of a run need more GPUs than Ray has: they would wait forever."""
     engines = settings.engines * sets * settings.gpus_per_engine
     learners = settings.learners * settings.gpus_per_learner
     if engines + learners <= present:

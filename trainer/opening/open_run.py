@@ -62,8 +62,8 @@ async def open_run(
     held_out: Sequence[Task],
     progress: Progress,
 ) -> AsyncIterator[RolloutRun]:
-    """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
-    episodes first, to find its roles."""
+    """Open all parts of a run, and restore its newest checkpoint. A run without a checkpoint first runs a few episodes
+    of the application, to find its roles."""
     say = progress.say
     async with contextlib.AsyncExitStack() as stack:
         config, division_notes = divide_run(config, stack, importable=_is_importable(folder, workflow))
@@ -94,31 +94,31 @@ async def open_run(
         check_routing(config.routing, policies)
         changes = folder.described.get("changes", ())
         loss = bounded_loss(recipes.run.loss, config.sampling.max_tokens)
-        own = trainings_of_tables(config, recipes)
+        trainings = trainings_of_tables(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
-        engine_sets(config, policies)  # refuses what engines cannot serve
+        engine_sets(config, policies)  # raises ConfigError for policies that the engines cannot serve
         notes += await asyncio.to_thread(publication_notes, config, policies)
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
             say(loading)
-            learner = await open_local_learner(config, policies, loss, own)
+            learner = await open_local_learner(config, policies, loss, trainings)
             runner = local = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies)
             say(loading)
-            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, own)
+            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, trainings)
 
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
-                return await cluster.reopen_learner(policies, loss, own)
-            return await open_local_learner(run.config, policies, loss, own)
+                return await cluster.reopen_learner(policies, loss, trainings)
+            return await open_local_learner(run.config, policies, loss, trainings)
 
         async def fall_back(gap: float | None, noise: str = "") -> None:
             device = learner_device(run.config)
             keep_precision(folder, Precision(dtype="float32", device=device, gap=gap, fell_back=True, noise=noise))
             run.config, run.fall_back = with_dtype(run.config, "float32"), None
-            if device == "cpu":  # the in-process engine follows the learner; on a GPU it stays in bfloat16
+            if device == "cpu":  # the in-process engine has the learner's precision; on a GPU it stays in bfloat16
                 await run.sampler.aclose()
                 run.sampler = local.sampler = await _open_sampler(run.config, stack)
             await run.reopen_learner()
@@ -151,8 +151,8 @@ async def open_run(
                 why,
                 *precision_notes,
                 *notes,
-                *_untrained(policies),
-                *_in_turns(config),
+                *_roles_not_trained(policies),
+                *_policies_trained_in_some_steps(config),
                 *shared_tool_format(config),
             ],
             state=Checkpoint(policies=policies),
@@ -172,7 +172,7 @@ async def open_run(
 
 
 def _is_importable(folder: RunFolder, workflow: Workflow) -> bool:
-    """Whether rollout workers find the application."""
+    """Return whether rollout workers can import the application."""
     try:
         return bool(folder.workflow or import_path(workflow))
     except ConfigError:
@@ -189,26 +189,26 @@ def _cluster(
     from cotune.integrations.cluster.runtime import crash_notice
     from cotune.trainer.opening.cluster import Cluster
 
-    killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
+    killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it needs."
     stack.enter_context(crash_notice(f"{killed} Continue with: cotune train --resume {folder.path}"))
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
 async def open_local_learner(
-    config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]
+    config: TrainConfig, policies: Policies, loss: LossSpec, trainings: Mapping[str, PolicyTraining]
 ) -> Learner:
-    """The learner in this process."""
+    """Open the learner in this process."""
     from cotune.trainer.learner.local import LocalLearner
 
     return await asyncio.to_thread(
-        OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, own, config.seed)
+        OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, trainings, config.seed)
     )
 
 
 async def _open_model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
 ) -> tuple[Sampler, ChatFormats]:
-    """The sampler and the chat formats: the sampler's process, or Ray, starts while this one imports torch."""
+    """Open the sampler and the chat formats. The sampler's process, or Ray, starts while this one imports torch."""
     models = models_said(config.bases)
     say(f"loading {models} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
     loading = asyncio.get_running_loop().run_in_executor(None, _load_chats, config)
@@ -226,22 +226,27 @@ async def _open_sampler(config: TrainConfig, stack: contextlib.AsyncExitStack) -
 
 
 def _load_chats(config: TrainConfig) -> ChatFormats:
-    """The chat format of each base; what the learner imports is loaded along with them."""
+    """Load the chat format of each base model, and import the modules of the learner at the same time."""
     from cotune.integrations.models.chat.formats import load_formats
     from cotune.trainer.learner import local as local_learner  # noqa: F401
 
     return load_formats(config.bases, config.tool_formats)
 
 
-def _in_turns(config: TrainConfig) -> list[str]:
-    """Who is trained in some steps alone."""
-    some = [one for one in config.policy if one.train]
-    return [f"policy {one.name} is trained in steps {one.train} of {config.steps}" for one in some]
+def _policies_trained_in_some_steps(config: TrainConfig) -> list[str]:
+    """Return a note for each policy that is only trained in some steps."""
+    policies = [policy for policy in config.policy if policy.train]
+    return [f"policy {policy.name} is trained in steps {policy.train} of {config.steps}" for policy in policies]
 
 
-def _untrained(policies: Policies) -> list[str]:
-    kinds: dict[str, list[str]] = {}
+def _roles_not_trained(policies: Policies) -> list[str]:
+    """Return notes that name the roles without a trained policy, and who plays them."""
+    roles_of_kind: dict[str, list[str]] = {}
     for role, name in policies.roles.items():
-        kinds.setdefault(policies.specs[name].kind, []).append(role)
-    players = {"frozen": "played by the untrained model", "provider": "left to the application's provider"}
-    return [f"not trained: {', '.join(kinds[kind])} ({text})" for kind, text in players.items() if kind in kinds]
+        roles_of_kind.setdefault(policies.specs[name].kind, []).append(role)
+    notes: list[str] = []
+    if "frozen" in roles_of_kind:
+        notes.append(f"not trained: {', '.join(roles_of_kind['frozen'])} (played by the untrained model)")
+    if "provider" in roles_of_kind:
+        notes.append(f"not trained: {', '.join(roles_of_kind['provider'])} (left to the application's provider)")
+    return notes

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint: when a run is resumed, when a learner was lost, and when new roles were seen."""
+"""Continuing from a checkpoint: when a run is resumed, when a learner is lost, and when new roles appear."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from cotune.trainer.updates import publish_version
 LOST = "the weights that answered it are lost"
 """Error of episodes that were cancelled when a run went back to a checkpoint in another precision."""
 LEARNER_RESTARTS = 3
-"""How often lost learners go on from the last checkpoint before the run stops."""
+"""Number of times that a lost learner continues from the last checkpoint before the run stops."""
 
 
 async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[str]:
-    """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
-    that are younger than it are as they began. Returns what the user should know."""
+    """Go back to a checkpoint: weights and optimizers, versions at the sampler, and the groups that count as consumed.
+
+    Policies that were added after the checkpoint get their initial state. Returns notes for the user.
+    """
     policies = run.state.policies
     new = [name for name in policies.trained if name not in checkpoint.policies.specs]
     await asyncio.to_thread(run.learner.load, path, new)
-    for served in (await run.sampler.info()).served:  # a publish that broke off may or may not have arrived
+    # Retire all versions: a publish that was interrupted may or may not have arrived.
+    for served in (await run.sampler.info()).served:
         name, _, version = served.rpartition("@")
         await run.sampler.retire(PolicyRef(name, int(version)))
     run.published.clear()
@@ -49,12 +52,10 @@ async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[s
 
 
 async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None = None) -> list[str]:
-    """Start policies (all, or those in `names`) from those of another run or an export, as their first version.
-
-    Returns what the user should know. Raises ConfigError.
-    """
-    begun, notes = await warm_start(source, run.config.model, run.state.policies, run.learner, names)
-    for name in begun:
+    """Start policies (all, or the ones in `names`) from the policies of another run or an export, as their first
+    version. Returns notes for the user. Raises ConfigError."""
+    started, notes = await warm_start(source, run.config.model, run.state.policies, run.learner, names)
+    for name in started:
         await publish_version(run, name, run.next_version(name))
     return notes
 
@@ -65,8 +66,8 @@ async def recover(
     """Go back to the last checkpoint after an error in a step, so that the run can continue from it.
 
     A lost learner is opened again. If sampler and learner differ too much in a precision that cotune has chosen, both
-    continue in float32. Raises the error if the precision was asked for, and LearnerLost if a learner was lost too
-    often.
+    continue in float32. Raises the error if the configuration sets the precision, and LearnerLost if a learner was lost
+    too often.
     """
     if isinstance(error, GapError) and run.fall_back is None:
         raise error
@@ -78,10 +79,10 @@ async def recover(
         report.progress.say(f"{error.cause} Continuing in float32 from the last checkpoint.")
         await run.fall_back(error.gap, "")
         await _restore_newest(run, report)
-        lost = _cancel_answers_of_lost_versions(run)
-        if lost:
+        cancelled = _cancel_answers_of_lost_versions(run)
+        if cancelled:
             report.progress.say(
-                f"{plural(lost, 'episode is', 'episodes are')} run again, as the weights that answered are lost"
+                f"{plural(cancelled, 'episode is', 'episodes are')} run again, as the weights that answered are lost"
             )
         return
 
@@ -99,7 +100,7 @@ async def recover(
 
 
 async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
-    """`restore` within a run, which has a checkpoint from its first step on."""
+    """Go back to the newest checkpoint of a run in progress: it has one from its first step on."""
     saved = load_checkpoint(run.folder.checkpoints)
     assert saved is not None
     for note in await restore(run, *saved):
@@ -126,8 +127,8 @@ def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
 
 
 async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
-    """Give policies to the roles that the last step has seen for the first time: adapters or models at version 0, or
-    the shared policy as it is.
+    """Give policies to the roles that have appeared in the last step: adapters or models at version 0, or the shared
+    policy as it is.
 
     The learner is opened again for them and continues from the checkpoint that `commit` has just written. Raises
     RunError if the run's engines have no room for them.
@@ -148,7 +149,10 @@ async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
                     report.progress.say(note)
     for role in roles:
         if (name := state.policies.roles.get(role)) is not None:
-            kind, version = state.policies.specs[name].kind, state.versions.get(name, 0)
-            own = f"a policy of its own ({kind}, version {version})" if name in new else f"the policy {name}"
-            said = f"role {role!r}, first seen in step {state.steps}: {own} plays it from step {state.steps + 1} on"
-            report.progress.say(said)
+            player = f"the policy {name}"
+            if name in new:
+                kind, version = state.policies.specs[name].kind, state.versions.get(name, 0)
+                player = f"a policy of its own ({kind}, version {version})"
+            report.progress.say(
+                f"role {role!r}, first seen in step {state.steps}: {player} plays it from step {state.steps + 1} on"
+            )

@@ -27,112 +27,144 @@ MAY_CHANGE = (
     "records.path", "distill.teacher",
     "prices", "loggers", "project",
 )  # fmt: skip
-"""Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the same model elsewhere,
-`distill.teacher` the same teacher, also those of a [[policy]], and `roles` may name more. `train` of a [[policy]] may
-change for steps to come."""
+"""Settings that a resumed run may change: length, concurrency, memory, machines. `model` and `distill.teacher` (also of
+a [[policy]]) are new locations of the same models, and `roles` may name further roles. `train` of a [[policy]] may
+change for future steps."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
 
 
 def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
-    """`config` with `changes` (dotted names or nested tables), and those of them that change a value.
+    """Return the configuration with `changes` (dotted names or nested tables), and the changed values by name.
 
-    `done` is how many steps the run has made. Raises ConfigError, with the old and the new value, for what would make
-    it another run.
+    `done` is the number of steps that the run has done. Raises ConfigError, with the old and the new value, for a
+    change that would make it another run.
     """
     refuse_search_options(changes)
-    before = msgspec.to_builtins(config)
     table = msgspec.to_builtins(config)
     for name, value in leaves(changes):
         assign(table, name, value)
     new = convert(table)
-    old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
-    found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
-    for name, (was, value) in found.items():
-        if name == "policy" and _held(was, done) == _held(value, done):
+
+    old_values = dict(leaves(msgspec.to_builtins(config)))
+    new_values = dict(leaves(msgspec.to_builtins(new)))
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name in {**old_values, **new_values}:
+        old_value, new_value = old_values.get(name), new_values.get(name)
+        if old_value != new_value:
+            changed[name] = (old_value, new_value)
+
+    for name, (old_value, new_value) in changed.items():
+        if name == "policy" and _fixed_parts(old_value, done) == _fixed_parts(new_value, done):
             continue
         if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
             raise ConfigError(
                 name,
-                value,
-                f"was {was!r} when the run was started",
-                f"Leave it out to go on, or start a new run. What may change: {', '.join(MAY_CHANGE)}.",
+                new_value,
+                f"was {old_value!r} when the run was started",
+                "Leave it out to continue the run, or start a new one. These settings may change: "
+                f"{', '.join(MAY_CHANGE)}.",
             )
     if new.steps < done:
-        raise ConfigError(
-            "steps", new.steps, f"is less than the {done} that the run has made", "Leave it out to go on."
-        )
-    if lost := sorted(set(config.roles) - set(new.roles)):
-        raise ConfigError("roles", list(new.roles), f"lacks {', '.join(lost)}, which the run has", "Name them too.")
-    return new, found
+        fault = f"is less than the {done} steps that the run has done"
+        raise ConfigError("steps", new.steps, fault, "Leave it out to continue the run.")
+    if missing := sorted(set(config.roles) - set(new.roles)):
+        fault = f"lacks {', '.join(missing)}, which the run has"
+        raise ConfigError("roles", list(new.roles), fault, "Name them too.")
+    return new, changed
 
 
-def _held(policies: Any, done: int) -> list[dict[str, Any]]:
-    """What may not change of [[policy]] tables: not where models are, nor in which of the steps to come they train."""
-    return [
-        {**one, "model": "", "teacher": bool(one["teacher"]), "train": [within(one["train"], i) for i in range(done)]}
-        for one in policies
-    ]
+def _fixed_parts(policies: Any, done: int) -> list[dict[str, Any]]:
+    """Return the parts of [[policy]] tables that may not change: all except the locations of models, and the future
+    steps in which they are trained."""
+    fixed: list[dict[str, Any]] = []
+    for policy in policies:
+        trained_in_past = [within(policy["train"], step) for step in range(done)]
+        fixed.append({**policy, "model": "", "teacher": bool(policy["teacher"]), "train": trained_in_past})
+    return fixed
 
 
 def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
-    """Raises RunError where a run that has made `done` steps lacks its records or the lines of its steps."""
-    for file in [folder.metrics, *([] if config.from_records else [folder.records])] if done else []:
+    """Raise RunError if a run that has done steps lacks its records or its metrics."""
+    if not done:
+        return
+    files = [folder.metrics]
+    if not config.from_records:
+        files.append(folder.records)
+    for file in files:
         if not file.exists():
             raise RunError(
                 f"{file} is missing, though the run has made {done} steps.",
-                f"Put it back. To go on without what it held: touch {file}, and --resume.",
+                f"Put it back. To continue without its content: touch {file}, and --resume.",
             )
 
 
 def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """How many tasks a step takes, as (first step that takes so many, count); `changes` as in run.json."""
-    made = [(at["step"], at["changed"]["tasks_per_step"]) for at in changes if "tasks_per_step" in at["changed"]]
-    first = made[0][1][0] if made else config.tasks_per_step
-    return list({0: first, **{step: new for step, (_, new) in made}}.items())
+    """Return the numbers of tasks of the run's steps, as (first step with this number, number).
+
+    `changes` are the changes of settings in run.json, each with the old and the new value.
+    """
+    counts = {0: config.tasks_per_step}
+    is_first = True
+    for change in changes:
+        if "tasks_per_step" in change["changed"]:
+            old, new = change["changed"]["tasks_per_step"]
+            if is_first:
+                counts[0] = old
+                is_first = False
+            counts[change["step"]] = new
+    return list(counts.items())
 
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
-    """What tells two lists of tasks apart, in hex: ids and inputs, in order; an object without fields is its type: its
-    text may hold an address."""
+    """Return a digest of the ids and inputs of tasks, in their order, in hex.
+
+    An object without fields counts as its type, because its text may contain an address of memory.
+    """
     inputs = [(task.id, task.input) for task in tasks]
     content = msgspec.json.encode(inputs, enc_hook=lambda value: plain(value, lambda other: type(other).__name__))
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
-    """Raises RunError unless the tasks are those that the run was started with."""
+    """Raise RunError unless the run was started with the same tasks."""
     held = described.get("held") or {}
     if "tasks" in held and held["tasks"] != tasks_digest(tasks):
         raise RunError(
-            f"The tasks are other than the run was started with: {held['count']} then, {len(tasks)} now.",
-            f"Give it the same tasks ({described['tasks'] or 'as in Python'}), or start a new run.",
+            f"The tasks are not the ones that the run was started with: {held['count']} then, {len(tasks)} now.",
+            f"Pass the same tasks ({described['tasks'] or 'as in Python'}), or start a new run.",
         )
 
 
 def base_digests(bases: Mapping[str, Sequence[str]]) -> Held:
-    """Digests of base models, the run's own first, with the policies of each; reads all their weights."""
-    digests = [msgspec.to_builtins(base_fingerprint(locate_model(model))) for model in bases]
-    return Held(
-        base=digests[0],
-        bases={name: of for of, names in zip(digests[1:], list(bases.values())[1:], strict=True) for name in names},
-    )
+    """Compute the digests of base models (the run's own first), with the policies of each. This reads all weights."""
+    own_digest: dict[str, Any] | None = None
+    digest_of_policy: dict[str, Any] = {}
+    for model, policies in bases.items():
+        digest = msgspec.to_builtins(base_fingerprint(locate_model(model)))
+        if own_digest is None:
+            own_digest = digest
+        else:
+            digest_of_policy |= dict.fromkeys(policies, digest)
+    assert own_digest is not None
+    return Held(base=own_digest, bases=digest_of_policy)
 
 
-def check_bases(folder: RunFolder, now: Held) -> None:
-    """Write the base models' digests to run.json. Raises RunError where it holds those of another model."""
+def check_bases(folder: RunFolder, present: Held) -> None:
+    """Write the base models' digests to run.json. Raises RunError if it has the digests of another model."""
     described = folder.described
     held = described.get("held") or {}
     if "base" not in held:
-        more = {"bases": now.bases} if now.bases else {}
-        folder.describe_as({**described, "held": {**held, "base": now.base, **more}})
+        bases = {"bases": present.bases} if present.bases else {}
+        folder.describe_as({**described, "held": {**held, "base": present.base, **bases}})
         return
     before = msgspec.convert(held, Held)
-    for policy in dict.fromkeys(["", *before.bases, *now.bases]):
-        if other := other_parts(before.of(policy), now.of(policy)):
+    for policy in dict.fromkeys(["", *before.bases, *present.bases]):
+        if changed := other_parts(before.of(policy), present.of(policy)):
             whose = f" of policy {policy!r}" if policy else ""
             raise RunError(
-                f"The base model{whose} is not the one that the run was started with: its {', '.join(other)} changed.",
-                "Put the old one back, name where it is with --model, or start a new run.",
+                f"The base model{whose} is not the one that the run was started with: its {', '.join(changed)} "
+                "changed.",
+                "Put the old one back, set its present location with --model, or start a new run.",
             )

@@ -1,4 +1,4 @@
-"""Starting a run from the policies of another one (`--init`): each takes the weights that its roles have there."""
+"""Starting a run from the policies of another run or an export (`--init`): each takes the weights of its roles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotune.trainer.learner.protocol import Learner
 
 
 def check_source(source: str) -> None:
-    """Raises ConfigError unless `source` is a run with a checkpoint or an export; "" passes."""
+    """Raise ConfigError unless `source` is a run with a checkpoint, an export, or empty."""
     if not source or is_export(Path(source)):
         return
     if not is_run(source) or newest_checkpoint(RunLayout(source).checkpoints) is None:
@@ -28,74 +28,91 @@ def check_source(source: str) -> None:
 
 
 def check_same_bases(source: str, policies: Policies, bases: Held) -> None:
-    """Raises ConfigError where a policy of the run `source` was trained on another base than the policy of its roles
-    here has, by its digests."""
+    """Raise ConfigError if a policy of the run `source` was trained on another base model than this run has for the
+    same roles, by their digests."""
     newest = None if is_export(Path(source)) else newest_checkpoint(RunLayout(source).checkpoints)
     if newest is None:
         return  # an export has been checked when it was opened
-    held, there = read_run(source).held, {role: one.name for one in read_policies(newest) for role in one.roles}
+    source_digests = read_run(source).held
+    source_policies: dict[str, str] = {}
+    for saved in read_policies(newest):
+        source_policies |= dict.fromkeys(saved.roles, saved.name)
     for role, name in policies.learning.items():
-        if role in there and (other := other_parts(held.of(there[role]), bases.of(name))):
-            fault = f"was trained on another base model: that of {there[role]} has another {', '.join(other)}"
+        if role not in source_policies:
+            continue
+        source_policy = source_policies[role]
+        if changed := other_parts(source_digests.of(source_policy), bases.of(name)):
+            fault = f"was trained on another base model: the one of {source_policy} has another {', '.join(changed)}"
             raise ConfigError("init", source, fault)
 
 
 async def warm_start(
     source: str, model: str, policies: Policies, learner: Learner, names: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Give the learner's policies, or those of them in `names`, the weights of `source`.
+    """Give the learner's policies (all, or the ones in `names`) the weights of `source`.
 
-    Returns the policies that took some, and what the user should know. Raises ConfigError where `source` has no policy
-    for any of their roles, or one of another shape.
+    Returns the policies that have taken weights, and notes for the user. Raises ConfigError if `source` has no policy
+    for any of their roles, or a policy of another shape.
     """
-    bases = _bases_of(source, model, policies) if is_export(Path(source)) else None
-    found = await asyncio.to_thread(open_evaluated_policies, source, bases)
-    there = {role: policy for policy in found.policies if policy.weights is not None for role in policy.roles}
-    begun: list[str] = []
+    bases = _bases_of_export(source, model, policies) if is_export(Path(source)) else None
+    opened = await asyncio.to_thread(open_evaluated_policies, source, bases)
+    source_policies: dict[str, TrainedPolicy] = {}
+    for source_policy in opened.policies:
+        if source_policy.weights is not None:
+            source_policies |= dict.fromkeys(source_policy.roles, source_policy)
+
+    started: list[str] = []
     notes: list[str] = []
     for name, spec in policies.specs.items():
         roles = policies.roles_of(name)
         if names is not None and name not in names:
             continue
         if not spec.trained:
-            lost = ", ".join(role for role in roles if role in there)
-            notes += [f"not trained here: {lost}; what {source} has learned for it is not used"] if lost else []
+            unused = ", ".join(role for role in roles if role in source_policies)
+            if unused:
+                notes.append(f"not trained here: {unused}; the weights of {source} for it are not used")
             continue
-        policy = _source_of(spec, roles, there, source)
+        policy = _policy_for(spec, roles, source_policies, source)
         if policy is None:
             notes.append(f"{name} starts untrained: {source} has no policy of {', '.join(roles)}")
             continue
         assert policy.weights is not None
         await asyncio.to_thread(learner.adopt, name, policy.weights)
-        begun.append(name)
+        started.append(name)
         notes.append(f"{name} starts from {policy.name}@{policy.version} of {source}")
-    if not begun and names is None:
-        known = ", ".join(sorted(there)) or "none"
-        raise ConfigError("init", source, f"has trained no role of this run; it has trained: {known}")
-    return begun, notes
+    if not started and names is None:
+        trained = ", ".join(sorted(source_policies)) or "none"
+        raise ConfigError("init", source, f"has trained no role of this run; it has trained: {trained}")
+    return started, notes
 
 
-def _bases_of(source: str, model: str, policies: Policies) -> Moved:
-    """The base models of an export as they are here, by the roles that have them; `model` is the run's own. Raises
-    ConfigError where one is of roles that have several here."""
+def _bases_of_export(source: str, model: str, policies: Policies) -> Moved:
+    """Return the location of each base model of an export: the base model of this run for the same roles.
+
+    `model` is the run's own base model. Raises ConfigError if one base model of the export corresponds to several of
+    this run.
+    """
     manifest = read_manifest(Path(source))
-    recorded = {
-        entry.role: policy.base.model for entry in manifest.roles if (policy := manifest.policy(entry.role)).base
-    }
-    here: dict[str, str] = {}
+    exported_base: dict[str, str] = {}
+    for entry in manifest.roles:
+        exported = manifest.policy(entry.role)
+        if exported.base:
+            exported_base[entry.role] = exported.base.model
+    location: dict[str, str] = {}
     for role, name in policies.learning.items():
         base = policies.specs[name].model or model
-        if role in recorded and here.setdefault(recorded[role], base) != base:
-            fault = f"has {recorded[role]} for roles that have several base models here, {role} among them"
+        if role in exported_base and location.setdefault(exported_base[role], base) != base:
+            fault = f"has {exported_base[role]} for roles that have several base models here, {role} among them"
             raise ConfigError("init", source, fault)
-    return here
+    return location
 
 
-def _source_of(
-    spec: PolicySpec, roles: Collection[str], there: Mapping[str, TrainedPolicy], source: str
+def _policy_for(
+    spec: PolicySpec, roles: Collection[str], source_policies: Mapping[str, TrainedPolicy], source: str
 ) -> TrainedPolicy | None:
-    """The one policy of `source` that plays these roles; None where it has none. Raises ConfigError."""
-    playing = {there[role].name: there[role] for role in roles if role in there}
+    """Return the policy of `source` that plays these roles; None if there is none. Raises ConfigError if there are
+    several, or if it has another shape."""
+    playing = {source_policies[role].name: source_policies[role] for role in roles if role in source_policies}
     if not playing:
         return None
     if len(playing) > 1:
@@ -106,16 +123,18 @@ def _source_of(
             "Use the same --policies in both runs.",
         )
     (policy,) = playing.values()
-    shape, own = (policy.kind, policy.lora), (spec.kind, spec.lora if spec.kind == "lora" else None)
-    if shape != own:
+    source_shape = (policy.kind, policy.lora)
+    shape = (spec.kind, spec.lora if spec.kind == "lora" else None)
+    if source_shape != shape:
         raise ConfigError(
             "init",
             source,
-            f"has {policy.name} in another shape ({_shape(*shape)}) than {spec.name} has here ({_shape(*own)})",
+            f"has {policy.name} in another shape ({_describe(*source_shape)}) than {spec.name} has here "
+            f"({_describe(*shape)})",
             "Use the same --policies and [lora] in both runs.",
         )
     return policy
 
 
-def _shape(kind: str, lora: Any) -> str:
+def _describe(kind: str, lora: Any) -> str:
     return kind if lora is None else f"{kind}, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"

@@ -33,18 +33,21 @@ STEP = {
 
 
 def role_table(metrics: StepMetrics) -> Grid:
-    """Figures of the step by role; an optional one where it is not 0."""
-    some = {name for figures in metrics.roles.values() for name, value in figures.items() if value}
-    shown = {name: metric for name, metric in columns().items() if not metric.optional or name in some}
+    """Return the figures of the step by role. An optional figure is shown if it is not 0 for some role."""
+    not_zero: set[str] = set()
+    for figures in metrics.roles.values():
+        not_zero.update(name for name, value in figures.items() if value)
+    shown = {name: metric for name, metric in columns().items() if not metric.optional or name in not_zero}
     table = grid("role", *(f"{metric.column}>" for metric in shown.values()))
     for role, figures in metrics.roles.items():
-        table.add_row(Text(role), *(_figure(figures.get(name), metric.share) for name, metric in shown.items()))
+        cells = [_figure(figures.get(name), metric.share) for name, metric in shown.items()]
+        table.add_row(Text(role), *cells)
     return table
 
 
 def explained() -> Iterable[RenderableType]:
-    """The columns of the table of roles and the parts of a step's line, for `cotune train --explain`."""
-    yield definitions("by role", {one.column: one.help for one in columns().values()})
+    """Yield the columns of the table of roles and the parts of a step's line, for `cotune train --explain`."""
+    yield definitions("by role", {metric.column: metric.help for metric in columns().values()})
     yield ""
     yield definitions("by step", STEP)
     yield Text("\nOf a run: cotune show RUN --steps --explain. In the browser: cotune view RUN.")
@@ -53,4 +56,8 @@ def explained() -> Iterable[RenderableType]:
 def _figure(value: Any, percent: bool) -> str:
     if value is None:
         return "-"
-    return f"{value:.0%}" if percent else f"{value:.4g}" if abs(value) < 1e-3 and value else f"{value:.3f}"
+    if percent:
+        return f"{value:.0%}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.4g}"
+    return f"{value:.3f}"

@@ -1,6 +1,6 @@
 """The steps of a run for experiment trackers, in addition to metrics.jsonl.
 
-Each tool has a thread of its own: one that is slow, offline or fails costs its curve some steps, and the run nothing.
+Each tool has a separate thread. If a tool is slow, offline or fails, its curve lacks some steps, and the run continues.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from cotune.trainer.run.run_folder import RunFolder, write_atomically
 log = logging.getLogger("cotune")
 
 SHOWN_EPISODES = 8
-"""Episodes of a step in its table."""
+"""Most episodes of a step in its table."""
 COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
 MAIN = "1_main"
-"""Group of the figures that a tracker shows first."""
+"""The group of figures that trackers show first, because they sort by name."""
 _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
 _SECRET = re.compile(r"(?i)(?<=[?&])([\w.-]*(?:password|passwd|token|secret|key)[\w.-]*)=[^&#\s]*")
-"""Parameters of an address that hold a secret, such as password of PostgreSQL."""
+"""Parameters of an address with a secret, for example the password of PostgreSQL."""
 EXPORT = "export"
 """Name of the artefact that `cotune export` sends."""
 LONGEST = 2000
@@ -52,13 +52,13 @@ class Loggers:
     """Sends each step of a run, with a table of some of its episodes, to the tools that its configuration names."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, done: int, say: Callable[[str], None]) -> None:
-        """`done` is how many steps the run has already made: those after it are sent (again)."""
+        """`done` is the number of steps that the run has done before. Later steps are sent, or sent again."""
         self._episodes: list[Episode] = []
         self._threads = [_Logger(tool, config, folder, done) for tool in config.loggers]
         self._say = say
 
     def episode(self, episode: Episode) -> None:
-        """An episode of the step in hand has ended; the first ones go into the step's table."""
+        """Take an episode of the present step that has ended. The first ones go into the step's table."""
         if len(self._episodes) < SHOWN_EPISODES:
             self._episodes.append(episode)
 
@@ -69,24 +69,24 @@ class Loggers:
             thread.work.put((0, figures, []))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Send a step, under the number that its line shows; does not wait."""
+        """Send a step, under the number that its line shows. This does not wait."""
         figures = named(msgspec.to_builtins(metrics))
         number = metrics.step + 1
         rows = [_row(number, episode) for episode in self._episodes]
         self._episodes = []
         for thread in self._threads:
-            thread.given += 1
+            thread.queued += 1
             thread.work.put((number, figures, rows))
 
     def close(self) -> None:
-        """Wait for unsent steps, some seconds at most, and report those that did not arrive."""
+        """Wait at most `_END_SECONDS` for steps that are not sent yet, and report steps that did not arrive."""
         for thread in self._threads:
             thread.work.put(None)
         for thread in self._threads:
             thread.join(_END_SECONDS)
-            if thread.sent < thread.given:
+            if thread.sent < thread.queued:
                 why = thread.fault or f"it did not answer within {_END_SECONDS:g} s"
-                missing = f"{thread.given - thread.sent} of {thread.given} steps did not arrive"
+                missing = f"{thread.queued - thread.sent} of {thread.queued} steps did not arrive"
                 self._say(f"logger {thread.tool}: {missing} ({why}); metrics.jsonl has all")
 
 
@@ -97,10 +97,10 @@ class _Logger(threading.Thread):
         super().__init__(name=f"cotune-{tool}", daemon=True)
         self.tool = tool
         self.work: queue.SimpleQueue[tuple[int, Mapping[str, float], list[list[Any]]] | None] = queue.SimpleQueue()
-        self.given = 0
+        self.queued = 0
         self.sent = 0
         self.fault = ""
-        self._open = functools.partial(_opened, tool, config, folder.path, done)
+        self._open = functools.partial(_open_tracker, tool, config, folder.path, done)
         self.start()
 
     def run(self) -> None:
@@ -127,17 +127,22 @@ class _Logger(threading.Thread):
 
 
 def named(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a step as trackers show them: under `1_main`, which stands first in every tool, those that say
-    most; the counts of the step under `step`; the others by their path in metrics.jsonl."""
-    found = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
-    for key, title in (("reward", "2_reward"), ("entropy", "3_entropy"), ("sampler_gap_mean", "4_sampler_gap")):
-        found |= {f"{MAIN}/{title}/{role}": figures.get(key) for role, figures in line["roles"].items()}
-    rest = ((name if "/" in name else f"step/{name}", value) for name, value in flat(line))
-    return {name: value for name, value in found.items() if value is not None} | dict(rest)
+    """Name the figures of a step for trackers: the most important ones under `1_main`, which every tool shows first,
+    counts of the step under `step`, and the others by their path in metrics.jsonl."""
+    main = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
+    for role, figures in line["roles"].items():
+        main[f"{MAIN}/2_reward/{role}"] = figures.get("reward")
+        main[f"{MAIN}/3_entropy/{role}"] = figures.get("entropy")
+        main[f"{MAIN}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
+    all_figures = {name: value for name, value in main.items() if value is not None}
+    for name, value in flat(line):
+        all_figures[name if "/" in name else f"step/{name}"] = value
+    return all_figures
 
 
 def public(value: Any) -> Any:
-    """A setting as it may leave this machine: of a path its last part, of an address no password; also within lists."""
+    """Return a setting without private parts: a path becomes its last part, an address loses passwords and secrets.
+    This also holds within lists and tables."""
     if isinstance(value, Mapping):
         return {name: public(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -150,7 +155,7 @@ def public(value: Any) -> Any:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers in nested mappings, by their path: `roles/planner/reward`."""
+    """Yield the finite numbers in nested mappings, each with its path, for example `roles/planner/reward`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flat(inner, f"{name}/{key}" if name else str(key))
@@ -159,12 +164,14 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
-    """Store an export of a run as an artefact of the run in each of its tools that keep files. A tool that fails is
-    named; the export stays as it is."""
+    """Store an export as an artefact of its run in each of the run's tools that store files. `say` reports the result
+    for each tool; the export itself never changes."""
     config = convert(read_run_json(run)["config"])
-    for tool in (tool for tool in config.loggers if tool in KEEP_FILES):
+    for tool in config.loggers:
+        if tool not in KEEP_FILES:
+            continue
         try:
-            tracker = _opened(tool, config, run.absolute(), 0)
+            tracker = _open_tracker(tool, config, run.absolute(), 0)
             try:
                 tracker.keep(export, EXPORT, without=VERSIONS)
             finally:
@@ -175,16 +182,19 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
             say(f"stored in {tool} as an artefact of the run")
 
 
-def _opened(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
-    """The run in a tool: the same as before where loggers.json knows one; a new one is told the configuration."""
+def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
+    """Open the run in a tool: the tracker's run that loggers.json names, or a new one, which gets the configuration."""
     described, file = read_run_json(path), path / "loggers.json"
     run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
-    known = json.loads(file.read_text()).get(tool) if file.is_file() else None
-    tracker = Tracker(tool, config.project, path, run, known=known, done=done)
-    if known is None or tool == "trackio":  # which keeps those of a run's last part
-        settings = ((name, public(value)) for name, value in leaves(written(config)))
-        tracker.settings({k: v if isinstance(v, bool | int | float | str) else json.dumps(v) for k, v in settings})
-    if known is None:
+    tracker_id = json.loads(file.read_text()).get(tool) if file.is_file() else None
+    tracker = Tracker(tool, config.project, path, run, known=tracker_id, done=done)
+    if tracker_id is None or tool == "trackio":  # trackio only shows settings of the last part of a run
+        settings: dict[str, bool | int | float | str] = {}
+        for name, value in leaves(written(config)):
+            setting = public(value)
+            settings[name] = setting if isinstance(setting, bool | int | float | str) else json.dumps(setting)
+        tracker.settings(settings)
+    if tracker_id is None:
         with REWRITING:
             ids = json.loads(file.read_text()) if file.is_file() else {}
             write_atomically(file, json.dumps({**ids, tool: tracker.id}).encode())
@@ -192,6 +202,6 @@ def _opened(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
 
 
 def _row(step: int, episode: Episode) -> list[Any]:
-    given = json.dumps(episode.task.input, default=str)[:LONGEST]
+    task_input = json.dumps(episode.task.input, default=str)[:LONGEST]
     metrics, error = json.dumps(dict(episode.metrics)), (episode.error or "")[:LONGEST]
-    return [step, episode.task.id, given, episode.status, episode.calls, metrics, error]
+    return [step, episode.task.id, task_input, episode.status, episode.calls, metrics, error]

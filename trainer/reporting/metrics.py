@@ -20,23 +20,25 @@ from cotune.records.structs import Episode
 from cotune.trainer.reporting.activity import BEFORE
 
 Updates = Mapping[str, Mapping[str, float]]
-"""The learner's figures of each policy that it updated."""
+"""The learner's figures for each policy that it has updated."""
 
 
 def moved(updates: Updates) -> list[str]:
-    """The policies whose weights an update has changed: not those that had no gradient in any of its steps."""
-    return [
-        name for name, figures in updates.items() if figures["steps"] > figures["skipped_steps"] + figures["idle_steps"]
-    ]
+    """Return the policies whose weights an update has changed: some optimizer step of it had a gradient."""
+    policies: list[str] = []
+    for name, figures in updates.items():
+        if figures["steps"] > figures["skipped_steps"] + figures["idle_steps"]:
+            policies.append(name)
+    return policies
 
 
 def step_seconds(seconds: Mapping[str, float]) -> float:
-    """Seconds of a step, without those before the first one."""
+    """Return the seconds of a step, without phases before the first step."""
     return sum(spent for phase, spent in seconds.items() if phase not in BEFORE)
 
 
 def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
-    """The fields of `StepMetrics` on tokens and their rates, of `sampled` tokens in the rollout."""
+    """Return the fields of `StepMetrics` for tokens and their rates. The rollout has sampled `sampled` tokens."""
     computed = sum(figures.get("computed_tokens", 0.0) for figures in updates.values())
     rollout = seconds.get("rollout", 0.0)
     return {
@@ -49,7 +51,8 @@ def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 
 
 
 def outcome_path(plan: Plan) -> str:
-    """Whose outcome that of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
+    """Name the path whose outcomes a step reports. If candidates were selected along it, its outcome is not the success
+    rate of single samples."""
     if plan.kind != "tree":
         return SINGLE
     how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
@@ -63,45 +66,56 @@ def outcome_means(
     failed: float | str | None = None,
     task_weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Mean of each outcome component and metric over the episodes that ended, well or not; with `task_weights` the
-    weighted mean over tasks of each task's mean.
+    """Return the mean of each outcome component and metric over the episodes that ended, with or without an error.
 
-    `success` is the share of `successes`. A failed episode counts its own rewards, or, if it has none, `failed`:
-    a number, `lowest` (0, or the lowest of the others where that is below 0), or `exclude` (nothing, not its own
-    either). One that the infrastructure has failed counts in none of them. Other metrics are of the episodes that ended
-    well.
+    With `task_weights` it is the weighted mean over tasks of each task's mean. `success` is the share of `successes`.
+
+    A failed episode counts with its own rewards. If it has none, it counts with `failed`: a number, or `lowest` (the
+    lowest reward of the other episodes, at most 0). With `exclude`, failed episodes do not count at all. Episodes that
+    the infrastructure failed never count. Metrics other than rewards are over episodes without an error.
     """
-    good = [(rewards.get(episode.id, {}), episode) for episode in episodes if episode.status == "ok"]
-    bad = [(rewards.get(e.id, {}), e) for e in episodes if e.status != "ok" and e.is_outcome and failed != "exclude"]
-    # By name, the values with their tasks.
+    finished = [episode for episode in episodes if episode.status == "ok"]
+    failures: list[Episode] = []
+    if failed != "exclude":
+        failures = [episode for episode in episodes if episode.status != "ok" and episode.is_outcome]
+    components: set[str] = set()
+    for episode in (*finished, *failures):
+        components.update(rewards.get(episode.id, {}))
+
+    # Collect the values of each component or metric, with their tasks.
     values: dict[str, list[tuple[str, float]]] = defaultdict(list)
-    for own, episode in good:
-        for name, value in {**own, **episode.metrics}.items():
-            if name in own or name != "success":
+    for episode in finished:
+        episode_rewards = rewards.get(episode.id, {})
+        for name, value in {**episode_rewards, **episode.metrics}.items():
+            if name in episode_rewards or name != "success":
                 values[name].append((episode.task.id, value))
-    for name in {name for own, _ in (*bad, *good) for name in own}:
-        lowest = min([0.0, *(value for _, value in values[name])])
-        for own, episode in bad:
-            values[name].append((episode.task.id, own.get(name, failed if isinstance(failed, float) else lowest)))
+    for name in components:
+        value_if_failed = min([0.0, *(value for _, value in values[name])])
+        if isinstance(failed, float):
+            value_if_failed = failed
+        for episode in failures:
+            value = rewards.get(episode.id, {}).get(name, value_if_failed)
+            values[name].append((episode.task.id, value))
     if solved := successes(episodes, rewards):
-        values["success"] = [(episode.task.id, float(one)) for episode, one in solved]
+        values["success"] = [(episode.task.id, float(success)) for episode, success in solved]
 
     means: dict[str, float] = {}
-    for name, found in sorted(values.items()):
+    for name, values_with_tasks in sorted(values.items()):
         if task_weights is None:
-            means[name] = sum(value for _, value in found) / len(found)
+            means[name] = sum(value for _, value in values_with_tasks) / len(values_with_tasks)
             continue
         by_task: dict[str, list[float]] = defaultdict(list)
-        for task, value in found:
+        for task, value in values_with_tasks:
             by_task[task].append(value)
-        mean = mean_over_tasks({task: sum(own) / len(own) for task, own in by_task.items()}, task_weights)
+        task_means = {task: sum(task_values) / len(task_values) for task, task_values in by_task.items()}
+        mean = mean_over_tasks(task_means, task_weights)
         if mean is not None:
             means[name] = mean
     return means
 
 
 def lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:
-    """Samples by the number of versions that their sampler was behind the policy that trains on them."""
+    """Count samples by the number of versions that their sampler was behind the policy that trains on them."""
     counts = Counter(versions.get(sample.policy.name, 0) - sample.policy.version for sample in samples)
     return {str(lag): counts[lag] for lag in sorted(counts)}
 
@@ -114,31 +128,38 @@ def stayed(
     prepared: Prepared,
     frozen: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Why each trained policy that has not moved has not; those in `frozen` are not trained in this step."""
-    reached, moves = {**dict.fromkeys(collected.unrewarded, "no reward"), **prepared.reached}, moved(updates)
-    reached |= dict.fromkeys(frozen, "frozen step")
-    return {
-        name: "no gradient" if name in rows else reached.get(name, "no sample")
-        for name, spec in policies.specs.items()
-        if spec.trained and name not in moves
-    }
+    """Return the reason for each trained policy that has not moved. Policies in `frozen` do not train in this step."""
+    reasons: dict[str, str] = dict.fromkeys(collected.unrewarded, "no reward")
+    reasons.update(prepared.reached)
+    reasons.update(dict.fromkeys(frozen, "frozen step"))
+    moved_policies = moved(updates)
+    reason_of: dict[str, str] = {}
+    for name, spec in policies.specs.items():
+        if spec.trained and name not in moved_policies:
+            reason_of[name] = "no gradient" if name in rows else reasons.get(name, "no sample")
+    return reason_of
 
 
 def role_metrics(
     prepared: Prepared, collected: Collected, rows: Mapping[str, Sequence[TrainRow]], updates: Updates
 ) -> dict[str, dict[str, float]]:
-    """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates),
-    `prompt_tokens_mean`, and `entropy` by the sampler's -log pi; where it was trained, the figures of its policy's
-    update (clip share, entropy, gap).
+    """Return the figures of each role.
 
-    `rows` and `updates` are by policy. A figure that is not defined in this step is left out.
+    These are reward, group spread, zero-variance share, `tokens_mean` (length of its candidates), `prompt_tokens_mean`,
+    and `entropy` (the sampler's mean -log pi). A role that was trained also has the figures of its policy's update
+    (clip share, entropy, gap). `rows` and `updates` are by policy. Figures that are not defined in this step are left
+    out.
     """
-    roles: dict[str, dict[str, float]] = {r: msgspec.structs.asdict(figures) for r, figures in prepared.roles.items()}
-    by_role: dict[str, list[Sample]] = defaultdict(list)
+    roles: dict[str, dict[str, float]] = {}
+    for role, role_figures in prepared.roles.items():
+        roles[role] = msgspec.structs.asdict(role_figures)
+
+    # Figures of the samples.
+    samples_of_role: dict[str, list[Sample]] = defaultdict(list)
     for sample in collected.samples:
-        by_role[sample.role].append(sample)
+        samples_of_role[sample.role].append(sample)
     for role, figures in roles.items():
-        samples = by_role[role]
+        samples = samples_of_role[role]
         tokens = sum(sample.tokens for sample in samples)
         figures["tokens_mean"] = tokens / len(samples)
         figures["entropy"] = sum(sample.entropy * sample.tokens for sample in samples) / tokens
@@ -149,10 +170,18 @@ def role_metrics(
             call = collected.calls[sample.call]
             turns[call.episode] = max(turns.get(call.episode, 0), call.turn + 1)
         figures["turns"] = sum(turns.values()) / len(turns)
-    known = [name for name, metric in registry()["roles"].items() if metric.of == "update"]
+
+    # Figures of the update. A policy with several roles has them by role.
+    update_figures = [name for name, metric in registry()["roles"].items() if metric.of == "update"]
     for policy, update in updates.items():
-        trained = sorted({row.role for row in rows[policy]})
-        for role in trained:
-            prefix = "" if len(trained) == 1 else f"{role}/"
-            roles[role] |= {name: float(update[prefix + name]) for name in known if prefix + name in update}
-    return {r: {k: v for k, v in figures.items() if math.isfinite(v)} for r, figures in roles.items()}
+        trained_roles = sorted({row.role for row in rows[policy]})
+        for role in trained_roles:
+            prefix = "" if len(trained_roles) == 1 else f"{role}/"
+            for name in update_figures:
+                if prefix + name in update:
+                    roles[role][name] = float(update[prefix + name])
+
+    finite: dict[str, dict[str, float]] = {}
+    for role, figures in roles.items():
+        finite[role] = {name: value for name, value in figures.items() if math.isfinite(value)}
+    return finite

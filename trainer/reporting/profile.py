@@ -16,9 +16,9 @@ from cotune.trainer.run.run import Run
 
 @contextlib.asynccontextmanager
 async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
-    """Trace the step within, if it is the one to profile, and say where the trace is.
+    """Trace the step within the block, if it is the one to profile, and print the path of the trace.
 
-    A profiler that fails ends no run. A step that is not completed leaves no trace.
+    If the profiler fails, the run continues. A step that is not completed has no trace.
     """
     number = run.state.steps + 1
     if number != run.profile_step:
@@ -43,7 +43,7 @@ async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
 
 
 async def _fault(method: Callable[..., None], *arguments: Any) -> str:
-    """Call a method of the learner; if its profiler fails, the reason in one line."""
+    """Call a method of the learner. If its profiler fails, return the reason in one line, else an empty text."""
     try:
         await asyncio.to_thread(method, *arguments)
     except (RuntimeError, OSError) as error:

@@ -23,15 +23,15 @@ from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
 
 CAUSES = 5
-"""How many different causes of failed episodes are shown in a run."""
+"""Number of different causes of failed episodes that are shown in a run."""
 SILENCE = 60.0
-"""Seconds without a line after which one says how far the step or the episodes are, where no bar can be shown."""
+"""Seconds without a line after which a line shows the progress, if no bar can be shown."""
 
 FAULT_COUNTERS = (
     "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "out_of_memory", "restarts", "retried",
     "timeouts", "unhealthy",
 )  # fmt: skip
-"""Counters that a step shows: faults of engines, workers and stores that were put right."""
+"""Counters that a step shows: faults of engines, workers and stores from which the run has recovered."""
 JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")
 """Counters of judges that a step shows."""
 TEACHER_COUNTERS = ("retried", "timeouts", "unscored")
@@ -39,12 +39,12 @@ TEACHER_COUNTERS = ("retried", "timeouts", "unscored")
 
 
 class Progress:
-    """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
+    """Shows steps, the episodes of the present step, the latest figures by role, and the time left."""
 
     def __init__(self, steps: int, console: Console | None = None, folder: Path | None = None) -> None:
-        """`folder`, that of the run, gets the file with the phase of the run."""
+        """`folder` is the run folder; it gets the file with the phase of the run."""
         self.loggers: Loggers | None = None
-        """Also get every episode and step."""
+        """Trackers, which also get every episode and step."""
         self.console = console or terminal()
         self._bars = Bars(
             TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -57,14 +57,14 @@ class Progress:
         self._causes: set[str] = set()
         self._total = steps
         self.activity = Activity(steps, folder)
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
         self._over = threading.Event()
 
     def __enter__(self) -> Progress:
         if self._live:
             self._live.start()
         else:
-            threading.Thread(target=self._tell_how_far, name="cotune-progress", daemon=True).start()
+            threading.Thread(target=self._break_silence, name="cotune-progress", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -72,15 +72,15 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def _tell_how_far(self) -> None:
-        """Say what is under way whenever nothing has been said for a while; in a thread of its own."""
-        while not self._over.wait(max(self._said + SILENCE - time.monotonic(), 0.01)):
-            if time.monotonic() - self._said >= SILENCE:
+    def _break_silence(self) -> None:
+        """Print the present phase whenever nothing was printed for `SILENCE` seconds; runs in a separate thread."""
+        while not self._over.wait(max(self._last_line + SILENCE - time.monotonic(), 0.01)):
+            if time.monotonic() - self._last_line >= SILENCE:
                 self.say(self.activity.text)
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
         print_line(self.console, text)
 
     def say_once(self, text: str) -> None:
@@ -95,17 +95,17 @@ class Progress:
         self.activity.begin(step)
 
     def rollout(self, episodes: int) -> None:
-        """A rollout of so many episodes begins."""
+        """Begin a rollout with this number of episodes."""
         self._bars.reset(self._episodes, total=episodes, description="episodes")
         self.activity.count("rollout", episodes)
 
     def further(self, episodes: int) -> None:
-        """So many are added to it."""
+        """Add episodes to the rollout."""
         self._bars.update(self._episodes, total=(self._bars.tasks[self._episodes].total or 0) + episodes)
         self.activity.further("rollout", episodes)
 
     def evaluation(self, episodes: int) -> None:
-        """An evaluation of so many episodes begins."""
+        """Begin an evaluation with this number of episodes."""
         self._bars.reset(self._episodes, total=episodes, description="held-out")
         self.activity.count("evaluate", episodes)
 
@@ -115,7 +115,7 @@ class Progress:
         self.activity.advance("evaluate")
 
     def episode(self, episode: Episode) -> None:
-        """Count an episode that has ended, and show why it failed, up to `CAUSES` different causes."""
+        """Count an episode that has ended. If it failed, show the cause, up to `CAUSES` different ones."""
         self._bars.advance(self._episodes)
         self.activity.advance("rollout")
         if self.loggers is not None:
@@ -141,7 +141,7 @@ class Progress:
         if self.loggers is not None:
             self.loggers.step(metrics)
         self._bars.update(self._steps, completed=metrics.step + 1)
-        left = self.activity.step(metrics.step + 1)
+        seconds_left = self.activity.step(metrics.step + 1)
         for note in metrics.notes:
             self.say_once(note)
         if self._live:
@@ -149,31 +149,31 @@ class Progress:
             self.say(f"step {metrics.step + 1}/{self._total}  {'  |  '.join(parts)}")
             self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
             return
-        minutes, seconds = divmod(round(left), 60)
+        minutes, seconds = divmod(round(seconds_left), 60)
         self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  |  {minutes}:{seconds:02} to go")
 
 
 @contextlib.contextmanager
 def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[..., None]]:
-    """A bar over episodes, or without a terminal a line every `SILENCE`; yields the function that advances it, by one
-    or by `count`."""
-    done, told = 0, time.monotonic()
+    """Show a bar over episodes, or without a terminal a line every `SILENCE` seconds. Yields the function that advances
+    it, by one or by `count`."""
+    done, last_line = 0, time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)
 
         def advance(_: object = None, count: int = 1) -> None:
-            nonlocal done, told
+            nonlocal done, last_line
             done += count
             bars.advance(bar, count)
-            if not console.is_terminal and time.monotonic() - told >= SILENCE:
-                told = time.monotonic()
+            if not console.is_terminal and time.monotonic() - last_line >= SILENCE:
+                last_line = time.monotonic()
                 console.print(f"{name}: {done}{'' if total is None else f' of {total}'}", highlight=False)
 
         yield advance
 
 
 def summary(metrics: StepMetrics) -> str:
-    """The step in one line."""
+    """Return the step in one line."""
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
     learned = loss_parts(metrics) or [f"groups {metrics.groups}"]
@@ -185,7 +185,7 @@ def summary(metrics: StepMetrics) -> str:
             )
         )
     if metrics.refill.get("tasks"):
-        parts.append(_refilled(metrics))
+        parts.append(_refill_text(metrics))
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:
@@ -193,8 +193,8 @@ def summary(metrics: StepMetrics) -> str:
         parts.append(f"rows by staleness {lags}")
     if faults := {name: count for name, count in metrics.counters.items() if name in FAULT_COUNTERS}:
         parts.append(", ".join(f"{name} {count}" for name, count in faults.items()))
-    parts += _counted(metrics.counters, "judge", JUDGE_COUNTERS)
-    parts += _counted(metrics.counters, "teacher", TEACHER_COUNTERS)
+    parts += _counter_parts(metrics.counters, "judge", JUDGE_COUNTERS)
+    parts += _counter_parts(metrics.counters, "teacher", TEACHER_COUNTERS)
     if left_out:
         parts.append(f"left out: {left_out}")
     stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
@@ -205,58 +205,78 @@ def summary(metrics: StepMetrics) -> str:
     return "  |  ".join(part for part in parts if part)
 
 
-def _refilled(metrics: StepMetrics) -> str:
-    """What a refill has drawn, and what of it has different rewards, by role."""
-    of = metrics.refill
-    late = f", {plural(of['late_tasks'], 'task')} late ({of['late']} episodes)" if of["late_tasks"] else ""
-    kept = ", ".join(
-        f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ"
-        for role, figures in metrics.roles.items()
-        if figures.get("refill_drawn")
-    )
-    return f"refill: {plural(of['tasks'], 'task')}{late}" + (f" ({kept})" if kept else "")
+def _refill_text(metrics: StepMetrics) -> str:
+    """Describe the tasks that a refill has drawn, and how many of each role's groups have different rewards."""
+    refill = metrics.refill
+    text = f"refill: {plural(refill['tasks'], 'task')}"
+    if refill["late_tasks"]:
+        text += f", {plural(refill['late_tasks'], 'task')} late ({refill['late']} episodes)"
+    by_role: list[str] = []
+    for role, figures in metrics.roles.items():
+        if figures.get("refill_drawn"):
+            by_role.append(f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ")
+    if by_role:
+        text += f" ({', '.join(by_role)})"
+    return text
 
 
 def loss_parts(metrics: StepMetrics) -> list[str]:
-    """The losses of a step that learns from records, by role."""
-    losses = {
-        title: "  ".join(f"{role} {figures[name]:.4f}" for role, figures in metrics.roles.items() if name in figures)
-        for name, title in (("loss", "loss"), ("accuracy", "accuracy"), ("held_out_loss", "held-out loss"))
-    }
-    return [f"{title}: {text}" for title, text in losses.items() if text]
+    """Return the losses of a step that learns from records, by role."""
+    parts: list[str] = []
+    for name, title in (("loss", "loss"), ("accuracy", "accuracy"), ("held_out_loss", "held-out loss")):
+        by_role = {role: figures[name] for role, figures in metrics.roles.items() if name in figures}
+        if by_role:
+            parts.append(f"{title}: " + "  ".join(f"{role} {value:.4f}" for role, value in by_role.items()))
+    return parts
 
 
 def reward_parts(metrics: StepMetrics) -> list[str]:
-    """The step's rewards: of single samples on held-out tasks, of all candidates by role, and of the episodes' path."""
-    parts = [f"held-out, single samples: {text}"] if (text := held_out_text(metrics.held_out)) else []
+    """Return the step's rewards: single samples on held-out tasks, all candidates by role, and the step's episodes."""
+    parts: list[str] = []
+    if text := held_out_text(metrics.held_out):
+        parts.append(f"held-out, single samples: {text}")
     rewards = {role: figures["reward"] for role, figures in metrics.roles.items() if "reward" in figures}
     if rewards:
         parts.append("all candidates: " + "  ".join(f"{role} {value:.3f}" for role, value in rewards.items()))
-    outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
-    return [*parts, f"{metrics.path}: {outcome}"] if outcome else parts
+    if metrics.outcome:
+        outcome = "  ".join(f"{name} {value:.3f}" for name, value in metrics.outcome.items())
+        parts.append(f"{metrics.path}: {outcome}")
+    return parts
 
 
 def held_out_text(figures: Mapping[str, float]) -> str:
-    """Success and rewards of an evaluation of held-out tasks, with their intervals and counts; empty without any."""
-    count, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
-    found = [
-        f"{title} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
-        + (f" (base {figures[f'base_{name}']:.3f})" if f"base_{name}" in figures else "")
-        for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN))
+    """Return success and rewards of an evaluation on held-out tasks, with their intervals and counts; an empty text
+    without any."""
+    episodes, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
+    parts: list[str] = []
+    for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN)):
         # An outcome that is a bool is the success, so it is shown once.
-        if name in figures and not (name == "outcome" and figures[name] == figures.get("success"))
-    ]
-    won = {name.partition("/")[2]: x for name, x in figures.items() if name.startswith("against_untrained/")}
-    found += [f"{role} against the untrained model {x:.3f}" for role, x in won.items()]
-    return "  ".join([*found, f"({failed:.0f} of {count:.0f} failed)"] if found and failed else found)
+        if name not in figures or (name == "outcome" and figures[name] == figures.get("success")):
+            continue
+        tasks = figures.get(f"{name}_n", episodes)
+        part = f"{title} {figures[name]:.3f}{_interval_text(figures, name)} on {tasks:.0f}"
+        if f"base_{name}" in figures:
+            part += f" (base {figures[f'base_{name}']:.3f})"
+        parts.append(part)
+    for name, reward in figures.items():
+        kind, _, role = name.partition("/")
+        if kind == "against_untrained" and role:
+            parts.append(f"{role} against the untrained model {reward:.3f}")
+    if parts and failed:
+        parts.append(f"({failed:.0f} of {episodes:.0f} failed)")
+    return "  ".join(parts)
 
 
-def _counted(counters: Mapping[str, float], who: str, names: Iterable[str]) -> list[str]:
-    found = {name: counters[f"{who}.{name}"] for name in names if f"{who}.{name}" in counters}
-    texts = (f"{n} {c:.6f}" if n == "cost" else f"{n.replace('_', ' ')} {c:.0f}" for n, c in found.items())
-    return [f"{who}: {', '.join(texts)}"] if found else []
+def _counter_parts(counters: Mapping[str, float], who: str, names: Iterable[str]) -> list[str]:
+    """Return the counters of a judge or a teacher as one part of the line; none if there are no counters."""
+    texts: list[str] = []
+    for name in names:
+        count = counters.get(f"{who}.{name}")
+        if count is not None:
+            texts.append(f"{name} {count:.6f}" if name == "cost" else f"{name.replace('_', ' ')} {count:.0f}")
+    return [f"{who}: {', '.join(texts)}"] if texts else []
 
 
-def _ends(figures: Mapping[str, float], name: str) -> str:
+def _interval_text(figures: Mapping[str, float], name: str) -> str:
     ends = [figures[end] for end in (f"{name}_low", f"{name}_high") if end in figures]
     return f" [{', '.join(f'{end:.3f}' for end in ends)}]" if ends else ""

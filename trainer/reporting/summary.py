@@ -1,4 +1,4 @@
-"""How a run ended, summed up over the lines of its metrics."""
+"""The summary of a run, from the lines of its metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NO_SIGNAL = (
 """The remedy for a policy that no step can update."""
 
 SILENT_STEPS = 3
-"""Steps without a call after which a role is spoken of."""
+"""Number of steps without a call after which a role is mentioned."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `finished` is False when it was stopped; `--resume` continues from `steps`."""
+    """The result of a run. `finished` is False if it was stopped; `--resume` continues from `steps`."""
 
     path: str
     steps: int
@@ -40,14 +40,15 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost_records: int
     seconds: float
     stayed: Mapping[str, Mapping[str, int]] = {}
-    """Trained policies that no step has updated, and in how many steps for which reason (`StepMetrics.stayed`), the
-    commonest first."""
+    """Trained policies that no step has updated, each with its reasons (`StepMetrics.stayed`) and their numbers of
+    steps, the commonest first."""
     silent: Mapping[str, int] = {}
-    """Trained roles that called in no episode of the last steps, and of how many: `SILENT_STEPS` or more, or all."""
+    """Trained roles without a call in the last steps, each with the number of these steps: `SILENT_STEPS` or more, or
+    all steps."""
     held_out: str = ""
-    """The file of held-out tasks that it was evaluated on, if any."""
+    """The file of held-out tasks of its evaluations, if any."""
     ended: str = ""
-    """Why it ended before its last step by its own settings (patience, guard); then it is finished too."""
+    """The reason if its settings (patience, guard) ended it before its last step; then it is finished too."""
 
 
 def sum_up(
@@ -60,9 +61,9 @@ def sum_up(
     held_out: str = "",
     ended: str = "",
 ) -> RunSummary:
-    """The summary of a run in its folder."""
+    """Sum up the run in a folder."""
     with OpenedRun(run) as opened:
-        lines, found = opened.metrics, opened.headline
+        lines, headline = opened.metrics, opened.headline
     left_out: Counter[str] = Counter()
     for line in lines:
         left_out.update(line["left_out"])
@@ -72,7 +73,7 @@ def sum_up(
         steps=state.steps,
         finished=finished,
         versions=dict(state.versions),
-        headline=found,
+        headline=headline,
         calls=sum(line["calls"] for line in lines),
         candidates=sum(line["candidates"] for line in lines),
         groups=sum(line["groups"] for line in lines),

@@ -74,7 +74,7 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
         ({"loss.kl": 0.1}, "loss.kl = 0.1 was None when the run was started."),
         ({"plan.k": 4}, "plan.k = 4 was 2 when the run was started."),
         ({"seed": 1}, "seed = 1 was 0 when the run was started."),
-        ({"steps": 1}, "steps = 1 is less than the 2 that the run has made."),
+        ({"steps": 1}, "steps = 1 is less than the 2 steps that the run has done."),
         ({"stepz": 9}, "stepz = 9 is not a field of the configuration"),
     ],
 )
@@ -89,7 +89,7 @@ def test_any_other_change_is_refused_by_name(made: Path, trainer: Trainer, chang
 
 def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, tiny_base: Path) -> None:
     run = copied(made, trainer)
-    with pytest.raises(RunError, match=r"other than the run was started with: 3 then, 2 now\."):
+    with pytest.raises(RunError, match=r"not the ones that the run was started with: 3 then, 2 now\."):
         trainer.resume(application(**BOTH), TASKS[:2], steps=3)
     with pytest.raises(RunError, match=r"3 then, 3 now\."):
         trainer.resume(application(**BOTH), [*TASKS[:2], {"id": "c", "letter": "d"}], steps=3)

@@ -60,7 +60,7 @@ def test_a_run_without_latest_names_its_checkpoints(run: Path, trainer: Trainer)
 def test_a_run_without_its_records_or_lines_goes_on_when_told_to(run: Path, trainer: Trainer, name: str) -> None:
     (run / name).unlink()
     error = refused(trainer, f"{name} is missing, though the run has made 2 steps")
-    assert error.remedy == f"Put it back. To go on without what it held: touch {run / name}, and --resume."
+    assert error.remedy == f"Put it back. To continue without its content: touch {run / name}, and --resume."
     (run / name).touch()
     assert trainer.resume(APP, steps=3).steps == 3
 

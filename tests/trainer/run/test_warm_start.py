@@ -109,5 +109,5 @@ def test_what_does_not_fit_is_named(trainer: Trainer, taught: Path, settings: di
 
 def test_another_base_model_is_refused(trainer: Trainer, taught: Path, tmp_path: Path) -> None:
     other = build_base(tmp_path / "other", context=128)
-    with pytest.raises(ConfigError, match="on another base model: that of first has another config"):
+    with pytest.raises(ConfigError, match="on another base model: the one of first has another config"):
         trainer(application(converse, first=letters), init=str(taught), steps=1, model=str(other))
