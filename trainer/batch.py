@@ -1,4 +1,4 @@
-"""What a step trains on: the samples of its episodes, grouped and weighed."""
+"""The training batch of a step: the samples of its episodes, grouped and weighed."""
 
 from __future__ import annotations
 
@@ -100,19 +100,21 @@ def make_batch(
     prepared: Prepared,
     hints: Mapping[str, tuple[int, ...]],
 ) -> Batch:
-    """The rows that each policy trains on, from weighed samples. Raises GroupError if faults have left no row."""
+    """Return the rows that each policy trains on, from weighed samples. Raises GroupError if faults have left none."""
     policies = run.policies_at(run.state.steps)
     rows: dict[str, list[TrainRow]] = {}
     rows_of_roles = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)
     for role, rows_of_role in rows_of_roles.items():
         rows.setdefault(policies.of(role).name, []).extend(rows_of_role)
 
-    # Add what only a teacher or a critic sees.
+    # Add the texts that only a teacher or a critic sees.
     rows_of_policies: dict[str, Sequence[TrainRow]] = {}
     for name, rows_of_policy in rows.items():
-        hinted = [
-            msgspec.structs.replace(row, hinted=hints[row.id]) if row.id in hints else row for row in rows_of_policy
-        ]
+        hinted: list[TrainRow] = []
+        for row in rows_of_policy:
+            if row.id in hints:
+                row = msgspec.structs.replace(row, hinted=hints[row.id])
+            hinted.append(row)
         critic_sees = run.recipes.of(name).loss.critic_sees
         rows_of_policies[name] = with_privileged(hinted, episodes, run.chats.of(name), critic_sees)
 
@@ -140,7 +142,7 @@ def misses_outcomes(run: RolloutRun, batch: Batch) -> bool:
 
 
 def learns_from_outcomes(run: RolloutRun) -> bool:
-    """Whether the outcomes of episodes are part of what some policy is trained on."""
+    """Whether some policy is trained on the outcomes of episodes."""
     recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
     return any(recipe.attribution.outcome for recipe in recipes)
 
@@ -148,7 +150,7 @@ def learns_from_outcomes(run: RolloutRun) -> bool:
 def _require_soundness(run: RolloutRun, batch: Batch) -> None:
     """Raise GroupError, with the commonest causes, if faults have left a step without a row.
 
-    A step in which trained roles had no call, or nothing to compare, has no fault.
+    A step without calls of trained roles, or without groups to compare, has no fault.
     """
     episodes, left_out = batch.episodes, batch.left_out
     failed = [episode for episode in episodes if episode.status != "ok"]

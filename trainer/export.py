@@ -31,7 +31,7 @@ _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the appli
 
 
 class ExportForm(TypedDict, total=False):
-    """What is exported of a run, and in which form: keyword arguments of `export` and `export_run`."""
+    """The checkpoint to export, and the form of the export: keyword arguments of `export` and `export_run`."""
 
     step: int | Literal["best"] | None
     merge: bool
@@ -54,17 +54,19 @@ def export(
     """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
 
     In place of `run`, a mapping from roles to runs (`RUN` or `RUN#STEP`), exports and models writes the policies of a
-    team; its key `*` stands for all other roles. `step` and `evaluation` are of a single run.
+    team; its key `*` stands for all other roles. `step` and `evaluation` can only be used with a single run.
 
-    `step` takes the checkpoint after so many steps in place of the newest, or with "best" the best one of each policy
-    by held-out evaluation, as far as there is one. With `merge`
-    each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
-    a folder that `evaluate` wrote (default: the newest one in `run`). `model` is the base model where it lies elsewhere
-    than the run says (of several, a mapping from the old place to the new one). The edited prompts that the run was
-    trained with lie beside the policies, or those of the file `prompts`: others than it was trained with are refused
-    unless they were found for its weights, or `any_prompts` is true. The export is then sent to the run's
-    loggers, and with `push` (USER/NAME) to the Hugging Face Hub. `say` receives lines about it. Raises RunError,
-    ConfigError, AdapterError.
+    `step` exports the checkpoint after this number of steps instead of the newest one, or with "best" the best one of
+    each policy by held-out evaluation, if there is one. With `merge` each policy is a whole model, with `gguf` one GGUF
+    file in this precision. The card has the figures of `evaluation`, a folder that `evaluate` wrote (default: the
+    newest one in `run`). `model` is the present location of the base model, if it was moved (with several, a mapping
+    from old to new locations).
+
+    The export contains the edited prompts of the run's training, or the ones of the file `prompts`. Other prompts than
+    in training are refused, unless a search has found them for these weights, or `any_prompts` is true.
+
+    The export is then sent to the run's loggers, and with `push` (USER/NAME) to the Hugging Face Hub. `say` receives
+    lines about it. Raises RunError, ConfigError, AdapterError.
 
     ```python
     manifest = cotune.export("runs/r1", "adapters/")
@@ -109,13 +111,13 @@ def _export_team(
     say: Callable[[str], None],
     **form: Unpack[ExportForm],
 ) -> Manifest:
-    """Write the policies of a team, each from its own run, export or model."""
+    """Write the policies of a team. Each comes from a run, an export or a model."""
     if form.get("step") is not None:
         remedy = "Write ROLE=RUN#STEP for a step."
-        raise ConfigError("step", form.get("step"), "is of one run, and a team is exported", remedy)
+        raise ConfigError("step", form.get("step"), "cannot be used for a team", remedy)
     if form.get("evaluation") is not None:
         remedy = "Leave it out, and evaluate the exported team."
-        raise ConfigError("evaluation", str(form.get("evaluation")), "is of one run, and a team is exported", remedy)
+        raise ConfigError("evaluation", str(form.get("evaluation")), "cannot be used for a team", remedy)
     sources = read_sources(uses, "use")
     opened = open_team(sources, form.get("model"))
     if opened.note:
@@ -162,7 +164,7 @@ def _push(out: str | Path, repository: str, private: bool, say: Callable[[str], 
 
 def _say_size(size: int, out: str | Path, say: Callable[[str], None]) -> None:
     """Say how many bytes whole models will take, before they are written."""
-    earlier = ", beside one earlier version" if is_export(Path(out)) else ""
+    earlier = ", in addition to one earlier version" if is_export(Path(out)) else ""
     say(f"this export will take about {size / 1e9:.2g} GB of disk space{earlier}")
 
 
@@ -188,9 +190,10 @@ def _say_checkpoint(
 ) -> None:
     """Say which checkpoint was exported, if it is not the last one of a finished run."""
     if step == "best":
-        kept = read_best(run.checkpoints)
-        say("best: " + ", ".join(f"{name} of {b.checkpoint} ({b.figure:.3f})" for name, b in sorted(kept.items())))
-        for name in sorted(policies - kept.keys()):
+        best = read_best(run.checkpoints)
+        texts = [f"{name} of {best[name].checkpoint} ({best[name].figure:.3f})" for name in sorted(best)]
+        say("best: " + ", ".join(texts))
+        for name in sorted(policies - best.keys()):
             say(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
         return
     newest, planned = newest_checkpoint(run.checkpoints), read_run(run.path).config.steps

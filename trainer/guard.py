@@ -143,19 +143,19 @@ def safe_checkpoint(run: Run, pending: int | None = None) -> str | None:
 
 
 def _fall(series: Sequence[float]) -> str | None:
-    """How the mean of the last window is below that of the best one, if by more than the bounds allow."""
+    """Describe the fall from the mean of the best window to the last one; None if it is within the bounds."""
     if len(series) < 2 * WINDOW:
         return None
     values = np.asarray(series, np.float64)
     means = np.convolve(values, np.full(WINDOW, 1 / WINDOW), "valid")
-    best, now = float(means.max()), float(means[-1])
+    best, last = float(means.max()), float(means[-1])
     gain = max(best - float(means[0]), abs(best) / 2)
     # The noise of one step, from the differences between neighbours: a slow rise hardly adds to these.
     variance = float(np.mean(np.diff(values) ** 2)) / 2
     standard_error = math.sqrt(variance * 2 / WINDOW)
-    if best - now <= REWARD_DROP * gain or best - now <= NOISE * standard_error:
+    if best - last <= REWARD_DROP * gain or best - last <= NOISE * standard_error:
         return None
-    return f"fell from {best:.3f} to {now:.3f} (means over {WINDOW} steps)"
+    return f"fell from {best:.3f} to {last:.3f} (means over {WINDOW} steps)"
 
 
 def _watched_rewards(line: Line, rewards: Watched, taught: Container[str]) -> dict[str, float]:

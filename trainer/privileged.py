@@ -1,4 +1,4 @@
-"""What a critic or a teacher sees beyond the policy: text that the application does not show."""
+"""Privileged text: a critic or a teacher reads it in training, but the policy and the application do not."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NO_FEEDBACK = (
 
 
 class Hints(NamedTuple):
-    """The candidates whose teacher has something to see, and the prompts that it reads, by candidate."""
+    """The candidates to train on, and the prompts that their teachers read instead, by candidate."""
 
     collected: Collected
     prompts: Mapping[str, tuple[int, ...]]
 
 
 def check_privileged(recipes: Recipes, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError where a critic or a teacher is to see a field that a task lacks."""
+    """Raise ConfigError if a task lacks a field that a critic or a teacher reads."""
     for loss in (recipe.loss for recipe in recipes.every):
         fields = {"critic_sees": loss.critic_sees}
         if loss.teacher_sees != FEEDBACK and ":" not in loss.teacher_sees:
@@ -49,11 +49,14 @@ def check_privileged(recipes: Recipes, tasks: Sequence[Task]) -> None:
 def with_privileged(
     rows: Sequence[TrainRow], episodes: Sequence[Episode], chat: ChatFormat, field: str
 ) -> Sequence[TrainRow]:
-    """The rows of a policy with the token ids of the field of their task that its critic alone sees."""
+    """Return the rows of a policy with the token ids of the task's `field`, which only its critic reads."""
     if not field:
         return rows
-    seen = {e.id: tuple(chat.render([{"role": "user", "content": _text(e.task, field)}], None)) for e in episodes}
-    return [msgspec.structs.replace(row, privileged=seen[row.trajectory]) for row in rows]
+    privileged: dict[str, tuple[int, ...]] = {}
+    for episode in episodes:
+        message = {"role": "user", "content": _text(episode.task, field)}
+        privileged[episode.id] = tuple(chat.render([message], None))
+    return [msgspec.structs.replace(row, privileged=privileged[row.trajectory]) for row in rows]
 
 
 def with_hints(
@@ -64,58 +67,75 @@ def with_hints(
     chats: ChatFormats,
     context: Callable[[str], int],
 ) -> Hints:
-    """What the teachers of policies with `teacher_sees` read in place of the policies' prompts. A candidate without a
-    text to see, or with one that does not fit into the `context` of its policy, is left out, counted as `no_hint`; its
-    reward still counts for those of other policies. Raises GroupError for a function that fails."""
-    sees = {name: recipes.of(name).loss.teacher_sees for name in {one.policy.name for one in collected.samples}}
-    taught = [sample for sample in collected.samples if sees[sample.policy.name]]
+    """Build the prompts that the teachers of policies with `teacher_sees` read instead of the policies' prompts.
+
+    A candidate is left out, and counted as `no_hint`, if it has no hint, or if the prompt with the hint does not fit
+    into the `context` of its policy. Its reward still counts for samples of other policies. Raises GroupError for a
+    function that fails.
+    """
+    teacher_sees: dict[str, str] = {}
+    for sample in collected.samples:
+        teacher_sees[sample.policy.name] = recipes.of(sample.policy.name).loss.teacher_sees
+    taught = [sample for sample in collected.samples if teacher_sees[sample.policy.name]]
     if not taught:
         return Hints(collected, {})
+
     tasks = {episode.id: episode.task for episode in episodes}
-    most = {name: context(name) for name in {sample.policy.name for sample in taught}}
-    texts = store.feedback([place for sample in taught for place in (sample.id, sample.rollout)])
+    context_of = {name: context(name) for name in {sample.policy.name for sample in taught}}
+    targets: list[str] = []  # feedback is on a candidate, or on its episode
+    for sample in taught:
+        targets += [sample.id, sample.rollout]
+    feedback = store.feedback(targets)
+
     prompts: dict[str, tuple[int, ...]] = {}
     for sample in taught:
         call = finished_call(store, collected.calls[sample.call], tasks[sample.rollout])
-        spec = sees[sample.policy.name]
-        found: str | list[dict[str, Any]] = ""
+        spec = teacher_sees[sample.policy.name]
+        hint: str | list[dict[str, Any]] = ""
         if spec == FEEDBACK:
-            about = [text for place in (sample.id, sample.rollout) for text in texts.get(place, {}).values()]
-            found = "\n".join(["Feedback on an earlier answer to this:", *about]) if about else ""
+            texts = [*feedback.get(sample.id, {}).values(), *feedback.get(sample.rollout, {}).values()]
+            if texts:
+                hint = "\n".join(["Feedback on an earlier answer to this:", *texts])
         elif ":" in spec:
-            found = _said(spec, sample, call)
+            hint = _hint_of_function(spec, sample, call)
         else:
-            found = f"{spec}: {_text(call.task, spec, 'teacher_sees')}"
-        if not found or collected.calls[sample.call].sampling.get("images"):
+            hint = f"{spec}: {_text(call.task, spec, 'teacher_sees')}"
+        if not hint or collected.calls[sample.call].sampling.get("images"):
             continue
-        sent = [store.message(name) for name in collected.calls[sample.call].messages_out]
-        messages = with_text(sent, found) if isinstance(found, str) else found
+
+        # A text is added to the policy's own messages; a function may also replace them.
+        if isinstance(hint, str):
+            sent = [store.message(name) for name in collected.calls[sample.call].messages_out]
+            messages = with_text(sent, hint)
+        else:
+            messages = hint
         chat, options = chats.of(sample.policy.name), template_options(call.params) or None
-        room = most[sample.policy.name] - sample.tokens
+        room = context_of[sample.policy.name] - sample.tokens
         try:
             prompt = chat.render(messages, tools_shown(call.params, call.tools), most=room, options=options)
         except PromptTooLong:
             continue
         except SamplerError as error:
-            said = f"What {spec} gives a teacher to see cannot be rendered: {error_text(error)}."
-            raise GroupError(said, "Correct the function.") from error
+            cause = f"The hint of {spec} for a teacher cannot be rendered: {error_text(error)}."
+            raise GroupError(cause, "Correct the function.") from error
         prompts[sample.id] = tuple(prompt)
-    kept = [sample for sample in collected.samples if not sees[sample.policy.name] or sample.id in prompts]
-    without = [sample for sample in taught if sample.id not in prompts]
-    chosen = [sample for sample in without if sample.chosen] if recipes.joins_calls else []
-    return Hints(
-        msgspec.structs.replace(
-            collected,
-            samples=kept,
-            others=[*collected.others, *chosen],
-            left_out=dict(Counter(collected.left_out) + Counter(no_hint=len(without))),
-        ),
-        prompts,
-    )
+
+    samples: list[Sample] = []
+    without_hint: list[Sample] = []
+    for sample in collected.samples:
+        if teacher_sees[sample.policy.name] and sample.id not in prompts:
+            without_hint.append(sample)
+        else:
+            samples.append(sample)
+    others = list(collected.others)
+    if recipes.joins_calls:
+        others += [sample for sample in without_hint if sample.chosen]
+    left_out = dict(Counter(collected.left_out) + Counter(no_hint=len(without_hint)))
+    return Hints(msgspec.structs.replace(collected, samples=samples, others=others, left_out=left_out), prompts)
 
 
 def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The messages with `text` at the end of the last one of a user; a message of its own where there is none."""
+    """Return the messages with `text` at the end of the last user message, or as a new one if there is none."""
     shown = [dict(message) for message in messages]
     last = next((message for message in reversed(shown) if message.get("role") == "user"), None)
     if last is None:
@@ -128,25 +148,25 @@ def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str
     return shown
 
 
-def _said(spec: str, sample: Sample, call: Any) -> str | list[dict[str, Any]]:
-    """What a function of the user's own gives a teacher to see of a candidate; empty for nothing."""
+def _hint_of_function(spec: str, sample: Sample, call: Any) -> str | list[dict[str, Any]]:
+    """Return the hint that the user's function gives for a candidate: a text, or messages; empty without one."""
     function = own_function("teacher_sees", spec)
-    candidate = next(one for one in call.candidates if candidate_id(call.id, one.index) == sample.id)
+    candidate = next(drawn for drawn in call.candidates if candidate_id(call.id, drawn.index) == sample.id)
     try:
-        found = function(candidate, call, call.task.input)
+        hint = function(candidate, call, call.task.input)
     except Exception as error:
         raise GroupError(f"{spec} raised {error_text(error)}{origin(error)}.", "Correct the function.") from error
-    if found is None or isinstance(found, str):
-        return found or ""
-    if isinstance(found, Sequence) and all(isinstance(message, Mapping) for message in found):
-        return [dict(message) for message in found]
-    said = f"{spec} returned {type(found).__name__}, which is neither a text nor a list of messages."
-    raise GroupError(said, "Return a text, a list of messages in OpenAI form, or None.")
+    if hint is None or isinstance(hint, str):
+        return hint or ""
+    if isinstance(hint, Sequence) and all(isinstance(message, Mapping) for message in hint):
+        return [dict(message) for message in hint]
+    cause = f"{spec} returned {type(hint).__name__}, which is neither a text nor a list of messages."
+    raise GroupError(cause, "Return a text, a list of messages in OpenAI form, or None.")
 
 
 def _text(task: Task, field: str, setting: str = "critic_sees") -> str:
-    found: Any = task.input.get(field) if isinstance(task.input, Mapping) else None
-    if not isinstance(found, str) or not found:
+    text: Any = task.input.get(field) if isinstance(task.input, Mapping) else None
+    if not isinstance(text, str) or not text:
         remedy = f"Give every task a text there, or leave {setting} out."
-        raise ConfigError(setting, field, f"is not text in every task; task {task.id} has {found!r}", remedy)
-    return found
+        raise ConfigError(setting, field, f"is not text in every task; task {task.id} has {text!r}", remedy)
+    return text

@@ -1,4 +1,4 @@
-"""Publishing with proof: what was sent has arrived, has moved, and is what the sampler really samples from."""
+"""Publishing with proof: the weights have changed, have arrived, and the sampler really samples from them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=2, seed=0)
-"""How the probe is sampled: untruncated, so that the trainer's log-probabilities are of the same distribution. The
-first token comes from the pass over the prompt, the second from a decode step; more steps cost more than candidates."""
+"""Sampling of the probe: not truncated, so that the trainer's log-probabilities are of the same distribution. The first
+token comes from the pass over the prompt, the second from a decode step. Further steps would cost more than further
+candidates."""
 LONGER = msgspec.structs.replace(PROBE, max_tokens=16, seed=1)
-"""The probe that decides where the first one is above the bound: in bfloat16 a few unlikely tokens make up most of it.
-"""
+"""A longer probe, which decides if the first one is above the bound: in bfloat16 a few unlikely tokens may cause most
+of a gap."""
 PROBE_CANDIDATES = 16
 PROBE_PROMPTS = 4
 PROBE_PROMPT = 32
-"""Tokens of a prompt that the probe begins with, at most. Any text tells weights apart, and nothing is cached for a new
-version: the probe takes longer than all else in a publication."""
+"""Most tokens of a prompt of the probe. Any text shows whether weights differ, and nothing is cached for a new version:
+the probe takes longer than the rest of a publication."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class Probe:
     """Prompts (token ids) that a version is sampled with, at least `PROBE_CANDIDATES` times in all, the trainer's
     log-probabilities of rows, and the largest mean gap between both, in nats.
 
-    `remedy` is what makes a gap from rounding smaller, empty if sampler and trainer both compute in float32.
+    `remedy` says how to reduce a gap from rounding. It is empty if sampler and trainer both compute in float32.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,7 +63,7 @@ class Probe:
 
 
 def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The different ways in which prompts begin, a few of them."""
+    """Return a few different beginnings of prompts."""
     return list(dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts))[:PROBE_PROMPTS]
 
 
@@ -83,8 +84,8 @@ async def prove_publish(
 ) -> Proof:
     """Publish a version, prove that it is served, then retire older ones.
 
-    Checks, in order: that the weights are other than those of the `previous` proof; the fingerprint of what arrived;
-    the mean gap of the `probe`. Raises SyncError with the figures.
+    Checks, in order: the weights differ from the `previous` proof; the fingerprint of the weights that arrived; the
+    mean gap of the `probe`. Raises SyncError with the figures.
     """
     proof = _moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
@@ -103,7 +104,7 @@ def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof
         return proof
     if proof.fingerprint == previous.fingerprint:
         raise SyncError(
-            f"The weights of {policy} are those of {previous.policy} (fingerprint {proof.fingerprint}, norm "
+            f"The weights of {policy} are equal to {previous.policy} (fingerprint {proof.fingerprint}, norm "
             f"{proof.norm:.6g}): the update changed nothing.",
             "Check that the learning rate is above 0 and that groups have different rewards.",
         )
@@ -113,8 +114,8 @@ def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof
 async def sampled_gaps(
     sampler: Sampler, policy: PolicyRef, probe: Probe, params: SamplingParams = PROBE
 ) -> npt.NDArray[np.float64]:
-    """|log pi_sampler - log pi_train| of each token that a policy says to the probe, in nats. Raises SyncError where it
-    says none."""
+    """Return |log pi_sampler - log pi_train| of each token that a policy samples for the probe, in nats. Raises
+    SyncError if it samples none."""
     rows = await probe_rows(sampler, policy, probe.prompts, params)
     trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
     gaps: npt.NDArray[np.float64] = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
@@ -124,23 +125,25 @@ async def sampled_gaps(
 async def probe_rows(
     sampler: Sampler, policy: PolicyRef, prompts: Sequence[Sequence[int]], params: SamplingParams = PROBE
 ) -> list[TrainRow]:
-    """Rows of what a policy says to these prompts. Raises SyncError where it says nothing."""
-    each = -(-PROBE_CANDIDATES // len(prompts))
-    drawn = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in prompts))
-    pairs = [(ids, one) for ids, found in zip(prompts, drawn, strict=True) for one in found]
-    rows = [
-        TrainRow(
-            id=f"probe.{i}",
-            role="",
-            prompt_ids=tuple(ids),
-            response_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            advantage=0.0,
-            version=policy.version,
-        )
-        for i, (ids, completion) in enumerate(pairs)
-        if completion.token_ids
-    ]
+    """Return the answers that a policy samples for these prompts, as rows. Raises SyncError if all are empty."""
+    each = -(-PROBE_CANDIDATES // len(prompts))  # rounded up
+    completions_of_prompts = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in prompts))
+    rows: list[TrainRow] = []
+    number = 0
+    for prompt_ids, completions in zip(prompts, completions_of_prompts, strict=True):
+        for completion in completions:
+            if completion.token_ids:
+                row = TrainRow(
+                    id=f"probe.{number}",
+                    role="",
+                    prompt_ids=tuple(prompt_ids),
+                    response_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    advantage=0.0,
+                    version=policy.version,
+                )
+                rows.append(row)
+            number += 1
     if not rows:
         raise SyncError(f"The probe of {policy} came back empty.", "Probe with other prompts.")
     return rows

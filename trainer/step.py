@@ -143,7 +143,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             return episodes
 
         async def compare(episodes: Sequence[Episode]) -> list[GroupSignal]:
-            """The groups of these episodes, and whether their rewards differ."""
+            """Return the groups of these episodes, and whether their rewards differ."""
             await judged.finish()
             return group_signals(collect_samples(run, episodes, step), run.recipes)
 

@@ -42,7 +42,7 @@ class StepReport:
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
-        """Count the seconds within as those of a phase of the step; `of` names its object."""
+        """Count the seconds within the block for a phase of the step; `of` names its object."""
         with self.progress.activity.phase(name, of):
             yield
 
@@ -73,40 +73,41 @@ class RolloutReport(StepReport):
     async def metrics(
         self, batch: Batch, updates: Updates, held_out: Mapping[str, float], rolled: RolledOut
     ) -> StepMetrics:
-        """The figures of a step, once its policies are published."""
+        """Return the figures of a step, once its policies are published."""
         counters = await self._new_counts()
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
         calls, silent = collected.calls.values(), run.silent(collected)
-        ran = [e for e in batch.episodes if e.phase != JUDGING]
-        single = [e for e in ran if run.plan.kind != "replay" or e.rollout == 0]
-        tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
-        frozen = run.frozen(state.steps)
-        unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen)
-        idle = not state.versions and "no signal" in unmoved.values()
-        hintless = _without_hints(run, batch, unmoved)
+        episodes = [episode for episode in batch.episodes if episode.phase != JUDGING]
+        # The branches of a replay plan are not single samples of whole episodes.
+        whole = [episode for episode in episodes if run.plan.kind != "replay" or episode.rollout == 0]
+        tokens = 0
+        for call in calls:
+            tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
+        unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps))
+        roles = role_metrics(prepared, collected, batch.rows, updates)
+        if rolled.refill:
+            for role in roles:
+                roles[role] |= rolled.refill.figures(role)
         return StepMetrics(
             step=state.steps,
-            episodes=len(ran),
-            failed=sum(e.status != "ok" and e.blame != "divergence" for e in ran),
+            episodes=len(episodes),
+            failed=sum(episode.status != "ok" and episode.blame != "divergence" for episode in episodes),
             unknown=batch.unknown,
-            calls=sum(episode.calls for episode in ran),
+            calls=sum(episode.calls for episode in episodes),
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),
             rows=len(prepared.trained),
             path=outcome_path(run.plan),
             outcome=outcome_means(
-                single,
+                whole,
                 collected.outcomes,
                 failed=failure_reward(config.on_failure),
                 task_weights=run.task_weights,
             ),
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
-            roles={
-                role: figures | (rolled.refill.figures(role) if rolled.refill else {})
-                for role, figures in role_metrics(prepared, collected, batch.rows, updates).items()
-            },
+            roles=roles,
             policies={name: self._policy(name, updates) for name in updates},
             left_out=dict(batch.left_out),
             staleness=lags(prepared.trained, batch.versions),
@@ -123,16 +124,24 @@ class RolloutReport(StepReport):
                 *prepared.warnings,
                 *replaced(calls),
                 *_rounded_away(updates),
-                *([NO_SIGNAL] if idle else []),
-                *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
+                *self._policy_notes(batch, unmoved),
                 *_outcome_notes(run, batch),
                 *_refill_notes(rolled),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),
         )
 
+    def _policy_notes(self, batch: Batch, unmoved: Mapping[str, str]) -> list[str]:
+        """Return notes on policies without an update: no signal since the run began, or no feedback for a teacher."""
+        notes: list[str] = []
+        if not self._run.state.versions and "no signal" in unmoved.values():
+            notes.append(NO_SIGNAL)
+        if without_hints := _without_hints(self._run, batch, unmoved):
+            notes.append(NO_FEEDBACK.format(policies=", ".join(without_hints)))
+        return notes
+
     def _policy(self, name: str, updates: Updates) -> dict[str, float]:
-        """Figures of a policy's update; where it has moved, also the proof of its publication."""
+        """Return the figures of a policy's update. If it has moved, the proof of its publication is included."""
         figures = {key: float(value) for key, value in updates[name].items() if "/" not in key}
         if name not in moved(updates):
             return figures
@@ -146,20 +155,24 @@ class RolloutReport(StepReport):
         }
 
     async def _new_counts(self) -> dict[str, float]:
-        """New counts of sampler, workers, judges, teacher and store since the last call, without zeros."""
+        """Return the counts of sampler, workers, judges, teacher and store since the last call, without zeros."""
         run, before = self._run, self._counters
-        now: dict[str, float] = dict((await run.sampler.info()).counters)
-        now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
-        now |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
-        taught = sum((Counter(teacher.counters) for teacher in run.teachers.values()), Counter[str]())
-        now |= {f"teacher.{name}": count for name, count in taught.items()}
-        now["late_rewards_refused"] = run.store.health.refused
-        self._counters = now
-        return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
+        counters: dict[str, float] = dict((await run.sampler.info()).counters)
+        counters |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
+        counters |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
+        of_teachers = sum((Counter(teacher.counters) for teacher in run.teachers.values()), Counter[str]())
+        counters |= {f"teacher.{name}": count for name, count in of_teachers.items()}
+        counters["late_rewards_refused"] = run.store.health.refused
+        self._counters = counters
+        new_counts: dict[str, float] = {}
+        for name, count in counters.items():
+            if count != before.get(name, 0):
+                new_counts[name] = count - before.get(name, 0)
+        return new_counts
 
 
 def _without_hints(run: RolloutRun, batch: Batch, unmoved: Mapping[str, str]) -> list[str]:
-    """Policies whose teacher sees feedback, and that have no sample because there was none."""
+    """Return the policies that have no sample because there was no feedback for their teacher."""
     if not batch.left_out["no_hint"]:
         return []
     return [name for name, why in unmoved.items() if why == "no sample" and run.recipes.of(name).loss.teacher_sees]

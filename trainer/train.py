@@ -110,7 +110,7 @@ def train(
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     flow = flow.prompted(chosen.prompts_file)
-    if chosen.learner.needing_gpu and not chosen.cluster.on_ray:  # there the learners' machines count
+    if chosen.learner.needing_gpu and not chosen.cluster.on_ray:  # on Ray, learners may be on other machines
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
         check_hardware(chosen.learner)
@@ -147,9 +147,9 @@ def resume(
     """Continue a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
 
     `changes` are fields of TrainConfig, nested or by dotted names; some may not change (docs/reference/run-folder.md).
-    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names.
-    `profile` writes a trace of one of the steps to come. Raises ConfigError or RunError, before work starts, for a
-    change that would make it another run.
+    `workflow` and `tasks` are only needed if the run was started from Python with objects instead of names. `profile`
+    writes a trace of one future step. Raises ConfigError or RunError, before work starts, for a change that would make
+    it another run.
 
     ```python
     summary = cotune.resume("runs/r1", workflow=solve, changes={"steps": 200})
@@ -160,8 +160,10 @@ def resume(
     with contextlib.ExitStack() as stack:
         stack.callback(folder.close)
         described = folder.described
-        named = {name for name, _ in leaves(changes or {})} | (set() if workflow is None else {"workflow"})
-        folder.trusted = open_run_code(folder.path, named)
+        from_user = {name for name, _ in leaves(changes or {})}
+        if workflow is not None:
+            from_user.add("workflow")
+        folder.trusted = open_run_code(folder.path, from_user)
         flow, listed = _resumed_app(folder, described, workflow, tasks)
         check_tasks(described, listed)
         tidy_checkpoints(folder.checkpoints)
@@ -172,15 +174,15 @@ def resume(
             for name in ("model", "teacher", "path"):
                 if fields.get(name):
                     fields[name] = relocated(fields[name], described, folder.path)
-        was = convert(table)
-        check_files(folder, done, was)
-        config, found = apply_changes(was, changes or {}, done=done)
-        now = without_values(described)
-        if found:
-            past = [*described.get("changes", ()), {"step": done, "changed": found}]
-            now |= without_values({"model": config.model, "config": written(config), "changes": past})
-        if now != described:
-            folder.describe_as(now)
+        old_config = convert(table)
+        check_files(folder, done, old_config)
+        config, changed = apply_changes(old_config, changes or {}, done=done)
+        description = without_values(described)
+        if changed:
+            all_changes = [*described.get("changes", ()), {"step": done, "changed": changed}]
+            description |= without_values({"model": config.model, "config": written(config), "changes": all_changes})
+        if description != described:
+            folder.describe_as(description)
         check_tools(config.loggers)
         for model, policies in config.bases.items():
             locate_base(model, of="" if model == config.model else policies[0])
@@ -188,10 +190,9 @@ def resume(
         flow = flow.prompted(prompts_of(folder.path))
         stack.pop_all()
     split = split_again(listed, config, described)
-    notes = [
-        f"changed: {name}" + ("" if is_withheld(name) else f" = {new!r}, was {old!r}")
-        for name, (old, new) in found.items()
-    ]
+    notes: list[str] = []
+    for name, (old, new) in changed.items():
+        notes.append(f"changed: {name}" if is_withheld(name) else f"changed: {name} = {new!r}, was {old!r}")
     if done >= config.steps:
         notes.append(f"all {done} steps of the run are done: pass --steps with a larger number to continue")
     return run_sync(_train(folder, config, flow, split, console, notes, profile=profile))
@@ -203,54 +204,62 @@ def _resumed_app(
     workflow: WorkflowSource | None,
     tasks: str | Path | Iterable[Any] | None,
 ) -> tuple[Workflow, list[Task]]:
-    """Workflow and tasks: those given, else those that run.json names. Raises ConfigError where neither says, or where
-    another workflow is given than the run was started with."""
-    known = described["workflow"]
-    if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
-        fault = f"is not the workflow that the run was started with, {known!r}"
+    """Return workflow and tasks: the ones passed, else the ones that run.json names.
+
+    Raises ConfigError if neither names them, or if the run was started with another workflow.
+    """
+    started_with = described["workflow"]
+    if isinstance(workflow, str) and started_with is not None and not _same_name(workflow, started_with):
+        fault = f"is not the workflow that the run was started with, {started_with!r}"
         raise ConfigError("workflow", workflow, fault, "Start a new run for it.")
     if workflow is None:
         workflow = known_workflow(described, folder.path)
-    recorded = described["config"].get("recipe") in FROM_RECORDS
+    from_records = described["config"].get("recipe") in FROM_RECORDS
     if tasks is None and described["tasks"] is not None:
         tasks = relocated(described["tasks"], described, folder.path)
-    if workflow is None or (tasks is None and not recorded):
+    if workflow is None or (tasks is None and not from_records):
         name = "workflow" if workflow is None else "tasks"
         fault = "is missing: the run was started from Python with an object, so run.json does not name it"
         raise ConfigError(name, None, fault, f"Pass {name}.")
     return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
+def _same_name(workflow: str, other: str) -> bool:
+    """Return whether two addresses end in the same attribute: a module may be named in several ways."""
+    return workflow.rpartition(":")[2] == other.rpartition(":")[2]
+
+
 def with_whole_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths of the files on this machine. Raises ConfigError for a missing model."""
+    """Return the configuration with absolute paths of files on this machine. Raises ConfigError for a missing model."""
 
     def whole(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path and is_path(path) else path
 
-    def located(model: str) -> str:
+    def whole_model(model: str) -> str:
         folder = locate_model(model)
         return str(folder) if Path(model).expanduser().exists() else model
 
-    def of(policy: PolicyConfig) -> PolicyConfig:
+    def whole_teacher(teacher: str) -> str:  # a folder, an id or an address
+        return whole(teacher) if Path(teacher).expanduser().is_dir() else teacher
+
+    def whole_policy(policy: PolicyConfig) -> PolicyConfig:
         try:
-            return replace(policy, model=policy.model and located(policy.model), teacher=there(policy.teacher))
+            model = policy.model and whole_model(policy.model)
+            return replace(policy, model=model, teacher=whole_teacher(policy.teacher))
         except ConfigError as error:
             raise of_policy(error, policy.name) from None
-
-    def there(teacher: str) -> str:
-        return whole(teacher) if Path(teacher).expanduser().is_dir() else teacher
 
     replace, held_out = msgspec.structs.replace, config.evaluation.tasks
     config = convert(with_addresses(msgspec.to_builtins(config), whole_address))
     return replace(
         config,
-        model=located(config.model),
-        policy=tuple(of(policy) for policy in config.policy),
+        model=whole_model(config.model),
+        policy=tuple(whole_policy(policy) for policy in config.policy),
         init=whole(config.init),
         prompts_file=whole(config.prompts_file),
         records=replace(config.records, path=whole(config.records.path)),
         evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
-        distill=replace(config.distill, teacher=there(config.distill.teacher)),
+        distill=replace(config.distill, teacher=whole_teacher(config.distill.teacher)),
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
-from cotune.storage.token_figures import write_token_figures
+from cotune.storage.token_figures import Seen, write_token_figures
 from cotune.trainer.config.engine import engine_sleeps
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
@@ -108,9 +108,11 @@ def tokens_wanted(rows: Mapping[str, Sequence[TrainRow]]) -> int:
 
 
 def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> None:
-    """Write what the learner saw of each token of the step into the run folder, for the viewer."""
-    found = {id: seen for policy in rows for id, seen in run.learner.seen(policy).items()}
-    write_token_figures(run.folder.path, run.state.steps, found)
+    """Write the learner's figures for each token of the step into the run folder, for the viewer."""
+    figures: dict[str, Seen] = {}
+    for policy in rows:
+        figures.update(run.learner.seen(policy))
+    write_token_figures(run.folder.path, run.state.steps, figures)
 
 
 async def publish(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:

@@ -178,7 +178,7 @@ def test_the_exported_team_answers_as_the_evaluated_one(here: Path, tmp_path: Pa
 
 def test_what_is_of_one_run_is_refused_for_a_team(here: Path, tmp_path: Path) -> None:
     for more in ({"step": 1}, {"evaluation": here}):
-        with pytest.raises(ConfigError, match="is of one run, and a team is exported"):
+        with pytest.raises(ConfigError, match="cannot be used for a team"):
             cotune.export({"first": here / "a"}, tmp_path / "team", **more)
     assert not (tmp_path / "team").exists()
 
