@@ -451,7 +451,7 @@ def test_an_application_that_every_answer_breaks_is_told_after_sixteen(trainer):
 
     with pytest.raises(WorkflowError) as caught:
         trainer(application(broken), steps=1)
-    assert caught.value.cause.endswith("All 16 episodes looked at failed.")
+    assert caught.value.cause.endswith("All 16 of the first episodes failed.")
     assert "have the workflow return a low reward" in caught.value.remedy
     assert " of 16 answers ended at their limit of tokens: raise sampling.max_tokens" in caught.value.remedy
 

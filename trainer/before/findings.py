@@ -37,8 +37,8 @@ EPISODES = 3
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing to know before training: it `blocks`, leaves the verdict `undecided`, `warns` of a loss, is a `note`,
-    or is `ok`. `remedy` says what to do."""
+    """One fact to know before training: it `blocks`, leaves the verdict `undecided`, `warns` of a loss, is a `note`,
+    or is `ok`. `remedy` is the action to take."""
 
     level: Level
     about: str
@@ -52,7 +52,8 @@ def blocking(error: CotuneError, about: str = "") -> Finding:
 
 
 def rewards_by_role(store: Store, calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By role, every role that called: the components that its scorer returned, with their lowest and highest value."""
+    """Return the components that each role's scorer returned, with their lowest and highest value. Every role that
+    called is listed."""
     rewards: dict[str, dict[str, tuple[float, float]]] = {role: {} for role in sorted({call.role for call in calls})}
     for call in calls:
         for named in store.rewards(candidate_id(call.id, c.index) for c in call.candidates).values():
@@ -68,7 +69,7 @@ def named_roles(config: TrainConfig, workflow: Workflow) -> set[str]:
 
 
 class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A role that called. `reason` says why it is not trained; empty where it is."""
+    """A role that called. `reason` says why it is not trained; it is empty if it is trained."""
 
     role: str
     calls: int
@@ -85,10 +86,10 @@ def roles_of(
     workflow: Workflow,
     able: Collection[str] | None,
 ) -> Iterator[RoleCheck]:
-    """The roles of calls, and whether they are trained: of those in `able` (None: all). `policies` is None where they
-    cannot be resolved."""
+    """Yield the roles of calls, and whether they are trained. Only roles in `able` can be (None: all). `policies` is
+    None if the policies cannot be resolved."""
     for role in dict.fromkeys(call.role for call in calls):
-        own = [call for call in calls if call.role == role]
+        role_calls = [call for call in calls if call.role == role]
         spec = policies.of(role) if policies else None
         scorer = role in workflow.scorers
         reason = ""
@@ -100,11 +101,16 @@ def roles_of(
             reason = "no scorer"
         elif spec.kind == "frozen":
             reason = "its policy is frozen"
-        elif all(call.status != "ok" for call in own):
+        elif all(call.status != "ok" for call in role_calls):
             reason = "all its calls failed"
-        name, kind = (spec.name, spec.kind) if spec else ("", "")
         yield RoleCheck(
-            role=role, calls=len(own), policy=name, kind=kind, scorer=scorer, trained=not reason, reason=reason
+            role=role,
+            calls=len(role_calls),
+            policy=spec.name if spec else "",
+            kind=spec.kind if spec else "",
+            scorer=scorer,
+            trained=not reason,
+            reason=reason,
         )
 
 
@@ -115,20 +121,20 @@ def learning_findings(
     recipes: Recipes,
     listed: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """The rewards that each trained role learns from, names that a recipe misspells, and rewards that train nobody.
+    """Yield the rewards that each trained role learns from, misspelt names in a recipe, and rewards that train no role.
 
-    `local` are the components of each role's scorer, `outcome` those of the episodes; `listed` roles need not have
-    called.
+    `local` has the components of each role's scorer, `outcome` the components of the episodes' outcome. Roles in
+    `listed` need not have called.
     """
-    every = [*listed, *(one.role for one in roles)]
-    for recipe, among in recipes.by_recipe(one.role for one in roles if one.trained):
-        own = {role: local.get(role, ()) for role in among}
-        for role, text in learns_from(own, outcome, recipe).items():
+    every = [*listed, *(role.role for role in roles)]
+    for recipe, roles_of_recipe in recipes.by_recipe(role.role for role in roles if role.trained):
+        components = {role: local.get(role, ()) for role in roles_of_recipe}
+        for role, text in learns_from(components, outcome, recipe).items():
             yield Finding("note", "rewards", f"{role} {text}")
         errors, notes = unknown_names(recipe, local, outcome, every)
         yield from (blocking(error, "rewards") for error in errors)
         yield from (Finding("warns", "rewards", note) for note in notes)
-        for text, remedy in (outcome_unused(own, outcome, recipe), scorers_unused(own, recipe)):
+        for text, remedy in (outcome_unused(components, outcome, recipe), scorers_unused(components, recipe)):
             if text:
                 yield Finding("warns", "rewards", text, remedy)
 
@@ -136,38 +142,41 @@ def learning_findings(
 def call_findings(
     calls: Sequence[CallRecord], roles: Sequence[RoleCheck], plan: Plan, config: TrainConfig
 ) -> Iterator[Finding]:
-    """Calls that failed, and requests that training answers in another way."""
+    """Yield calls that failed, and request parameters that training replaces."""
     for checked in roles:
-        role, own = checked.role, [call for call in calls if call.role == checked.role]
-        failed = Counter(f"{call.status}: {call.error}" for call in own if call.status != "ok")
+        role = checked.role
+        role_calls = [call for call in calls if call.role == role]
+        failed = Counter(f"{call.status}: {call.error}" for call in role_calls if call.status != "ok")
         for reason, count in failed.items():
-            yield Finding("warns", role, f"{count} of {len(own)} calls are not trained on ({reason}).")
-        unscored = Counter(call.error for call in own if call.status == "ok" and call.error)
+            yield Finding("warns", role, f"{count} of {len(role_calls)} calls are not trained on ({reason}).")
+        unscored = Counter(call.error for call in role_calls if call.status == "ok" and call.error)
         for error, count in unscored.items():
-            yield Finding("warns", role, f"its scorer failed on {count} of {len(own)} calls: {error}")
+            yield Finding("warns", role, f"its scorer failed on {count} of {len(role_calls)} calls: {error}")
         if checked.kind == "provider":
             continue
-        asked = {
-            name: sorted({value for call in own if isinstance(value := call.params.get(name), int | float)})
-            for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED)
-        }
-        if (n := max(asked["n"], default=1)) > 1 and checked.trained:
+
+        # The values of each parameter in the requests of the role.
+        requested: dict[str, list[float]] = {}
+        for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED):
+            values = [call.params.get(name) for call in role_calls]
+            requested[name] = sorted({value for value in values if isinstance(value, int | float)})
+        if (n := max(requested["n"], default=1)) > 1 and checked.trained:
             drawn = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
             yield Finding("warns", role, f"asks for n = {n} choices; {drawn}.")
-        if asked["temperature"] and asked["temperature"] != [config.sampling.temperature]:
-            text = f"asks for temperature {_listed(asked['temperature'])}; training samples at"
+        if requested["temperature"] and requested["temperature"] != [config.sampling.temperature]:
+            text = f"asks for temperature {_listed(requested['temperature'])}; training samples at"
             yield Finding("note", role, f"{text} {config.sampling.temperature:g} (sampling.temperature).")
-        own_limits = sorted({limit for name in _LIMITS for limit in asked[name]})
-        if own_limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *own_limits):
-            text = f"asks for at most {_listed(own_limits)} tokens itself; sampling.max_tokens ="
+        role_limits = sorted({*requested["max_tokens"], *requested["max_completion_tokens"]})
+        if role_limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *role_limits):
+            text = f"asks for at most {_listed(role_limits)} tokens itself; sampling.max_tokens ="
             yield Finding("note", role, f"{text} {config.sampling.max_tokens} (--max-tokens) does not apply to it.")
-        for name, plain in UNSHAPED.items():
-            if values := [value for value in asked[name] if value != plain]:
-                yield Finding("warns", role, f"asks for {name} {_listed(values)}; training samples without it.")
-        if asked["seed"]:
-            text = f"asks for seed {_listed(asked['seed'])}; training and evaluation mix it into a seed of each call's"
-            yield Finding("note", role, f"{text} own.")
-        if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in own):
+        for name, neutral in UNSHAPED.items():
+            if shaping := [value for value in requested[name] if value != neutral]:
+                yield Finding("warns", role, f"asks for {name} {_listed(shaping)}; training samples without it.")
+        if requested["seed"]:
+            text = f"asks for seed {_listed(requested['seed'])}; training and evaluation mix it into a seed of each"
+            yield Finding("note", role, f"{text} call's own.")
+        if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in role_calls):
             text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."
             yield Finding("note", role, text)
 
@@ -184,37 +193,37 @@ def faults(
     plan: Plan,
     rare: Collection[str] = (),
 ) -> Iterator[CotuneError]:
-    """Errors that make training on these episodes pointless, worst first. `rewards` are those of each role's scorer;
-    `rare` roles need not have called."""
+    """Yield errors that make training on these episodes pointless, the worst first. `rewards` has the rewards of each
+    role's scorer; `rare` roles need not have called."""
     ended_early = list(_outcome_faults(workflow, outcomes, calls))
     yield from ended_early
     for role in workflow.scorers:
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
         if errors and all(errors) and not rewards.get(role):
-            yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
+            yield WorkflowError(f"{errors[0]} This happened on all {len(errors)} calls.", "Nothing was trained.")
     silent = [finding.about for finding in scorer_findings(workflow, calls, rare)]
     if plan.kind == "tree" and not ended_early and silent and len(silent) == len(workflow.scorers):
-        seen = sorted({call.role for call in calls})
+        roles = sorted({call.role for call in calls})
         yield ConfigError(
             "scorer",
             ", ".join(silent),
-            f"is not a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
-            f"{_name_remedy(silent[0], seen)} Under plan tree only roles with a scorer are trained.",
+            f"is not a role of the application; seen in {len(outcomes)} episodes: {', '.join(roles)}",
+            f"{_name_remedy(silent[0], roles)} Under plan tree only roles with a scorer are trained.",
         )
 
 
 def scorer_findings(workflow: Workflow, calls: Sequence[CallRecord], rare: Collection[str] = ()) -> Iterator[Finding]:
-    """Scorers of roles that have not called: misspelt, or seldom needed. `rare` roles need not have called."""
-    seen = sorted({call.role for call in calls})
+    """Yield scorers of roles that have not called: misspelt, or seldom needed. `rare` roles need not have called."""
+    calling_roles = sorted({call.role for call in calls})
     for role in workflow.scorers:
-        if calls and role not in seen and role not in rare:
-            text = f"has a scorer and made no call; these did: {', '.join(seen)}."
-            yield Finding("warns", role, text, _name_remedy(role, seen))
+        if calls and role not in calling_roles and role not in rare:
+            text = f"has a scorer and made no call; these did: {', '.join(calling_roles)}."
+            yield Finding("warns", role, text, _name_remedy(role, calling_roles))
 
 
-def _name_remedy(role: str, seen: Collection[str]) -> str:
-    meant = did_you_mean(near_names(role, seen, most=2, cutoff=0.5))
-    return f"{meant} Correct the name, or list it under `roles` if it calls only on some tasks.".strip()
+def _name_remedy(role: str, calling_roles: Collection[str]) -> str:
+    suggestion = did_you_mean(near_names(role, calling_roles, most=2, cutoff=0.5))
+    return f"{suggestion} Correct the name, or list it under `roles` if it calls only on some tasks.".strip()
 
 
 def _outcome_faults(
@@ -226,7 +235,9 @@ def _outcome_faults(
     if len(errors) == len(outcomes) and not endless:
         yield _every_time(errors, calls, failed)
     elif not calls:
-        swallowed: Iterable[BaseException] = [e for one in outcomes for e in one.live.notes.get("raised", ())]
+        swallowed: list[BaseException] = []
+        for outcome in outcomes:
+            swallowed += outcome.live.notes.get("raised", ())
         text = next((f" It swallowed {phrase(error)}{origin(error)}." for error in swallowed), "")
         remedy = "Let the error through, and fix it." if text else UNSEEN
         yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.{text}", remedy)
@@ -240,18 +251,20 @@ def _outcome_faults(
 def _every_time(
     errors: Sequence[CotuneError], calls: Sequence[CallRecord], failed: Sequence[CallRecord]
 ) -> CotuneError:
-    """The first error of a workflow that fails every time, with causes that its calls tell."""
+    """Return the first error of a workflow that fails every time, with the causes that its calls show."""
     first, raised_by = errors[0], errors[0].__cause__
     cause, remedy = first.cause, first.remedy
-    if not calls:  # a mistake of its own, or a client that is not seen and got no answer
+    if not calls:  # a mistake in the application, or a client that cotune does not see and that got no answer
         cause += " It made no LLM call that cotune can see."
         mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
-        if not mistake or any(isinstance(one, OSError) for one in chain(raised_by)):
+        if not mistake or any(isinstance(error, OSError) for error in chain(raised_by)):
             remedy = f"{remedy} {UNSEEN}".strip()
     elif len(errors) > EPISODES:
-        cause += f" All {len(errors)} episodes looked at failed."
+        cause += f" All {len(errors)} of the first episodes failed."
         remedy += " If an answer of the model breaks it: have the workflow return a low reward."
-        ends = [candidate.finish_reason for call in calls for candidate in call.candidates]
+        ends: list[str] = []
+        for call in calls:
+            ends += [candidate.finish_reason for candidate in call.candidates]
         if (cut := ends.count("length")) * 2 > len(ends):
             remedy += (
                 f" {cut} of {len(ends)} answers ended at their limit of tokens: raise sampling.max_tokens, or the "

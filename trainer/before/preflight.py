@@ -15,7 +15,7 @@ from cotune.errors import TooManyCalls, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.recording.app_parts import Parts
 from cotune.records.policies import UNTRAINED, Policies
-from cotune.records.structs import PolicyRef, Task
+from cotune.records.structs import CallRecord, PolicyRef, Task
 from cotune.sampling.protocol import ChatFormats, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.episode_filters import EpisodeFilters
@@ -89,8 +89,8 @@ async def preflight(
     for number in range(MOST_EPISODES):
         if number >= usual and not (_worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS):
             break
-        of = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
-        say(f"looking at the application: episode {number + 1} of {of} ...")
+        total = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
+        say(f"looking at the application: episode {number + 1} of {total} ...")
         place = number // each
         rollout = place // len(tasks) * each + number % each
         options = EpisodeOptions(
@@ -110,7 +110,9 @@ async def preflight(
         bench = Bench(workflow=workflow, store=store, responder=responder, timeout=config.episode_timeout)
         errors = await judge_episodes(judge, store, episodes, bench.ask, workflow.redaction)
         notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
-    calls = [call for one in (*episodes, *(bench.episodes if judge else ())) for call in store.calls(one.id)]
+    calls: list[CallRecord] = []
+    for episode in (*episodes, *(bench.episodes if judge else ())):
+        calls += store.calls(episode.id)
     rewards = rewards_by_role(store, calls)
     idle = [part.role for part in parts.known if not parts.ran(part) and part.role not in rewards]
     named = named_roles(config, workflow)
@@ -125,7 +127,9 @@ async def preflight(
     able = recipes.able(workflow.scorers)
     policies = resolve_policies(config, [*rewards, *unseen], scored=able, workflow=workflow.name)
     ended = store.rewards(episode.id for episode in episodes).values()
-    unknown = {name for outcome in outcomes for name in outcome.unknown}
+    unknown: set[str] = set()
+    for outcome in outcomes:
+        unknown.update(outcome.unknown)
     if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning)) and not any(ended):
         if unknown:
             names = ", ".join(sorted(unknown))
@@ -135,15 +139,15 @@ async def preflight(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
             )
-    outcome = sorted(unknown.union(*ended))
+    components = sorted(unknown.union(*ended))
     for recipe, _ in recipes.by_recipe(policies.learning):
-        for error in unknown_names(recipe, rewards, outcome, policies.roles)[0]:
+        for error in unknown_names(recipe, rewards, components, policies.roles)[0]:
             raise error
     roles = list(roles_of(calls, policies, workflow, able))
     findings = [*scorer_findings(workflow, calls, [*config.roles, *unseen])]
     findings += call_findings(calls, roles, plan, config)
-    findings += learning_findings(roles, rewards, outcome, recipes, policies.roles)
-    counts = ", ".join(f"{one.role} ({plural(one.calls, 'call')})" for one in roles)
+    findings += learning_findings(roles, rewards, components, recipes, policies.roles)
+    counts = ", ".join(f"{role.role} ({plural(role.calls, 'call')})" for role in roles)
     failed = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     if failed:
         notes.insert(0, f"{len(failed)} of {len(outcomes)} episodes failed while looking around: {failed[0]}")
@@ -155,7 +159,7 @@ def _endless(outcome: Outcome) -> bool:
 
 
 def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
-    """Whether the workflow raised in all of them after answered calls: an answer may break it."""
+    """Return whether the workflow raised in all episodes after answered calls: an answer may break it."""
     return all(
         outcome.episode.calls
         and outcome.episode.blame == "policy"
@@ -167,9 +171,12 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
-    """Findings on one line each, those that are the same of several roles on one together."""
-    about: dict[tuple[str, str], list[str]] = {}
-    for one in findings:
-        about.setdefault((one.text, one.remedy), []).append(one.about)
-    heads = {known: "" if who == ["rewards"] else f"{', '.join(who)}: " for known, who in about.items()}
-    return [f"{head}{text} {remedy}".strip() for (text, remedy), head in heads.items()]
+    """Return a line for each finding. Roles with the same finding share a line."""
+    roles_of_text: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        roles_of_text.setdefault((finding.text, finding.remedy), []).append(finding.about)
+    lines: list[str] = []
+    for (text, remedy), roles in roles_of_text.items():
+        prefix = "" if roles == ["rewards"] else f"{', '.join(roles)}: "
+        lines.append(f"{prefix}{text} {remedy}".strip())
+    return lines

@@ -267,7 +267,7 @@ def test_a_workflow_that_raises(refused):
     error = refused(WorkflowError, application(raises, **BOTH))
     assert error.cause.startswith("The workflow 'solve' raised KeyError: 'no such key' (")
     assert f"{Path(__file__).name}:" in error.cause
-    assert error.cause.endswith("All 16 episodes looked at failed.")
+    assert error.cause.endswith("All 16 of the first episodes failed.")
     assert error.remedy.startswith("Fix the workflow. If an answer of the model breaks it")
 
 
@@ -300,7 +300,7 @@ def test_a_scorer_that_gives_no_reward(refused, returned, cause):
 
     error = refused(WorkflowError, application(first=letters, second=scorer))
     assert error.cause.startswith(cause)
-    assert "So it went on all 3 calls." in error.cause
+    assert "This happened on all 3 calls." in error.cause
 
 
 def test_prompts_longer_than_the_model(refused):

@@ -108,7 +108,7 @@ def test_groups_that_the_judge_gives_up_are_left_out_and_counted(server: Provide
 
 def test_a_judge_that_never_answers_well_stops_the_run_before_it_begins(server: Provider, trainer: Trainer) -> None:
     server.reply = lambda body, number: says("I cannot say")
-    with pytest.raises(WorkflowError, match=r"The judge m was asked twice in vain.* So it went on all 3 calls"):
+    with pytest.raises(WorkflowError, match=r"The judge m was asked twice in vain.* This happened on all 3 calls"):
         trainer(judged(server))
     assert not (trainer.folder / "run").exists()
 
@@ -238,7 +238,7 @@ def test_a_dry_run_asks_no_judge(server: Provider) -> None:
     app = application(tell)
     app.judge(cotune.Judge(**settings))
     found = check(app, TASKS, convert({"model": "none"}))
-    assert "it was not asked: a dry run makes its outcomes up." in [finding.text for finding in found.findings]
+    assert "it was not asked: a dry run invents its outcomes." in [finding.text for finding in found.findings]
     assert not [finding for finding in found.findings if finding.level == "blocks"]
     assert server.requests == []
 

@@ -89,8 +89,8 @@ def tool_call(function: Mapping[str, Any], draw: Draw, id: str) -> Message:
 
 def reply_text(call: LiveCall, draw: Draw, index: int) -> str:
     """An answer in text or JSON."""
-    asked = call.params.get("response_format")
-    response_format: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {"type": "text"}
+    requested = call.params.get("response_format")
+    response_format: Mapping[str, Any] = requested if isinstance(requested, Mapping) else {"type": "text"}
     kind = response_format.get("type")
     prompt = own_text(call.messages)
     if kind == "json_schema":

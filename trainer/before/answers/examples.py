@@ -32,13 +32,16 @@ PLACEHOLDER = re.compile(r"\s*(?:\.\.\.|…|<.*>|\[.*\]|\{.*\})?\s*|.*\.\.\.", r
 
 
 def shown_json(text: str, draw: Draw) -> str | None:
-    """JSON as a prompt asks for it, by a schema or an example that it shows, or by the keys that a sentence lists; None
-    for a prompt that asks for none or shows nothing of it."""
+    """Return JSON in the form that a prompt asks for: by a schema or an example that it shows, or by the keys that a
+    sentence lists; None if the prompt does not ask for JSON or does not describe it."""
     if "json" not in text.lower() and '"properties"' not in text:
         return None
     written = NOT_JSON.sub("", SKETCH.sub(as_placeholder, NOT_JSON.sub("", text)))
-    examples = sorted([*json_in(text), *json_in(written)], key=lambda one: len(json.dumps(one)))
-    schemas = [one for one in examples if isinstance(one, dict) and isinstance(one.get("properties"), dict)]
+    examples = sorted([*json_in(text), *json_in(written)], key=lambda example: len(json.dumps(example)))
+    schemas: list[Any] = []
+    for example in examples:
+        if isinstance(example, dict) and isinstance(example.get("properties"), dict):
+            schemas.append(example)
     if not examples and (listed := KEYS.search(text)):
         are_lists = listed[1].lower().startswith(("list", "array"))
         names = re.findall(r"\b(?!and\b)\w+", listed[2])

@@ -40,7 +40,7 @@ class CheckResponder:
     provider_roles: Collection[str] = ()
     limit: int = 64
     meeting: threading.Barrier | None = None
-    """The first call waits here, a second at most, for that of another run, so that both overlap."""
+    """Here the first call waits for the first call of another run, at most a second, so that both overlap."""
     calls: int = field(default=0, init=False)
     """Calls so far, refused ones too."""
 

@@ -1,4 +1,4 @@
-"""Values that a JSON schema allows, drawn anew in each run."""
+"""Values that a JSON schema allows. Each run draws its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base models of a dry run: their chat templates, and how those differ. No weights are loaded."""
+"""The base models of a dry run: their chat templates, and the differences between them. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CheckedBase(NamedTuple):
 
 
 def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
-    """The base of each policy by name, and under "" the run's own, which others have; nothing for NO_MODEL. Of a
-    Hugging Face id no weights are fetched. Raises ConfigError."""
+    """Load the base of each policy, by the policy's name; under "" the run's own base, for all other policies. Nothing
+    is loaded for NO_MODEL, and no weights are downloaded for a Hugging Face id. Raises ConfigError."""
     named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
     places = {m: str(locate_model(m, weights=False)) if Path(m).expanduser().exists() else m for m in named}
     try:
@@ -38,20 +38,24 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
         if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
             raise of_policy(error, next(iter(named.values()))[0]) from None
         raise
-    found: dict[str, CheckedBase] = {}
+    bases: dict[str, CheckedBase] = {}
     for model, names in named.items():
         base = CheckedBase(places[model], templates[places[model]], contexts[places[model]])
-        found |= dict.fromkeys(names, base) | ({"": base} if model == config.model else {})
-    return found
+        bases |= dict.fromkeys(names, base)
+        if model == config.model:
+            bases[""] = base
+    return bases
 
 
 def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
-    """What differs between the bases of roles, a line for each."""
+    """Yield a finding for each base model, if roles have different ones."""
     roles: dict[CheckedBase, list[str]] = {}
     for role, base in bases.items():
         if base is not None:
             roles.setdefault(base, []).append(role)
-    for (model, chat, context), names in roles.items() if len(roles) > 1 else ():
+    if len(roles) < 2:
+        return
+    for (model, chat, context), names in roles.items():
         text = f"base {model}: {len(chat.tokenizer)} tokens, context {context}, "
         text += f"its template shows {'' if chat.shows_tools else 'no '}tools, "
         text += f"it sees {'' if chat.image_tokens else 'no '}images."

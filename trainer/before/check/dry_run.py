@@ -1,4 +1,5 @@
-"""`cotune check`: runs an application without training's models, and reports what training would see."""
+"""`cotune check`: runs an application without the models of training, and reports the roles, calls and groups that
+training would have."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ def check(
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> CheckReport:
-    """Run the first tasks three to eight times each, and report what training would see.
+    """Run the first tasks three to eight times each, and report the roles, calls and groups that training would have.
 
-    `workflow`, `tasks`, `config` and `settings` are those of `train`; `model` is the model to be trained, whose
+    `workflow`, `tasks`, `config` and `settings` are the arguments of `train`; `model` is the model to train, whose
     tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
     application's own, or "records:ADDRESS". Without `call_tools` drawn answers call no tool. `limits` are the number of
     tasks (default: 1) and the bounds of a run; `say` is called before each run. Raises ConfigError.
@@ -79,7 +80,7 @@ def check(
     config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
     prompts = read_prompts(config.prompts_file) if config.prompts_file else None
     with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/records.db") as store, watched() as watch:
-        # 1. Everything that can be wrong before the application runs.
+        # 1. Check all input before the application runs.
         all_tasks = as_tasks(tasks)
         say("loading the application ...")
         flow = workflow_of(workflow).named_by(config.roles_by)
@@ -100,7 +101,7 @@ def check(
                 judging = await calls_of_judge(flow, ran, store, responder(0)) if answers is None else []
                 return ran, [*(call for task in ran for call in task.calls), *judging]
 
-        ran, seen = run_sync(run_tasks())
+        ran, calls = run_sync(run_tasks())
         runs = [run for task in ran for run in task.all]
         team: dict[str, float] = {}
         for run in reversed(runs):  # the values of the first run are shown
@@ -110,42 +111,43 @@ def check(
             store.write([RewardRecord(run.outcome.episode.id, "judge", 0.0) for run in runs])
             store.flush()
 
-        # 3. Roles, policies and groups, as training would see them.
-        local = rewards_by_role(store, seen)
+        # 3. The roles, policies and groups that training would have.
+        local = rewards_by_role(store, calls)
         idle = []
         for part in parts.known:
-            if not any(f"{call.role}/".startswith(f"{part.role}/") for call in seen):
+            if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
                 idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=parts.ran(part)))
-        unseen = [one.role for one in idle if not one.ran and one.role in named_roles(config, flow)]
-        rare = [*config.roles, *unseen]
+        not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
+        rare = [*config.roles, *not_called_yet]
         policies, misfits = None, []
         try:
-            if seen:
-                called = sorted({*unseen, *(call.role for call in seen)})
-                policies = resolve_policies(config, called, scored=able, workflow=flow.name)
+            if calls:
+                all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
+                policies = resolve_policies(config, all_roles, scored=able, workflow=flow.name)
         except ConfigError as error:
             misfits = [blocking(error, "policies")]
-        roles = list(roles_of(seen, policies, flow, able))
+        roles = list(roles_of(calls, policies, flow, able))
         trained = [role.role for role in roles if role.trained]
-        groups, left_out = groups_of(store, runs, seen, trained, plan, recipes)
+        groups, left_out = groups_of(store, runs, calls, trained, plan, recipes)
 
-        # 4. Findings: first those that block, in the order in which training would meet them.
-        errors = shared.faults(flow, [task.shown.outcome for task in ran], seen, local, plan, rare)
+        # 4. Findings: first the blocking ones, in the order of training.
+        errors = shared.faults(flow, [task.shown.outcome for task in ran], calls, local, plan, rare)
         findings = [*own.fault_findings(errors, ran), *own.pair_findings(ran, store), *misfits]
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
-        tokens, unanswerable = own.request_findings(templates, [call for call in seen if call.role in templates], store)
+        calls_of_policies = [call for call in calls if call.role in templates]
+        tokens, unanswerable = own.request_findings(templates, calls_of_policies, store)
         findings += [*unanswerable, *base_findings(templates)]
         findings += [Finding("warns", "tool_format", text) for text in shared_tool_format(config)]
         decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
         if not groups and not decided:
             findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
         if flow.episode_judge is not None:
-            findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, seen, rare)]
+            findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
+        findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, calls, rare)]
         if prompts is not None:
-            findings += use_findings(store, seen, prompts)
+            findings += use_findings(store, calls, prompts)
         findings += prompt_findings(store)
-        findings += shared.call_findings(seen, roles, plan, config)
+        findings += shared.call_findings(calls, roles, plan, config)
         if any(run.ended for run in runs):
             findings += shared.learning_findings(roles, local, team, recipes, rare)
         findings += [*own.run_findings(ran), *own.connection_findings(runs, watch)]
@@ -157,8 +159,8 @@ def check(
             runs=len(runs),
             roles=tuple(roles),
             idle=tuple(idle),
-            agents_known={call.role for call in seen} <= {part.role for part in parts.known},
-            calls=tuple(msgspec.structs.replace(call, candidates=()) for call in seen),
+            agents_known={call.role for call in calls} <= {part.role for part in parts.known},
+            calls=tuple(msgspec.structs.replace(call, candidates=()) for call in calls),
             tokens=tokens,
             groups=tuple(groups),
             team=team,
@@ -178,7 +180,8 @@ async def answers_of_runs(
     call_tools: bool,
     say: Callable[[str], None],
 ) -> AsyncIterator[Callable[[int], CheckResponder]]:
-    """The responder of each run, by its number. `answers` is what the user passed for `--answers`."""
+    """Yield the function that returns the responder of each run, by its number. `answers` is the value of
+    `--answers`."""
     attribution = recipes.attributions(recipes.roles)
     options: dict[str, Any] = {"plan": plan, "attribution": recipes.run.attribution, "own": attribution}
     sampling: dict[str, Any] = {"temperature": config.sampling.temperature}
@@ -211,10 +214,11 @@ async def calls_of_judge(
 
 
 def groups_of(
-    store: Store, runs: Sequence[Run], seen: Sequence[CallRecord], trained: Sequence[str], plan: Plan, recipes: Recipes
+    store: Store, runs: Sequence[Run], calls: Sequence[CallRecord], trained: Sequence[str], plan: Plan, recipes: Recipes
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
-    """The groups of a step in which every episode runs like the one shown, and what is left out, by reason."""
-    ids, shown = {call.id for call in seen}, {call.episode for call in seen}
+    """Return the groups of a step if every episode runs like the one that is shown, and the number of candidates that
+    are left out, by reason."""
+    ids, shown = {call.id for call in calls}, {call.episode for call in calls}
     collected = collect(
         store,
         [run.outcome.episode for run in runs if run.outcome.episode.id in shown],

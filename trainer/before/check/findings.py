@@ -1,4 +1,4 @@
-"""Findings that only a dry run makes: of its runs, of parts that never called, of unanswerable requests."""
+"""Findings that only a dry run makes: on its runs, on parts that never called, on requests without an answer."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ALWAYS_CALL = ("member", "agent")
 
 
 def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
-    """Errors that make training pointless. What fails after an answer may be due to that answer: then the verdict stays
-    open."""
+    """Yield the errors that make training pointless. A failure after an answer may be caused by that answer: then the
+    verdict is undecided."""
     runs = [run for task in tasks for run in task.runs]
     ended = any(task.shown.ended for task in tasks)
     waiting = []
@@ -101,16 +101,21 @@ def pair_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]:
 
 
 def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
-    """Roles whose first prompt holds more in another run of the same task with the same answers."""
+    """Yield roles whose first prompt is longer in another run of the same task with the same answers."""
     before, after = prompts_by_role(first, store), prompts_by_role(again, store)
     for role in sorted(before.keys() & after.keys()):
-        one, other = before[role][0], after[role][0]
-        # A role may be asked several things at once, in any order.
-        if other in before[role] or one in after[role]:
+        old_prompt, new_prompt = before[role][0], after[role][0]
+        # A role may get several requests at the same time, in any order.
+        if new_prompt in before[role] or old_prompt in after[role]:
             continue
-        changed = [(old, new) for old, new in zip(one, other, strict=False) if old != new]
-        if len(one) != len(other) or any(old in new or new in old for old, new in changed):
-            text = f"its first prompt grew in another run of the same task: {snippet(changed or other)}."
+        changed: list[tuple[str, str]] = []
+        one_contains_the_other = False
+        for old, new in zip(old_prompt, new_prompt, strict=False):
+            if old != new:
+                changed.append((old, new))
+                one_contains_the_other = one_contains_the_other or old in new or new in old
+        if len(old_prompt) != len(new_prompt) or one_contains_the_other:
+            text = f"its first prompt grew in another run of the same task: {snippet(changed or new_prompt)}."
             yield Finding("warns", role, f"{text} Something outlives an episode.", OUTLIVES)
 
 
@@ -128,7 +133,8 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
-    """Runs that failed where another one did not, and failures that the application or its framework swallowed."""
+    """Yield runs that failed although another one did not, and errors that the application or its framework
+    swallowed."""
     runs = [run for task in tasks for run in task.runs]
     failed = [run for run in runs if not run.ended]
     if failed and len(failed) < len(runs):
@@ -138,19 +144,22 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
         text += f"{shorten(error.cause)} Last answer before it: {failed[0].last_answer or 'none'}."
         remedy = "A model may answer like that too: have the workflow return a low reward."
         yield Finding("warns", "runs", text, f"{error.remedy} {remedy}".strip())
-    asked = [run.asked for run in runs if run.asked]
-    if asked and any(run.ended for run in runs):
-        yield Finding("warns", "runs", f"a person is asked and never answers: {asked[0]}.", PERSON)
+    questions = [run.asked for run in runs if run.asked]
+    if questions and any(run.ended for run in runs):
+        yield Finding("warns", "runs", f"a person is asked and never answers: {questions[0]}.", PERSON)
 
-    every = [run for task in tasks for run in task.all]
-    swallowed: dict[str, list[Run]] = {}
-    for run in every:
+    all_runs: list[Run] = []
+    for task in tasks:
+        all_runs += task.all
+    runs_of_error: dict[str, list[Run]] = {}
+    for run in all_runs:
         if run.ended and run.calls:
             for error_text in {f"{shorten(phrase(error))}{origin(error)}" for error in run.logged}:
-                swallowed.setdefault(error_text, []).append(run)
-    for error_text, those in swallowed.items():
-        text = f"swallowed in {len(those)} of {plural(len(every), 'run')} by the application or its framework: "
-        remedy = f"Last answer of that run: {those[0].last_answer}. Further calls may be missing, here and in training."
+                runs_of_error.setdefault(error_text, []).append(run)
+    for error_text, with_error in runs_of_error.items():
+        text = f"swallowed in {len(with_error)} of {plural(len(all_runs), 'run')} by the application or its framework: "
+        remedy = f"Last answer of that run: {with_error[0].last_answer}. "
+        remedy += "Further calls may be missing, here and in training."
         yield Finding("warns", "runs", text + error_text, remedy)
 
 
@@ -177,39 +186,42 @@ def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
 
 
 def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflow: str) -> Iterator[Finding]:
-    """Roles that are not trained, calls that belong to none, and parts of the application that never called: those that
-    never ran, and those that work without a model. `workflow` is the name of its function."""
-    for one in roles:
-        if one.reason == "no scorer":
-            remedy = f'Add @{workflow}.scorer("{one.role}"), or use --plan independent.'
-            yield Finding("warns", one.role, "not trained: no scorer", remedy)
-        elif not one.trained:
-            yield Finding("note", one.role, f"not trained: {one.reason}")
-        if one.role == "app":
-            text = f"Calls made outside any agent or node share the role `app`: {one.calls}."
+    """Yield roles that are not trained, calls without a role, and parts of the application that never called, because
+    they never ran or work without a model. `workflow` is the name of its function."""
+    for role in roles:
+        if role.reason == "no scorer":
+            remedy = f'Add @{workflow}.scorer("{role.role}"), or use --plan independent.'
+            yield Finding("warns", role.role, "not trained: no scorer", remedy)
+        elif not role.trained:
+            yield Finding("note", role.role, f"not trained: {role.reason}")
+        if role.role == "app":
+            text = f"Calls made outside any agent or node share the role `app`: {role.calls}."
             yield Finding("warns", "app", text, NAME_THEM)
 
     missed: dict[tuple[str, str], list[str]] = {}
-    quiet = [one.role for one in idle if one.ran and one.kind not in ALWAYS_CALL]
+    without_model = [part.role for part in idle if part.ran and part.kind not in ALWAYS_CALL]
     for part in idle:
         if not part.ran and part.waits:
             yield Finding("warns", part.role, f"the graph stops before it ({part.waits}) and is not resumed.", PERSON)
-        elif part.role not in quiet:
+        elif part.role not in without_model:
             missed.setdefault((part.kind, part.of), []).append(part.role)
-    for (kind, of), names in missed.items():
-        text = f"in these runs ({plural(len(names), kind)} of {of})."
+    for (kind, owner), names in missed.items():
+        text = f"in these runs ({plural(len(names), kind)} of {owner})."
         text = f"never called {text}" if kind in ALWAYS_CALL else f"never ran {text} It may call no model."
         yield Finding("warns", ", ".join(names), text, OTHER_ANSWERS)
-    if quiet:
-        yield Finding("note", ", ".join(quiet), "ran without a call of its own.")
+    if without_model:
+        yield Finding("note", ", ".join(without_model), "ran without a call of its own.")
 
 
 def request_findings(
     bases: Mapping[str, CheckedBase | None], calls: Sequence[CallRecord], store: Store
 ) -> tuple[Mapping[str, int], Iterable[Finding]]:
-    """Tokens of each call's prompt in the chat template of its role's base, and the calls that training would refuse:
-    the template cannot render them, the prompt is too long for the base, no policy can read their content, or no
-    sampler can enforce the form of their reply."""
+    """Count the tokens of each call's prompt in the chat template of its role's base, and find calls that training
+    would refuse.
+
+    These are calls that the template cannot render, whose prompt is too long for the base, whose content no policy can
+    read, or whose reply's form no sampler can enforce.
+    """
     tokens: dict[str, int] = {}
     findings: dict[tuple[str, str], Finding] = {}
     for call in calls:

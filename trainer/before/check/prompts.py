@@ -1,4 +1,4 @@
-"""What a dry run tells of prompts: the parts of each role, and roles without any."""
+"""Findings of a dry run about prompts: the parts of each role's prompts, and roles without any."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cotune.trainer.before.findings import Finding
 
 
 def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) -> Iterator[Finding]:
-    """Whether edited prompts fit the calls of a dry run, part by part."""
-    found = read_uses(store, calls, prompts)
+    """Yield findings on whether edited prompts fit the calls of a dry run, part by part."""
+    uses = read_uses(store, calls, prompts)
     again = "If the application's prompts were changed, find them again: cotune prompts show, or improve."
-    told = []
-    for use in found.parts:
+    matching: list[str] = []
+    for use in uses.parts:
         part = use.part
         if not use.calls:
             text = f"{part.name}: its role made no call in the dry run, so nothing is known of it."
@@ -30,30 +30,31 @@ def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) ->
             where = f"the nearest text differs from character {use.reach + 1} on" if use.reach else "no text begins so"
             yield Finding("blocks", "prompts", f"{text}; {where}.", again)
         else:
-            told.append(f"{part.name} in {use.matched} of {plural(use.calls, 'call')}")
-    for role, count in found.unedited.items():
-        if any(use.matched for use in found.parts if role in use.part.roles):
-            text = f"{plural(count, 'call')} of {role} would go out unedited (prompt_unmatched)."
+            matching.append(f"{part.name} in {use.matched} of {plural(use.calls, 'call')}")
+    for role, count in uses.unedited.items():
+        if any(use.matched for use in uses.parts if role in use.part.roles):
+            text = f"{plural(count, 'call')} of {role} would be sent unedited (prompt_unmatched)."
             yield Finding("warns", "prompts", text, again)
-    if told:
-        yield Finding("ok", "prompts", f"edited parts that match: {', '.join(told)}.")
-    elif not found.parts:
+    if matching:
+        yield Finding("ok", "prompts", f"edited parts that match: {', '.join(matching)}.")
+    elif not uses.parts:
         yield Finding("note", "prompts", "the file of prompts has no edited part.")
 
 
 def prompt_findings(store: Store) -> Iterator[Finding]:
-    """How many parts each role's prompts have, and which roles send nothing but the task."""
-    found = find_parts(store)
-    told = []
-    for role in found.roles:
-        kinds = Counter(one.part.kind for one in found.of(role.name))
-        parts = ", ".join(plural(kinds[kind], *names) for kind, names in KIND_NAMES.items() if kinds[kind])
-        told += [f"{role.name}: {parts}"] if parts else []
+    """Yield the number of parts of each role's prompts, and roles that send nothing but the task."""
+    all_parts = find_parts(store)
+    by_role: list[str] = []
+    for role in all_parts.roles:
+        kinds = Counter(role_part.part.kind for role_part in all_parts.of(role.name))
+        counts = [plural(kinds[kind], *names) for kind, names in KIND_NAMES.items() if kinds[kind]]
+        if counts:
+            by_role.append(f"{role.name}: {', '.join(counts)}")
         if role.bare:
             text = f"{role.name} sends nothing but its input: it has no prompt that could be improved."
-            yield Finding("warns", "prompts", text, "If that is meant, leave it so; else give it instructions.")
-    if told:
+            yield Finding("warns", "prompts", text, "If that is intended, ignore this; else give it instructions.")
+    if by_role:
         remedy = "They are shown by: cotune prompts show."
-        if max(role.tasks for role in found.roles) < TASKS:
+        if max(role.tasks for role in all_parts.roles) < TASKS:
             remedy += " Run with --limit 2 to see which text is the same for all tasks."
-        yield Finding("note", "prompts", f"{'; '.join(told)}.", remedy)
+        yield Finding("note", "prompts", f"{'; '.join(by_role)}.", remedy)

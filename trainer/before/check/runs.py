@@ -32,7 +32,7 @@ class Run:
     number: int
     outcome: Outcome
     calls: Sequence[CallRecord]
-    """Without those that the dry run itself refused."""
+    """The calls, without the ones that the dry run itself refused."""
     logged: Sequence[BaseException]
     """Exceptions that the application or its framework swallowed."""
     asked: str
@@ -95,7 +95,7 @@ class TaskRuns:
 
     @property
     def failed_pairs(self) -> list[list[Run]]:
-        """Pairs in which a run failed, unless both only reached a limit."""
+        """Pairs with a failed run, unless both runs only reached a limit."""
         failed = [pair for pair in self.pairs if any(not run.ended for run in pair)]
         return [pair for pair in failed if not all(run.cut for run in pair)]
 
@@ -141,7 +141,7 @@ class Runner:
         return any(not self.parts.ran(part) for part in self.parts.known)
 
     async def run_once(self, task: Task, number: int, meeting: threading.Barrier | None = None) -> Run:
-        """One run. With a `meeting` it overlaps another one."""
+        """Run the workflow once. With a `meeting` it overlaps another run."""
         self.say(f"running {self.workflow.name} on task {task.id}{', twice at once' if meeting else ''} ...")
         responder = self.responder(number)
         responder.meeting, responder.limit = meeting, self.limits.calls
@@ -156,11 +156,11 @@ class Runner:
         if meeting is not None:
             meeting.abort()  # the other run need not wait any longer
         id, notes = outcome.episode.id, outcome.live.notes
-        asked = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
+        question = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
         # A framework wraps an error of a call into its own; the error itself is shorter.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()
         calls = [call for call in self.store.calls(id) if ENDLESS not in str(call.error)]
         logged = [*self.watch.logged.get(id, ()), *notes.get("raised", ())]
         cut = outcome.live.interrupted or responder.calls > responder.limit
-        return Run(number, outcome, calls, logged, asked, cut)
+        return Run(number, outcome, calls, logged, question, cut)

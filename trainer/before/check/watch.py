@@ -26,11 +26,11 @@ _watching: list[Watch] = []
 
 @dataclass
 class Watch:
-    """What episodes did."""
+    """Connections, questions and errors of episodes."""
 
     connections: dict[str, Counter[str]] = field(default_factory=dict)
-    """By episode id: connections by `host:port`, except those to the gateway in which a stub answers the models.
-    A host has the name that was looked up, whether or not it was found."""
+    """By episode id: connections by `host:port`, except connections to the gateway, which answers instead of models. A
+    host has the name that was looked up, whether or not it exists."""
     asked: dict[str, str] = field(default_factory=dict)
     """By episode id: how and where a person was asked."""
     logged: dict[str, list[BaseException]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Watch:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch what episodes do in here. Nobody is at the keyboard: standard input is empty."""
+    """Watch the episodes inside the block. Nobody is at the keyboard: standard input is empty."""
     _hook()
     watch = Watch()
     _watching.append(watch)
@@ -58,9 +58,9 @@ def _empty_input() -> Iterator[None]:
     """Standard input without a line, for this process and its children: a question gets no answer and ends at once."""
     before = sys.stdin
     try:
-        kept = os.dup(0)
+        saved_input = os.dup(0)
     except OSError:  # closed already
-        kept = None
+        saved_input = None
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
         sys.stdin = nothing
@@ -68,15 +68,15 @@ def _empty_input() -> Iterator[None]:
             yield
         finally:
             sys.stdin = before
-            if kept is None:
+            if saved_input is None:
                 os.close(0)
             else:
-                os.dup2(kept, 0)
-                os.close(kept)
+                os.dup2(saved_input, 0)
+                os.close(saved_input)
 
 
 class _Raised(logging.Handler):
-    """Keeps the exceptions that are logged in an episode."""
+    """Collects the exceptions that are logged in an episode."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__(logging.WARNING)
@@ -86,14 +86,14 @@ class _Raised(logging.Handler):
         error, episode = record.exc_info[1] if record.exc_info else None, current_episode.get()
         if error is None or episode is None or record.name.startswith("cotune"):
             return
-        kept = self._watch.logged.setdefault(episode.id, [])
-        if not isinstance(error, asyncio.CancelledError) and error not in kept:
-            kept.append(error)
+        errors = self._watch.logged.setdefault(episode.id, [])
+        if not isinstance(error, asyncio.CancelledError) and error not in errors:
+            errors.append(error)
 
 
 @functools.cache
 def _hook() -> None:
-    """Python keeps an audit hook for good; it costs one look at a list."""
+    """Add the audit hook. Python cannot remove it again; outside of a dry run it only looks at an empty list."""
     sys.addaudithook(_audit)
 
 
@@ -111,16 +111,20 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not isinstance(address, tuple) or len(address) < 2:
         return
     host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address[:2])
-    own = urlsplit(episode.gateway or "")
-    if port in ("0", "None") or (host, port) == (own.hostname, str(own.port)):
+    gateway = urlsplit(episode.gateway or "")
+    if port in ("0", "None") or (host, port) == (gateway.hostname, str(gateway.port)):
         return
-    found = _watching[-1].connections.setdefault(episode.id, Counter())
+    connections = _watching[-1].connections.setdefault(episode.id, Counter())
     if event == _LOOKED_UP:
-        counted = not _is_ip(host)
+        is_new = not _is_ip(host)
     else:  # an address that was looked up was counted by its name
-        counted = all(_is_ip(known) or at != port for known, _, at in (name.rpartition(":") for name in found))
-    if counted:
-        found[f"{host}:{port}"] += 1
+        is_new = True
+        for address in connections:
+            counted_host, _, counted_port = address.rpartition(":")
+            if counted_port == port and not _is_ip(counted_host):
+                is_new = False
+    if is_new:
+        connections[f"{host}:{port}"] += 1
 
 
 def _is_ip(host: str) -> bool:

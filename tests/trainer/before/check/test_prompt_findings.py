@@ -44,6 +44,6 @@ def test_parts_of_a_file_are_compared_with_the_calls_of_the_dry_run(tmp_path: Pa
             "the nearest text differs from character 19 on.",
         ),
         ("warns", f"{names[2]}: its role made no call in the dry run, so nothing is known of it."),
-        ("warns", "1 call of writer would go out unedited (prompt_unmatched)."),
+        ("warns", "1 call of writer would be sent unedited (prompt_unmatched)."),
         ("ok", f"edited parts that match: {names[0]} in 1 of 2 calls."),
     ]
