@@ -57,7 +57,7 @@ def run(a: argparse.Namespace) -> int:
         from cotune.records.tasks import load_tasks
 
         tasks = len(draw_tasks(load_tasks(a.tasks), options))
-        if not _agreed(planned(tasks, options), options, yes=a.yes):
+        if not _trusted_here(planned(tasks, options), options, yes=a.yes):
             tell("nothing is run")
             return 1
         try:
@@ -70,7 +70,7 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
-def _agreed(plan: str, options: BlameOptions, *, yes: bool) -> bool:
+def _trusted_here(plan: str, options: BlameOptions, *, yes: bool) -> bool:
     """Whether the runs may begin: with `yes` or a limit, or after an answer at the terminal. Raises ConfigError where
     there is nobody to ask."""
     tell(plan)

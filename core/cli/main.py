@@ -21,7 +21,7 @@ from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
 from cotune.runtime.user_code import origin
-from cotune.storage.whole_file import of_system
+from cotune.storage.whole_file import system_error_message
 from cotune.terminal import LogFormat, agrees, harmless, suggest, tell
 
 COMMANDS = {
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CotuneError as error:
         return _failed(arguments, str(error))
     except OSError as error:
-        return _failed(arguments, of_system(error))
+        return _failed(arguments, system_error_message(error))
     except ModuleNotFoundError as error:
         if arguments.extra is None:
             raise

@@ -33,7 +33,7 @@ class CheckpointIdentity(msgspec.Struct, frozen=True):
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a checkpoint's policies.json. `model` is None for the run's own, `metrics` are by role.
+    """One entry of a checkpoint's policies.json. `model` is None for the model of the run, `metrics` are by role.
 
     `weights_file` is a safetensors file of the checkpoint; None for a policy that is not trained.
     """
@@ -49,7 +49,7 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The checkpoint at which a policy's held-out figure was the highest, and that figure."""
+    """The checkpoint with a policy's highest held-out figure, and the figure."""
 
     checkpoint: Annotated[str, msgspec.Meta(pattern=r"^step-[0-9]+\Z")]
     figure: float
@@ -61,12 +61,12 @@ def latest_in(checkpoints: Path) -> Path:
 
 
 def checkpoint_name(steps: int) -> str:
-    """Name of the checkpoint after so many steps."""
+    """Name of the checkpoint that is written after this number of steps."""
     return f"step-{steps:06d}"
 
 
 def steps_of(checkpoint: Path) -> int:
-    """Steps after which a checkpoint was written, by its name."""
+    """The number of steps before a checkpoint was written, from its name."""
     steps = checkpoint.name.rpartition("-")[2]
     if not steps.isdecimal():
         raise RunError(f"{checkpoint} is not the name of a checkpoint.", _NAME_ONE)
@@ -74,9 +74,9 @@ def steps_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, which may be damaged; None where there is none yet.
+    """The checkpoint that `latest` names, which may be damaged; None before the first checkpoint.
 
-    Raises RunError for a name that is none of a checkpoint.
+    Raises RunError if `latest` does not hold the name of a checkpoint.
     """
     latest = latest_in(checkpoints)
     if not latest.is_file():
@@ -88,17 +88,17 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
-    """The folders of checkpoints, whole or not, the oldest first."""
+    """The folders of checkpoints, complete or not, the oldest first."""
     return sorted(path for path in checkpoints.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
 
 
 def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
-    """A checkpoint's own description; None where it cannot be read."""
+    """A checkpoint's own description; None if it cannot be read."""
     return read_if_typed(checkpoint / CHECKPOINT, CheckpointIdentity)
 
 
 def read_best(checkpoints: Path) -> dict[str, Best]:
-    """The best checkpoint of each policy, by name; empty where none was kept. Raises RunError for a broken file."""
+    """The best checkpoint of each policy, by name; empty without best.json. Raises RunError for a broken file."""
     file = checkpoints / BEST
     if not file.is_file():
         return {}

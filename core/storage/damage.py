@@ -19,12 +19,12 @@ def is_file_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
 
 
 def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    """Whether the cause is a value that is no text: then a row is broken, not the file."""
+    """Whether the cause is a value that is not text: then a row is broken, not the file."""
     return "Could not decode to UTF-8" in str(error)
 
 
 def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
-    """`db`, where broken texts are read as far as they go."""
+    """`db`, set to read broken texts with replacement characters."""
     db.text_factory = lambda text: text.decode("utf-8", "replace")
     return db
 
@@ -36,7 +36,9 @@ def _code(error: sqlite3.Error | UnicodeDecodeError) -> int:
 def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
     """The error for `path`, for which SQLite raised `error`."""
     if not _is_damage(path, error):
-        return RunError(f"The records file {path} cannot be used: {error}.", "Check the path, its rights and the disk.")
+        return RunError(
+            f"The records file {path} cannot be used: {error}.", "Check the path, its permissions and the disk."
+        )
     recovered = path.with_name(f"recovered-{path.name}")
     return RunError(
         f"The records file {path} is damaged ({error}); {_readable(path)}.",
@@ -46,7 +48,7 @@ def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
 
 
 def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    """Whether this was a database: a file that begins neither like one nor empty is another kind of file."""
+    """Whether the file was a database before. Otherwise it is another kind of file."""
     if _code(error) == sqlite3.SQLITE_NOTADB:
         with path.open("rb") as file:
             return file.read(16) in (b"SQLite format 3\0", bytes(16))
@@ -54,18 +56,18 @@ def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
 
 
 def _readable(path: Path) -> str:
-    """How many rows of each table come before the damage."""
+    """A phrase with the number of rows in each table before the damage."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         try:
-            found = {table: _rows(db, table) for table in WIDTHS}
+            rows_of_table = {table: _rows(db, table) for table in WIDTHS}
         finally:
             db.close()
     except sqlite3.Error:
-        found = {}
-    if not any(found.values()):
+        rows_of_table = {}
+    if not any(rows_of_table.values()):
         return "nothing in it can be read as it is"
-    return "before the damage it has " + ", ".join(f"{count} {table}" for table, count in found.items())
+    return "before the damage it has " + ", ".join(f"{count} {table}" for table, count in rows_of_table.items())
 
 
 def _rows(db: sqlite3.Connection, table: str) -> int:

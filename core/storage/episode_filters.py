@@ -1,4 +1,4 @@
-"""Which episodes and which calls are asked for, as conditions of SQL."""
+"""Filters of episodes and of calls, as conditions of SQL."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cotune.storage.outcomes import REPORTED
 from cotune.storage.schema import AMONG, NameList
 
 COUNTED = "status != 'cancelled'"
-"""The condition of SQL that an episode counts in figures: it came to an end."""
+"""The SQL condition that an episode counts in figures: it was not cancelled."""
 
 
 _NEW = """(rowid > ? AND rowid <= ?
     OR id IN (SELECT target FROM rewards WHERE rowid > ? AND rowid <= ?)
     OR id IN (SELECT episode FROM calls JOIN rewards ON calls.id = substr(target, 1, instr(target, '.') - 1)
         WHERE instr(target, '.') > 0 AND rewards.rowid > ? AND rewards.rowid <= ?))"""
-"""Whether an episode, or a reward of it or of one of its answers, came between two marks."""
+"""Whether an episode, or a reward for it or for one of its answers, was stored between two marks."""
 
 _REWARDS = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
 ORDERS = {
@@ -33,17 +33,17 @@ ORDERS = {
     "calls": ("most calls first", "calls DESC, id DESC"),
     "task": ("by task", "task, id DESC"),
 }
-"""Orders of episodes: what people see, and that of SQL."""
+"""Orders of episodes: the text that people see, and the order in SQL."""
 
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled episodes.
+    """Conditions that an episode must meet. Empty fields and None are ignored.
 
-    `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `training_step` counts from 0; ids
-    are among `ids` and below `before`. `app` is the application, and `version` that of the policy in one of its calls;
-    `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store (`Figures.marks`):
-    the episode, or a reward of it, was stored between them. `solved` is `yes` or `no`, as the episode reports it; one
-    with an error counts as not solved.
+    `status` may be `counted`, for all but cancelled episodes. `role` made a call in the episode. `low` and `high` bound
+    the sum of its rewards. `training_step` counts from 0. The id is among `ids` and below `before`. `app` is the
+    application, `version` the version of the policy in one of its calls. `since` and `until` bound the start, in
+    seconds since the epoch. `new` holds two marks of a store (`Figures.marks`): the episode, or a reward for it, was
+    stored between them. `solved` is `yes` or `no`, as the episode reports it; a failed episode counts as not solved.
     """
 
     phase: str = ""
@@ -63,7 +63,7 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     solved: str = ""
 
     def where(self) -> tuple[str, list[Any]]:
-        """The WHERE clause, empty where all fit, and its parameters in order."""
+        """The WHERE clause, empty without conditions, and its parameters in order."""
         conditions = {
             "phase = ?": self.phase,
             f"({COUNTED}) = (? = 'counted')" if self.status == "counted" else "status = ?": self.status,
@@ -89,7 +89,8 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFilters(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are empty or None do not matter; `phase`, `step` (from 1) and `task` are those of the episode."""
+    """Conditions that a call must meet. Empty fields and None are ignored. `phase`, `step` (from 1) and `task` describe
+    the episode of the call."""
 
     role: str = ""
     status: str = ""
@@ -99,7 +100,7 @@ class CallFilters(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
 
     def where(self) -> tuple[str, list[Any]]:
-        """The WHERE clause over calls and episodes, empty where all fit, and its parameters in order."""
+        """The WHERE clause over calls and episodes, empty without conditions, and its parameters in order."""
         return _where(
             {
                 "calls.role = ?": self.role,
@@ -113,8 +114,8 @@ class CallFilters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _where(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
-    asked = {condition: value for condition, value in conditions.items() if value not in ("", None)}
-    return f"WHERE {' AND '.join(asked)}" if asked else "", list(asked.values())
+    active = {condition: value for condition, value in conditions.items() if value not in ("", None)}
+    return f"WHERE {' AND '.join(active)}" if active else "", list(active.values())
 
 
 EVERYTHING = EpisodeFilters()
@@ -125,7 +126,8 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def moment(field: str, text: str) -> float:
-    """Seconds since the epoch of a time ago, such as 30d, or of a day (UTC). Raises ConfigError."""
+    """A moment in seconds since the epoch, from a duration before now, such as 30d, or a day (UTC). Raises
+    ConfigError."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text):
         return time.time() - float(match[1]) * _UNITS[match[2]]
     try:

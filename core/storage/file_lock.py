@@ -16,7 +16,7 @@ class LockHeldError(RunError):
 
 
 def is_held(path: Path) -> bool:
-    """Whether the process that a lock's side file names still runs. Looks without taking the lock."""
+    """Whether the process named in a lock file still runs. This does not take the lock."""
     try:
         os.kill(int(path.read_text()), 0)
     except PermissionError:
@@ -27,14 +27,14 @@ def is_held(path: Path) -> bool:
 
 
 class FileLock:
-    """Holds an exclusive lock on a side file that contains the holder's process id."""
+    """Holds an exclusive lock on a lock file that contains the holder's process id."""
 
     def __init__(self, path: Path, what: str, *, on_full_disk: bool = False) -> None:
-        """Take the lock at once, without waiting. `what` names the guarded thing in messages. With `on_full_disk` the
-        lock is also taken where the disk has no room for the process id.
+        """Take the lock at once, without waiting. `what` names the guarded file or folder in messages. With
+        `on_full_disk` the lock is also taken if the disk has no room for the process id.
 
-        Raises LockHeldError with the process that holds it, and RunError if the file cannot be made or its file system
-        has no locks.
+        Raises LockHeldError with the process that holds it, and RunError if the file cannot be created or its file
+        system has no locks.
         """
         self._path = path
         self._what = what
@@ -53,7 +53,7 @@ class FileLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             cause = f"{what} cannot be written: {error.strerror}: {path}."
-            remedy = "Free some space" if is_full(error) else "Check the rights of the folder"
+            remedy = "Free some space" if is_full(error) else "Check the permissions of the folder"
             raise RunError(cause, f"{remedy}, or choose another one.") from None
         try:
             locked = lock_descriptor(self._fd, blocking=False)
@@ -70,7 +70,7 @@ class FileLock:
             self.release()
             raise LockHeldError(
                 f"{what} is being written by process {holder}.",
-                "Wait until it ends or stop it; reading is possible meanwhile.",
+                "Wait until it ends or stop it; you can read the records meanwhile.",
             )
         try:
             os.ftruncate(self._fd, 0)
@@ -88,7 +88,7 @@ class FileLock:
         return False
 
     def release(self) -> None:
-        """Give the lock back; safe to call twice. In a forked child it only lets go of the child's share."""
+        """Give the lock back; safe to call twice. In a forked child this releases only the child's share."""
         if self._fd is not None:
             if self._names_holder:
                 with contextlib.suppress(OSError):
@@ -97,6 +97,6 @@ class FileLock:
             self._fd = None
 
     def after_fork(self) -> None:
-        """In a forked child: let go of the parent's lock."""
+        """In a forked child: release the child's share of the parent's lock."""
         self._names_holder = False
         self.release()

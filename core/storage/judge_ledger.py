@@ -23,21 +23,21 @@ CREATE TABLE IF NOT EXISTS counts (judge TEXT, name TEXT, count INTEGER, PRIMARY
 class Ledger:
     """Answers by content, requests with their cost, and counts, by judge. Safe from any thread and process.
 
-    A request is entered before it is sent, at the most that it can cost, so that spending never passes a cap. If the
-    process is killed meanwhile, the request stays at that cost.
+    A request is entered before it is sent, with the highest cost that it can have, so that spending never passes a
+    cap. If the process is killed meanwhile, the entry keeps this cost.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """In `folder`, or without one in memory."""
+        """Keep the ledger in `folder`, or in memory if it is None."""
         self.path = None if folder is None else folder / FILE
         self._lock = threading.Lock()
         self._memory = None if folder else _opened(":memory:")
 
     def answer(self, key: str) -> str | None:
-        """The answer to a question, by the address of its content."""
+        """The stored answer to a question; None without one. `key` is the content address of the question."""
         with self._open() as db:
-            found = db.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if found is None else str(found[0])
+            row = db.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
 
     def keep(self, key: str, judge: str, text: str) -> None:
         """Keep the answer to a question."""
@@ -47,8 +47,9 @@ class Ledger:
     def reserve(
         self, judge: str, most: float, *, max_calls: int | None, max_cost: float | None
     ) -> int | Literal["max_calls", "max_cost"]:
-        """Enter a request that costs `most` at most, and return its number; the name of the cap that it would pass."""
-        with self._open() as db, db:  # which commits at the end, or rolls back
+        """Enter a request that costs at most `most`, and return its number. If the request would pass a cap, nothing is
+        entered, and the name of the cap is returned."""
+        with self._open() as db, db:  # the second `db` commits at the end, or rolls back
             db.execute("BEGIN IMMEDIATE")
             calls, cost = db.execute(
                 "SELECT count(*), coalesce(sum(cost), 0) FROM requests WHERE judge = ?", (judge,)
@@ -57,11 +58,11 @@ class Ledger:
                 return "max_calls"
             if max_cost is not None and cost + most > max_cost:
                 return "max_cost"
-            made = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
-            return int(made.lastrowid or 0)
+            cursor = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
+            return int(cursor.lastrowid or 0)
 
     def settle(self, request: int, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
-        """Enter the tokens and cost of a request that was answered."""
+        """Enter the tokens and the real cost of a request that was answered."""
         with self._open() as db:
             db.execute(
                 "UPDATE requests SET prompt_tokens = ?, completion_tokens = ?, cost = ? WHERE id = ?",
@@ -69,7 +70,7 @@ class Ledger:
             )
 
     def count(self, judge: str, name: str) -> None:
-        """Count something that a judge did."""
+        """Add one to a named count of a judge."""
         with self._open() as db:
             db.execute(
                 "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT (judge, name) DO UPDATE SET count = count + 1",
@@ -98,12 +99,12 @@ class Ledger:
 
 
 def totals_of(folder: Path) -> Mapping[str, float]:
-    """Totals of all judges of a run; empty where none was asked."""
+    """Totals of all judges of a run; empty if the run asked no judge."""
     return Ledger(folder).totals() if (folder / FILE).is_file() else {}
 
 
 def _opened(path: str) -> sqlite3.Connection:
-    # No WAL: SQLite waits for no lock while it goes over to that, and two processes may open a new file at once.
+    # No WAL: two processes may open a new file at once, and SQLite does not wait for locks while it changes to WAL.
     db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA synchronous = NORMAL")
     db.executescript(_SCHEMA)

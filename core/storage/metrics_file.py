@@ -28,13 +28,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     episodes: Count = 0
     failed: Count = 0
     unknown: Count = 0
-    """Episodes that ended well and whose outcome nobody knows."""
+    """Episodes that finished without an error and whose outcome is unknown."""
     calls: Count
     candidates: Count
     groups: Count
     rows: Count = 0
     path: str = ""
-    """The path of `outcome`: `single samples`, or the one that the selection took."""
+    """Where the episodes of `outcome` come from: `single samples`, or the candidates that the selection chose."""
     outcome: dict[str, float]
     """Mean of each named team reward and metric over the episodes, failed ones too (`outcome_means`)."""
     candidate_reward: float | None = None
@@ -45,14 +45,15 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     policies: dict[str, dict[str, float]] = {}
     left_out: Counts
     staleness: Counts = {}
-    """Rows by how many versions their sampler was behind the policy that trained on them; all "0" in mode sync."""
+    """Rows by the number of versions that their sampler was behind the policy that trained on them; all "0" in mode
+    sync."""
     counters: dict[str, float] = {}
     """Counts of the sampler, the rollout workers, judges and a teacher in this step, such as retried requests and
     restarts; `judge.cost` is money."""
     lr_scale: float = 1.0
     seconds: dict[str, float] = {}
-    """By phase. `checkpoint` is the time that saved the steps before this one; `load` and `look` (at the application)
-    are in the first line of a process."""
+    """Seconds by phase. `checkpoint` is the time to save the steps before this one. Only the first line of a process
+    has `load` and `look` (at the application)."""
     tokens_per_s: float = 0.0
     """Sampled tokens of trained roles per second of the whole step."""
     rollout_tokens_per_s: float = 0.0
@@ -62,32 +63,33 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: Count = 0
     """Tokens of the rows with their prompts, once for each optimizer step that they are in."""
     distinct_tokens: Count = 0
-    """Those of them that went through the model: shared beginnings of a pass's rows, once."""
+    """The part of `total_tokens` that went through the model: a beginning that several rows of a pass share, once."""
     updated: bool = True
     """Whether any policy has a new version."""
     stayed: dict[str, str] = {}
-    """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no reward` (its
-    samples have none that the recipe uses), `no comparison` (they stood alone in their groups), `no signal` (all its
-    advantages are zero), `filtered` (filters left out those that differ), `no gradient` (its rows moved nothing),
-    `frozen step` (by its `train`)."""
+    """Trained policies without a new version, each with the reason: `no sample` (its roles had no usable call), `no
+    reward` (its samples have no reward that the recipe uses), `no comparison` (each sample was alone in its group), `no
+    signal` (all its advantages are zero), `filtered` (filters left out the samples with an advantage), `no gradient`
+    (its rows moved nothing), `frozen step` (by its `train`)."""
     silent: Counts = {}
-    """Trained roles that have called in no episode of the last steps, and of how many."""
+    """Trained roles that made no call in the last steps, each with the number of these steps."""
     notes: tuple[str, ...] = ()
     refill: Counts = {}
-    """Of a refill: `tasks` that it has drawn, `episodes` of them that are part of the step, and `late` ones, which were
-    cancelled because training waited for the step, with their number of tasks (`late_tasks`)."""
+    """Counts of a refill: `tasks` drawn, their `episodes` in the step, and the episodes that were cancelled because
+    training waited for the step (`late`, from `late_tasks` tasks)."""
     replay: Counts = {}
-    """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat the calls before
-    (`unrepeatable`), branches, and how many of them diverged; calls of branches that the policies were expected to
-    answer (`budget`), did answer (`sampled`), and that were answered from the record (`repeated`)."""
+    """Counts under a replay plan: forked calls, calls that could not be forked because the record cannot repeat the
+    calls before them (`unrepeatable`), branches, and branches that diverged; calls of branches that the policies were
+    expected to answer (`budget`), calls that they answered (`sampled`), and calls answered from the record
+    (`repeated`)."""
 
 
 _FIGURES = ("outcome", "held_out", "roles", "policies", "counters", "seconds", "left_out")
-"""Fields of figures: every line has them for its readers, without those that are null."""
+"""Fields that hold figures. Readers find them in every line, without nulls."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl. Broken ones (a last line cut by a crash, damage) are left out, counted in the log."""
+    """The lines of metrics.jsonl. Broken lines (cut by a crash, or damaged) are left out and counted in the log."""
     return _metrics_file(RunLayout(path).metrics.absolute()).lines()
 
 
@@ -97,7 +99,7 @@ def _metrics_file(file: Path) -> _MetricsFile:
 
 
 class _MetricsFile:
-    """A file of lines that is read again and again: where it has only grown, its new lines alone."""
+    """A metrics.jsonl that is read many times. If the file has only grown, only its new lines are parsed."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -111,42 +113,48 @@ class _MetricsFile:
         with self._lock:
             try:
                 with self._file.open("rb") as file:
-                    whole, rest = self._new(file)
+                    complete, unfinished = self._read_new(file)
             except OSError:
                 return []
             broken: list[str] = []
-            self._lines += self._parsed(whole, broken)
-            self._number += len(whole)
-            found = [*self._lines, *self._parsed([rest], broken)]
+            self._lines += self._parsed(complete, broken)
+            self._number += len(complete)
+            # The unfinished line counts today, but it is parsed again next time: its writer may be in the middle of it.
+            lines = [*self._lines, *self._parsed([unfinished], broken)]
         if broken:
-            many = f"{len(broken)} broken {'line is' if len(broken) == 1 else 'lines are'} left out"
-            log.warning("%s: %s (%s)", self._file, many, broken[0])
-        return found
+            count = "1 broken line is" if len(broken) == 1 else f"{len(broken)} broken lines are"
+            log.warning("%s: %s left out (%s)", self._file, count, broken[0])
+        return lines
 
-    def _new(self, file: BinaryIO) -> tuple[list[bytes], bytes]:
-        """The whole lines that are new, and the beginning of one that is not whole."""
+    def _read_new(self, file: BinaryIO) -> tuple[list[bytes], bytes]:
+        """The complete lines that are new, and the beginning of an unfinished line."""
         file.seek(max(0, self._end - len(self._last)))
         inode = os.fstat(file.fileno()).st_ino
         if inode != self._inode or file.read(len(self._last)) != self._last:
             self._lines, self._inode, self._end, self._number, self._last = [], inode, 0, 0, b""
             file.seek(0)
-        *whole, rest = file.read().split(b"\n")
-        if whole:
-            self._end, self._last = self._end + sum(map(len, whole)) + len(whole), whole[-1] + b"\n"
-        return whole, rest
+        *complete, unfinished = file.read().split(b"\n")
+        if complete:
+            self._end += sum(len(line) + 1 for line in complete)
+            self._last = complete[-1] + b"\n"
+        return complete, unfinished
 
     def _parsed(self, lines: Sequence[bytes], broken: list[str]) -> Iterator[dict[str, Any]]:
+        """The lines that are valid. Descriptions of the others are added to `broken`."""
         for number, line in enumerate(lines, self._number + 1):
             try:
-                found = loaded(line)
-                msgspec.convert(_known(found), StepMetrics)
+                metrics = loaded(line)
+                msgspec.convert(_without_nulls(metrics), StepMetrics)
             except (ValueError, RecursionError) as error:
                 if line.strip():
                     broken.append(f"line {number}: {fault(error)}")
             else:
-                yield {"rows": 0, **found, **{name: _known(found.get(name, {})) for name in _FIGURES}}
+                figures = {name: _without_nulls(metrics.get(name, {})) for name in _FIGURES}
+                yield {"rows": 0, **metrics, **figures}
 
 
-def _known(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """The value without nulls in its tables."""
-    return {k: _known(v) for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}

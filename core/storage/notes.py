@@ -1,7 +1,7 @@
-"""What people say of candidates and episodes: a thumb up or down and a note, in JSON lines beside the records.
+"""Notes of people on candidates and episodes: a thumb up or down and a text, in JSON lines next to the records.
 
-A line is `{"id": "<call>.<candidate>", "score": 1.0, "note": "...", "at": ...}`: `cotune records judge
---labels` reads the file as it is, and so does recipe dpo (`records.labels`).
+A line is `{"id": "<call>.<candidate>", "score": 1.0, "note": "...", "at": ...}`. `cotune records judge --labels` and
+recipe dpo (`records.labels`) read the file as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cotune.storage.whole_file import REWRITING, whole_file
 FILE = "notes.jsonl"
 """Name of the file in a folder with records."""
 LONGEST = 10_000
-"""Characters of a note."""
+"""Maximum number of characters of a note."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody said of a candidate (`<call>.<index>`) or an episode: `score` is 1 for good, -1 for bad, None for
+    """A person's opinion of a candidate (`<call>.<index>`) or an episode. `score` is 1 for good, -1 for bad, None for
     neither; `at` is in seconds since the epoch."""
 
     id: str
@@ -32,37 +32,38 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def notes_file(records: Path) -> Path:
-    """The file of a run folder, or of a records file."""
+    """The file of notes for the records of a run folder, or for a records file."""
     if records.is_dir():
         return records / FILE
     return records.with_name(FILE if records.name == RECORDS else f"{records.name}.{FILE}")
 
 
 def read_notes(file: Path) -> dict[str, Note]:
-    """The notes by the id of what they are of, the oldest first. Raises RecordError for a broken line."""
+    """The notes by the id of their candidate or episode, the oldest first. Raises RecordError for a broken line."""
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
         return {}
-    found = {}
+    notes = {}
     for number, line in enumerate(lines, 1):
         try:
             note = msgspec.json.decode(line, type=Note)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RecordError(f"{file}, line {number} is no note: {error}.", "Mend the line, or remove it.") from None
-        found[note.id] = note
-    return found
+            cause = f"{file}, line {number} is not a note: {error}."
+            raise RecordError(cause, "Fix the line, or remove it.") from None
+        notes[note.id] = note
+    return notes
 
 
 def write_note(file: Path, note: Note) -> Note | None:
-    """Keep a note in place of the earlier one of the same id; one that says nothing only removes that. Returns what is
-    kept. Raises OSError where the file cannot be written."""
+    """Write a note in place of the earlier note with the same id. A note without score and text only removes the
+    earlier one. Returns the note that was written. Raises OSError if the file cannot be written."""
     with REWRITING:
         notes = read_notes(file)
         notes.pop(note.id, None)
-        kept = None
+        written = None
         if note.score is not None or note.note:
-            kept = notes[note.id] = msgspec.structs.replace(note, at=time.time())
+            written = notes[note.id] = msgspec.structs.replace(note, at=time.time())
         with whole_file(file) as out:
-            out.writelines(msgspec.json.encode(one) + b"\n" for one in notes.values())
-        return kept
+            out.writelines(msgspec.json.encode(each) + b"\n" for each in notes.values())
+        return written

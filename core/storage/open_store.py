@@ -1,4 +1,4 @@
-"""The one place that says which store an address leads to."""
+"""Open the store at an address. No other place decides which kind of store an address means."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cotune.storage.sqlite_store import SqliteStore
 POSTGRESQL = ("postgresql", "postgres")
 """Schemes of PostgreSQL, which has many addresses for one database."""
 DEFAULT_PORT = 5432
-"""The port of PostgreSQL where an address names none."""
+"""The port of PostgreSQL if an address names none."""
 
 
 class StoreUnavailableError(RunError):
-    """The server of a store does not answer now. It may do so later."""
+    """The server of a store does not answer now. It may answer later."""
 
 
 def is_path(address: Path | str) -> bool:
-    """Whether an address is a path, and not one of a database."""
+    """Whether an address is a path and not the URL of a database."""
     return "://" not in str(address)
 
 
 def without_password(address: Path | str) -> str:
-    """An address as people, logs and files may see it."""
+    """An address that may be shown to people and written to logs and files."""
     text = str(address)
     if is_path(text):
         return text
@@ -44,39 +44,40 @@ def _parameter_without_password(parameter: re.Match[str]) -> str:
 
 
 def records_file(path: Path | str) -> Path:
-    """The file that records are in, without symbolic links. A run folder stands for its records file."""
+    """The path of a records file without symbolic links. A run folder stands for its records file."""
     path = Path(path)
     return (path / RECORDS if path.is_dir() else path).resolve()
 
 
 def store_identity(address: Path | str) -> str:
-    """A text that is the same for every address of one store, and differs for another store.
+    """A text that is the same for every address of one store, and different for another store.
 
-    Paths are resolved with their symbolic links, and a run folder stands for its records file. A database is known by
-    its servers, its name and its `options`, which may choose a schema. The user, the password and how to connect do not
-    count. The address of another package's store is compared as it is, without its password.
+    Symbolic links in paths are resolved, and a run folder stands for its records file. A database is identified by its
+    servers, its name and its `options`, which may choose a schema. The user, the password and the way to connect are
+    ignored. The address of another package's store is compared as it is, without its password.
     """
     if is_path(address):
         return str(records_file(address))
     if scheme_of(address) not in POSTGRESQL:
         return without_password(address)
     parts = urlsplit(without_password(address))
-    asked = dict(parse_qsl(parts.query))
+    parameters = dict(parse_qsl(parts.query))
     user, _, servers = parts.netloc.rpartition("@")
     hosts = []
-    for server in (servers or asked.get("host", "")).split(","):
+    for server in (servers or parameters.get("host", "")).split(","):
         has_port = re.search(r":\d+$", server) is not None
-        place = server if has_port else f"{server}:{asked.get('port', DEFAULT_PORT)}"
+        host = server if has_port else f"{server}:{parameters.get('port', DEFAULT_PORT)}"
         # The folder of a socket keeps its capital letters, unlike the name of a server.
-        hosts.append(place if place.startswith("/") else place.lower())
-    # Without a name the server takes the user's as that of the database.
-    name = unquote(parts.path.lstrip("/")) or asked.get("dbname") or unquote(user.partition(":")[0])
-    further = [f"{key}={asked[key]}" for key in ("service", "hostaddr", "options") if key in asked]
+        hosts.append(host if host.startswith("/") else host.lower())
+    # Without a database name, PostgreSQL uses the name of the user.
+    name = unquote(parts.path.lstrip("/")) or parameters.get("dbname") or unquote(user.partition(":")[0])
+    further = [f"{key}={parameters[key]}" for key in ("service", "hostaddr", "options") if key in parameters]
     return f"postgresql://{','.join(hosts)}/{name}?{'&'.join(further)}"
 
 
 def folder_of(address: Path | str) -> Path | None:
-    """The folder of other files beside records: the run folder, or the one of the records file; None for a database."""
+    """The folder of the files that accompany records: the run folder, or the parent folder of the records file. None
+    for a database."""
     if not is_path(address):
         return None
     path = Path(address).absolute()
@@ -109,5 +110,5 @@ def open_store(address: Path | str, read_only: bool = False) -> Store:
 
 
 def no_records(folder: Path) -> Store:
-    """The records of a run folder that has none."""
+    """An empty store for a run folder without a records file."""
     return SqliteStore.empty(folder)

@@ -1,6 +1,7 @@
 """The outcomes of recorded episodes, in SQL, the same for all readers: success, and means and sums of their rewards.
 
-A failed episode is no success. It counts its own rewards, or, if it has none, those of `on_failure` (`OnFailure`).
+A failed episode counts as unsolved. It counts with its own rewards; without any, with the reward of the setting
+`on_failure` (`OnFailure`).
 """
 
 from __future__ import annotations
@@ -13,31 +14,35 @@ OnFailure = float | Literal["lowest", "exclude"]
 """The reward of a failed episode."""
 
 IS_OUTCOME = "(status = 'ok' OR status = 'error' AND coalesce(blame, 'policy') = 'policy')"
-"""Whether an episode says something of its policies: not one that the infrastructure has failed."""
+"""Whether the outcome of an episode depends on its policies. It does not if the infrastructure failed."""
 _FAILED = f"status = 'error' AND {IS_OUTCOME}"
-_OWN = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+_REWARD_SUM = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
 ALL_OWN = """LEFT JOIN
     (SELECT target, sum(value) AS own FROM rewards WHERE instr(target, '.') = 0 GROUP BY target) AS given
     ON given.target = episodes.id"""
-"""What gives each of all episodes the sum of its rewards, `own`, at once: one by one takes longer."""
+"""A join that gives each episode the sum of its rewards as `own`. For all episodes it is faster than `_REWARD_SUM`."""
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
 
 REPORTED = """CASE WHEN status = 'ok' THEN CASE WHEN success >= 0.5 THEN 1 WHEN success IS NOT NULL THEN 0 END
     WHEN success IS NOT NULL THEN 0 END"""
-"""Whether an episode solved its task as it reports itself (`Episode.solved`); NULL for one that reports no success."""
+"""Whether an episode reports that it solved its task (`Episode.solved`). NULL if it reports no `success`."""
 
 
-def solved(own: str = _OWN) -> str:
-    """An expression for whether an episode counts as solved among others that report `success`: one that failed, or
-    reports none, does not. NULL for one that says nothing of its policies, or reports neither success nor a reward:
-    nobody knows its outcome. `own` is the expression for the sum of its rewards."""
+def solved(reward_sum: str = _REWARD_SUM) -> str:
+    """An SQL expression: whether an episode counts as solved in a phase that reports `success`.
+
+    A failed episode counts as unsolved, and so does one that reports only rewards. The expression is NULL if the
+    outcome is unknown: the infrastructure failed, or the episode reports neither success nor a reward. `reward_sum` is
+    the expression for the sum of its rewards.
+    """
     return f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
-        ELSE coalesce({REPORTED}, CASE WHEN {own} IS NOT NULL THEN 0 END) END END"""
+        ELSE coalesce({REPORTED}, CASE WHEN {reward_sum} IS NOT NULL THEN 0 END) END END"""
 
 
 def failure_reward(on_failure: str) -> OnFailure:
-    """`on_failure` as a value: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError."""
+    """The value of the setting `on_failure`: `lowest`, `exclude`, or the number in `reward:<number>`. Raises
+    ValueError."""
     if on_failure in ("lowest", "exclude"):
         return cast(OnFailure, on_failure)
     kind, _, number = on_failure.partition(":")
@@ -48,16 +53,17 @@ def failure_reward(on_failure: str) -> OnFailure:
 
 
 def metric(value: object) -> float | None:
-    """A reported metric as a number: a bool is 1 or 0, and so are the words true, yes, false and no. None for any other
-    value, which reports nothing."""
+    """A reported metric as a number: a bool is 1 or 0, and so are the words true, yes, false and no. Any other value
+    reports nothing: None."""
     if isinstance(value, str):
         return _WORDS.get(value.lower())
     return float(value) if isinstance(value, int | float) else None
 
 
 def success_counts(where: str = "true") -> str:
-    """A query for the phase, its solved episodes, those that count, and the sum over tasks of the square of their
-    number, for each phase in which an episode reports `success`. `where` chooses episodes."""
+    """A query with a row for each phase in which an episode reports `success`: the phase, the number of solved
+    episodes, the number of counted episodes, and the sum over tasks of the square of the counted episodes. `where`
+    chooses episodes."""
     return f"""SELECT phase, CAST(sum(good) AS bigint), CAST(sum(n) AS bigint), CAST(sum(n * n) AS bigint) FROM (
             SELECT phase, task, min(id) AS first, sum(solved) AS good, count(solved) AS n, count(reported) AS reports
             FROM (SELECT id, phase, task, {solved()} AS solved, {REPORTED} AS reported FROM episodes
@@ -67,7 +73,8 @@ def success_counts(where: str = "true") -> str:
 
 
 def outcome_means(on_failure: str) -> str:
-    """A query for `phase`, `name`, mean and number of episodes, of each component of outcomes."""
+    """A query with a row for each phase and component of outcomes: `phase`, `name`, the mean, and the number of
+    episodes in it."""
     ended = "episodes JOIN rewards ON target = episodes.id"
     if on_failure == "exclude":
         means = f"SELECT phase, name, avg(value), count(*) FROM {ended} WHERE status = 'ok' GROUP BY phase, name"
@@ -88,11 +95,13 @@ LOWEST_SUM = """SELECT coalesce(min(total), 0) FROM (SELECT sum(value) AS total 
 """The lowest outcome of a phase, or 0."""
 
 
-def outcome_sum(on_failure: str, lowest: float, own: str = _OWN) -> str:
-    """An expression for the sum of an episode's outcome; NULL for one that nobody knows. `own` is the expression for
-    the sum of its rewards."""
-    failed = "NULL" if on_failure == "exclude" else f"coalesce({own}, {_value(on_failure, repr(lowest))})"
-    return f"CASE WHEN status = 'ok' THEN {own} WHEN {_FAILED} THEN {failed} END"
+def outcome_sum(on_failure: str, lowest: float, reward_sum: str = _REWARD_SUM) -> str:
+    """An SQL expression: the sum of an episode's outcome; NULL if its outcome is unknown. `reward_sum` is the
+    expression for the sum of its rewards."""
+    failed = "NULL"
+    if on_failure != "exclude":
+        failed = f"coalesce({reward_sum}, {_value(on_failure, repr(lowest))})"
+    return f"CASE WHEN status = 'ok' THEN {reward_sum} WHEN {_FAILED} THEN {failed} END"
 
 
 def _value(on_failure: str, lowest: str) -> str:

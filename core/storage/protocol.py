@@ -1,4 +1,4 @@
-"""What every store can do: keep records and give them back. One contract test suite holds all stores."""
+"""The interface of every store: keep records and give them back. One contract test suite checks all stores."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """What has gone wrong since a store was opened. `Store.counters` counts over its life."""
+    """Problems since a store was opened. `Store.counters` counts over the life of the store."""
 
     failing: bool = False
-    """The disk or the server did not take the last transaction, so records wait."""
+    """The disk or the server rejected the last transaction, so records wait in memory."""
     lost: int = 0
     """Records that could not be stored."""
     unreadable: int = 0
-    """Broken rows that reads have left out."""
+    """Broken rows that reads have skipped."""
     refused: int = 0
-    """Rewards refused because their groups had been trained on."""
+    """Rewards refused because their groups had already been trained on."""
     foreign: int = 0
     """Records left out because they belong to an episode of another application. The first application that writes for
     an episode owns it; records without an application are never left out."""
 
 
 class Store(ABC):
-    """Keeps records. Writing never blocks or breaks the application; reading never blocks writing, and sees what is
-    committed: `flush` first to read your own latest writes."""
+    """Keeps records. Writing never blocks or breaks the application. Reading never blocks writing, and sees only
+    committed records: call `flush` first to read your own latest writes."""
 
     address: str
-    """Where the records are, for people and for `open_store`."""
+    """The place of the records, for people and for `open_store`."""
 
     @property
     @abstractmethod
@@ -48,23 +48,24 @@ class Store(ABC):
     @property
     @abstractmethod
     def health(self) -> StoreHealth:
-        """What has gone wrong since the store was opened."""
+        """Problems since the store was opened."""
 
     # Writing
 
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
-        """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
-        written again as cancelled, which withdraws it. Never raises for a full disk: see `health`."""
+        """Queue records, in order, to be committed together. If an id is written twice, the first record stays. The
+        exception is an episode, which can be written again as cancelled; this withdraws it. Never raises for a full
+        disk: see `health`."""
 
     @abstractmethod
     def commit(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None
     ) -> Mapping[str, Sequence[Record]]:
-        """Write records, add to counters of the store, and return when both are durable; other threads may share the
-        transaction. Return the records that were left out, by the counter that counts them (`lost`, `refused`,
-        `foreign`). Raises RunError when they are not durable: send them again, as what is stored is not stored
-        twice."""
+        """Write records, add to counters of the store, and return when both are durable. Other threads may share the
+        transaction. Returns the records that were left out, by the name of their counter (`lost`, `refused`,
+        `foreign`). Raises RunError when the records are not durable. Send them again then: the store never keeps a
+        record twice."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -74,20 +75,20 @@ class Store(ABC):
 
     @abstractmethod
     def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
-        """Finished episodes that fit, in id order (= start order), a page at a time."""
+        """Finished episodes that match the filters, in id order (= start order), a page at a time."""
 
     @abstractmethod
     def calls(
         self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
     ) -> list[CallRecord]:
-        """Calls of an episode in step order, from number `start` on, at most `limit`; also of an episode that never
-        finished. With `lean`, candidates have little more than the lengths of their token ids, to save memory."""
+        """Calls of an episode in step order, from number `start` on, at most `limit`. An episode that never finished
+        has calls too. With `lean`, candidates keep little more than the lengths of their token ids, to save memory."""
 
     @abstractmethod
     def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
-        """What content addresses stand for: bodies of messages with their images as they were sent, lists of tools,
-        grammars; and of an image, whose id is the SHA-256 of its encoded bytes, these bytes. What is not there, or is
-        broken, is left out."""
+        """The contents of content addresses: bodies of messages with their images as they were sent, lists of tools,
+        and grammars. The content of an image, whose id is the SHA-256 of its encoded bytes, is these bytes. Missing
+        and broken contents are left out."""
 
     @abstractmethod
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
@@ -95,20 +96,21 @@ class Store(ABC):
 
     @abstractmethod
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        """Target -> component name -> value (the latest by its time, then the last write, wins)."""
+        """Target -> component name -> value. The value with the latest time wins; at equal times, the last write."""
 
     @abstractmethod
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
-        """Target -> name of the reward -> the text beside it. A text goes with its reward when that is replaced."""
+        """Target -> name of the reward -> the text given with it. When a reward is replaced, so is its text."""
 
     @abstractmethod
     def counters(self) -> Mapping[str, int]:
-        """`lost`, `refused` and `foreign` over the life of the store, whoever wrote to it, and what applications told
-        a collector: records that they had to drop (`dropped`), and calls that sampling rates left out (`sampled`)."""
+        """`lost`, `refused` and `foreign` over the life of the store, for all its writers. Applications report two
+        more to a collector: records that they had to drop (`dropped`), and calls that sampling rates left out
+        (`sampled`)."""
 
     def figures(self) -> Figures:
         """Counts, lists and searches, which need SQL. Raises RunError if the store does not speak SQL."""
-        cause = f"{self.address} can be trained from, but it answers no queries, which this needs."
+        cause = f"{self.address} can be used for training, but it cannot answer the queries that this command needs."
         raise RunError(cause, "Keep the records in SQLite or PostgreSQL.")
 
     # The ledger of groups that were trained on
@@ -117,24 +119,24 @@ class Store(ABC):
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         """Mark groups as trained, durably: later rewards for them are refused and counted in `refused`.
 
-        A mapping names the candidates of each group; then their rewards and their episodes' rewards are refused. A
-        group without members that is named by a call id or candidate id stands for that call or candidate. The first
-        step that consumed a group stays. Raises RecordError when the ledger cannot be written.
+        A mapping names the candidates of each group; then rewards for these candidates and for their episodes are
+        refused. A group without members whose name is the id of a call or candidate stands for it. The first step that
+        consumed a group stays. Raises RecordError when the ledger cannot be written.
         """
 
     @abstractmethod
     def release(self, training_step: int) -> None:
-        """Forget, durably, what this training step and later ones have consumed: they are trained again."""
+        """Forget, durably, which groups this training step and later ones have consumed: they are trained again."""
 
     @abstractmethod
     def consumed(self) -> Mapping[str, int]:
-        """Group id -> training step that consumed it, looked up as it is asked."""
+        """Group id -> training step that consumed it. Each lookup queries the store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and give the records back; safe to call twice."""
+        """Flush and release the records; safe to call twice."""
 
-    # Made of the above, for every store alike
+    # Built from the methods above, the same for every store
 
     def episode(self, episode_id: str) -> Episode:
         """A finished episode. Raises RecordError when it is unknown or broken."""

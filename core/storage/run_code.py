@@ -1,7 +1,9 @@
-"""The code and the addresses that a run folder names, and whether they are obeyed.
+"""The code and the addresses that a run folder names, and whether they may be used.
 
-Reading a folder loads nothing that it names. Commands that run the application do, and so they first ask whether this
-user may mean it: whoever wrote the folder chose which code runs, and which address gets a key.
+Reading a folder never loads code that it names. Commands that run the application do. They first check that the user
+trusts the folder: its author chose which code runs, and which address gets a key.
+
+An "order" is a setting of the folder that decides about code or addresses.
 """
 
 from __future__ import annotations
@@ -31,39 +33,39 @@ from cotune.storage.run_layout import (
 from cotune.storage.state_folder import state_folder
 
 FOLDER = "modules from"
-"""Name of the order that says where modules are found first."""
+"""Name of the order with the folder in which modules are searched first."""
 _ALWAYS = ("engine_args.", "cluster.env.", "cluster.runtime_env.")
 """Tables whose values may name servers, variables, packages and classes."""
 _WITH_COLON = (*FUNCTIONS, "address", "engine", "teacher", "path")
-"""Settings that name a function or a server if they have a colon; else a file, or one of cotune's own values."""
+"""Settings that name a function or a server if they have a colon; without one, a file or a built-in value."""
 
-_agreed: set[str] = set()
-"""Orders that were agreed to in this process, where the user's folder cannot be written."""
+_trusted_here: set[str] = set()
+"""Digests of orders that the user agreed to in this process, in case the user's state folder cannot be written."""
 
 
 @dataclass(frozen=True)
 class FolderOrders:
-    """What a folder decides of code and addresses, by the names of settings; "workflow" is the application."""
+    """The code and addresses that a folder chooses, by the names of settings; "workflow" is the application."""
 
     folder: Path
     named: Mapping[str, str]
-    """With files where they are now."""
+    """The orders, with the present paths of files."""
     written: Mapping[str, str]
-    """As the folder says it, with files where they were."""
+    """The orders as the folder has them, with the paths of files when it was written."""
 
     @property
     def keys(self) -> list[str]:
-        """What is kept of orders that are trusted: a digest of them, and one for this very folder, which a user may
-        move together with the application: a rename keeps its inode."""
+        """The digests that are stored for trusted orders: one of the orders, and one for this very folder. The second
+        allows a user to move the folder together with the application: a rename keeps its inode."""
         keys = [_digest(self.named)]
         with contextlib.suppress(OSError):
-            found = self.folder.stat()
-            keys.append(_digest({**self.written, "inode": f"{found.st_dev}:{found.st_ino}"}))
+            stat = self.folder.stat()
+            keys.append(_digest({**self.written, "inode": f"{stat.st_dev}:{stat.st_ino}"}))
         return keys
 
 
 def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
-    """What a run.json decides."""
+    """The orders in a run.json, whose content is `described`."""
     path = path.absolute()
     has_config = isinstance(described.get("config"), Mapping)
     named = _orders(known_workflow(described, path), placed_config(described, path) if has_config else {}, described)
@@ -81,7 +83,7 @@ def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[
             in_table = name.startswith(_ALWAYS)
             if in_table or (name.rpartition(".")[2] in _WITH_COLON and ":" in str(value)):
                 orders[prefix + name] = WITHHELD if is_withheld(name) else str(value)
-            elif name == "cluster.address" and value == "auto":  # the cluster that the environment names
+            elif name == "cluster.address" and value == "auto":  # has no colon, but the environment names a cluster
                 orders[prefix + name] = value
     if orders and (folder := described.get("folder")):
         orders[FOLDER] = str(folder)
@@ -89,10 +91,10 @@ def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[
 
 
 def remember(orders: FolderOrders) -> None:
-    """Keep that this user gave or agreed to these orders, outside of the folder that holds them."""
+    """Remember that this user gave these orders or agreed to them, outside of the folder that holds them."""
     if not orders.named:
         return
-    _agreed.update(orders.keys)
+    _trusted_here.update(orders.keys)
     with contextlib.suppress(OSError):
         folder = state_folder() / "trusted"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,25 +103,26 @@ def remember(orders: FolderOrders) -> None:
 
 
 def is_trusted(orders: FolderOrders) -> bool:
-    """Whether this user gave or agreed to all of these orders, or names a folder above in COTUNE_TRUST_FOLDERS (folders
-    as in PATH)."""
+    """Whether this user gave or agreed to all of these orders, or named a parent folder in COTUNE_TRUST_FOLDERS (a list
+    of folders, like PATH)."""
     if not orders.named:
         return True
-    if any(key in _agreed or (state_folder() / "trusted" / key).exists() for key in orders.keys):
+    if any(key in _trusted_here or (state_folder() / "trusted" / key).exists() for key in orders.keys):
         return True
-    above = [Path(one).expanduser() for one in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep) if one]
-    return any(orders.folder.resolve().is_relative_to(one.resolve()) for one in above)
+    paths = [path for path in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep) if path]
+    return any(orders.folder.resolve().is_relative_to(Path(path).expanduser().resolve()) for path in paths)
 
 
-def check_trusted(orders: FolderOrders, taken: Collection[str]) -> bool:
-    """Whether a folder is trusted. Raises UntrustedFolderError where it is not, and gives an order that is `taken`."""
+def check_trusted(orders: FolderOrders, used: Collection[str]) -> bool:
+    """Whether a folder is trusted. Raises UntrustedFolderError if it is not and holds an order among `used`, the names
+    of orders that the command would follow."""
     if is_trusted(orders):
         return True
-    obeyed = {name: value for name, value in orders.named.items() if name in taken}
-    if obeyed:
+    untrusted = {name: value for name, value in orders.named.items() if name in used}
+    if untrusted:
         if FOLDER in orders.named:
-            obeyed[FOLDER] = orders.named[FOLDER]
-        raise UntrustedFolderError(orders.folder, obeyed, orders)
+            untrusted[FOLDER] = orders.named[FOLDER]
+        raise UntrustedFolderError(orders.folder, untrusted, orders)
     return False
 
 
@@ -130,40 +133,46 @@ def open_run_code(
     only: Collection[str] | None = None,
     described: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Before anything that a run names is loaded: check that it may be, and find modules where the run found them.
+    """Check that the code named by a run may be loaded, and search modules in the folder where the run was started.
 
-    `described` is what the folder says, if that is not in its run.json. `named` are orders that the user gives instead
-    of the folder, `only` those that the command obeys (default: all). Returns whether the folder is trusted. Raises
-    UntrustedFolderError.
+    Call this before anything that a run names is loaded. `described` is the content of the folder's description, if
+    that is not in run.json. `named` are the names of orders that the user gives instead of the folder. `only` names the
+    orders that the command follows (default: all). Returns whether the folder is trusted. Raises UntrustedFolderError.
     """
     path = Path(path).absolute()
     described = read_run_json(path) if described is None else described
     orders = orders_of_run(path, described)
-    taken = [name for name in orders.named if name not in (*named, FOLDER)]
+    used = [name for name in orders.named if name not in (*named, FOLDER)]
     if only is not None:
-        taken = [name for name in taken if name in only or name.rpartition(".")[2] in only]
-    trusted = check_trusted(orders, taken)
+        used = [name for name in used if name in only or name.rpartition(".")[2] in only]
+    trusted = check_trusted(orders, used)
     if trusted:
         import_from(described.get("folder"))
     return trusted
 
 
 def import_from(folder: str | None) -> None:
-    """Find modules in the folder in which a run was started, then in the current one, before installed packages.
+    """Search modules in the folder in which a run was started, then in the current one, before installed packages.
 
-    Only for a folder that is trusted: whoever wrote run.json chooses it, and so the code that every later import loads.
+    Call this only for a trusted folder: the author of run.json chooses `folder`, and so the code of every later import.
     """
     folders = [folder, str(Path.cwd())]
-    sys.path[:0] = [one for one in folders if one and one not in sys.path]
+    sys.path[:0] = [path for path in folders if path and path not in sys.path]
 
 
 def redactor_of(folder: Path | None) -> str:
-    """The redactor that a run names for records in its folder or in that of one of its evaluations, ready to be loaded;
-    "" without one. Raises UntrustedFolderError."""
-    run = next((one for one in (folder, folder.parent) if is_run(one)), None) if folder else None
-    if run is None or not (redactor := str(read_config(run).get("redact", ""))):
+    """The address of the redactor for records in a folder, ready to be loaded; "" without one.
+
+    The folder is a run folder or the folder of one of its evaluations. Raises UntrustedFolderError.
+    """
+    if folder is None:
         return ""
-    open_run_code(run, only=("redact",))
+    run = next((candidate for candidate in (folder, folder.parent) if is_run(candidate)), None)
+    if run is None:
+        return ""
+    redactor = str(read_config(run).get("redact", ""))
+    if redactor:
+        open_run_code(run, only=("redact",))
     return redactor
 
 

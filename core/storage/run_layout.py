@@ -1,12 +1,12 @@
 """The files of a run folder: their names, and typed readers of those that are read outside the training loop.
 
-RUN/run.json           all that repeats the run: config, workflow, tasks, versions
+RUN/run.json           everything needed to repeat the run: config, workflow, tasks, versions
 RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           answers of judges and their cost
 RUN/metrics.jsonl      one line per step
-RUN/end.json           why the run ended, where that was before its last step
-RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
-RUN/tokens/           what the learner saw of each token of a step: step-000012.npz, see `token_figures`
+RUN/end.json           why the run ended, if it ended before its last step
+RUN/checkpoints/       step-000012/; `latest`, the name of the newest complete one; best.json
+RUN/tokens/            the learner's figures of each token of a step: step-000012.npz, see `token_figures`
 RUN/notes.jsonl       thumbs and notes of people on candidates and episodes, from cotune view
 RUN/profile/           the trace of a step that was profiled: step-000012.trace.json.gz
 RUN/loggers.json       ids of the run in experiment trackers; RUN/tensorboard/ and RUN/wandb/ are their files
@@ -45,24 +45,25 @@ FUNCTIONS = ("redact", "roles_by", "recipe", "teacher_sees")
 """Settings that may name a function or class of the user's, wherever in a configuration."""
 
 
-class Held(msgspec.Struct, frozen=True):
-    """Digests of the base models that a run was started with, by part: of its own, and of those that policies have
-    instead, by policy."""
+class BaseDigests(msgspec.Struct, frozen=True):
+    """Digests of the base models that a run was started with, by part."""
 
     base: dict[str, str] = {}
+    """The run's base model."""
     bases: dict[str, dict[str, str]] = {}
+    """Base models of policies that do not use the run's, by policy."""
 
     def of(self, policy: str) -> dict[str, str]:
-        """Digests of the base of a policy; empty where they are not known."""
+        """Digests of the base model of a policy; empty if they are unknown."""
         return self.bases.get(policy, self.base)
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """What `learner.dtype = "auto"` is for the run on a device.
+    """The precision that `learner.dtype = "auto"` chose for the run on a device.
 
-    `gap` is the mean difference between sampler and learner in bfloat16, in nats a token, where it was measured.
-    `fell_back`: the gap was above `probe_bound`, at the start or later, or the rounding of bfloat16 alone reaches a
-    bound of the loss, as `noise` says.
+    `gap` is the mean difference between sampler and learner in bfloat16, in nats per token, if it was measured.
+    `fell_back` is whether float32 replaced bfloat16: because the gap was above `probe_bound`, at the start or later, or
+    because the rounding of bfloat16 alone reaches a bound of the loss. `noise` describes the second case.
     """
 
     dtype: str
@@ -73,34 +74,38 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True):
-    """The part of run.json that is read again. `model` is a folder or Hugging Face id, `workflow` an address like
-    `app:solve`, `prompts` is the id of its edited prompts, empty without any, and `precision` that of "auto"."""
+    """The typed part of run.json. `model` is a folder or Hugging Face id, `workflow` an address like `app:solve`,
+    `prompts` the id of its edited prompts, empty without any. `precision` is the choice of dtype "auto"."""
 
     id: str = ""
     model: str | None = None
-    held: Held = Held()
+    held: BaseDigests = BaseDigests()
     workflow: str | None = None
     config: TrainConfig = TrainConfig()
     prompts: str = ""
     precision: Precision | None = None
 
     def __post_init__(self) -> None:
-        failure_reward(self.config.on_failure)  # screens count failed episodes by it
+        failure_reward(self.config.on_failure)  # raises for a broken value, before a screen counts failures by it
 
     def dtype_of(self, kinds: Collection[PolicyKind]) -> str | None:
-        """The precision in which adapters were trained; None where the run did not decide it, and where among the
-        `kinds` of its policies are full weights, which are sampled in float32."""
-        found = self.config.learner.dtype if self.precision is None else self.precision.dtype
-        return None if found == "auto" or "full" in kinds else found
+        """The precision in which adapters were trained; None if the run did not decide it. `kinds` are the kinds of its
+        policies: with full weights among them it is None too, as these are sampled in float32."""
+        if "full" in kinds:
+            return None
+        dtype = self.config.learner.dtype if self.precision is None else self.precision.dtype
+        return None if dtype == "auto" else dtype
 
     def base_of(self, policy: str) -> str | None:
-        """The base model of a policy, where it is not the run's `model`."""
-        own = self.config.own_of(policy)
-        return own.model or None if own is not None else None
+        """The base model of a policy, if it is not the run's `model`."""
+        settings = self.config.own_of(policy)
+        if settings is None:
+            return None
+        return settings.model or None
 
 
-class _Described(RunDescription, frozen=True, kw_only=True):
-    """Fields that every run.json has, typed."""
+class _RunJson(RunDescription, frozen=True, kw_only=True):
+    """All fields of run.json that must have a certain type."""
 
     tasks: str | None = None
     run: str | None = None
@@ -141,76 +146,82 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
     remedy = "Restore it, or start a new run."
-    found = read_typed(file, dict[str, Any], remedy)
-    config = found.get("config")
+    described = read_typed(file, dict[str, Any], remedy)
+    config = described.get("config")
     if isinstance(config, dict) and "overrides" in config:
         raise RunError(
             f"{file} was written by an earlier cotune, whose settings had other names.",
-            f"Read it with {EARLIER_SETTINGS}, or train anew; CHANGELOG.md lists the names.",
+            f"Read it with {EARLIER_SETTINGS}, or train again; CHANGELOG.md lists the names.",
         )
-    converted(file, found, _Described, remedy)
-    return found
+    converted(file, described, _RunJson, remedy)
+    return described
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The configuration in run.json, with the functions that it names where they are now. Raises RunError as
-    `read_run_json` does, and where there is none."""
+    """The configuration in run.json, with the present addresses of its functions. Raises RunError as `read_run_json`
+    does, and if there is no configuration."""
     described = read_run_json(path)
-    found = described.get("config")
-    if not isinstance(found, dict):
+    if not isinstance(described.get("config"), dict):
         raise RunError(f"{RunLayout(path).run_json} is broken: it has no `config`.", "Restore it, or start a new run.")
     return placed_config(described, Path(path).absolute())
 
 
 def placed_config(described: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """The configuration of a description, with the functions that it names where they are now."""
-    placed: dict[str, Any] = with_addresses(described["config"], lambda one: address_now(one, described, run))
-    return placed
+    """The configuration in the content of a run.json, with the present addresses of its functions."""
+    config: dict[str, Any] = with_addresses(
+        described["config"], lambda address: present_address(address, described, run)
+    )
+    return config
 
 
 def read_run(path: str | Path) -> RunDescription:
-    """run.json as typed fields; the model where it is now. Raises RunError as `read_run_json` does."""
-    known = read_run_json(path)
-    found = converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
-    if found.model is None:
-        return found
-    return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
+    """run.json as typed fields, with the present path of the model. Raises RunError as `read_run_json` does."""
+    described = read_run_json(path)
+    run = converted(RunLayout(path).run_json, described, RunDescription, "Restore it, or start a new run.")
+    if run.model is None:
+        return run
+    return msgspec.structs.replace(run, model=relocated(run.model, described, Path(path).absolute()))
 
 
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
-    """`path` of run.json if it exists; else its place next to the run, if the whole project has moved."""
+    """A path of run.json if it exists; else its new path, if it moved together with the run folder `run`."""
     if Path(path).exists() or not Path(path).is_absolute():
         return path
+    possible = [run.parent / Path(path).name]
     old_run = described.get("run")
-    for moved in (run / os.path.relpath(path, old_run) if old_run else None, run.parent / Path(path).name):
-        if moved is not None and moved.exists():
+    if old_run:
+        # The whole project may have moved: then the path is the same as before, seen from the run folder.
+        possible.insert(0, run / os.path.relpath(path, old_run))
+    for moved in possible:
+        if moved.exists():
             return str(moved.resolve())
     return path
 
 
 def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
-    """The workflow that run.json names, where it is now; None where it names none."""
-    known = described.get("workflow")
-    return None if known is None else address_now(known, described, run)
+    """The present address of the workflow that run.json names; None if it names none."""
+    address = described.get("workflow")
+    return None if address is None else present_address(address, described, run)
 
 
 def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> Any:
-    """A configuration as plain data, with `place` of the address of each function that it names."""
+    """A configuration as plain data, in which `place` has replaced the address of each function."""
     if isinstance(value, Mapping):
         return {key: with_addresses(item, place, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [with_addresses(item, place) for item in value]
-    return place(value) if name in FUNCTIONS and isinstance(value, str) and ":" in value else value
+    is_address = name in FUNCTIONS and isinstance(value, str) and ":" in value
+    return place(value) if is_address else value
 
 
 def whole_address(address: str) -> str:
-    """`module:name`, or `file.py:name` with the whole path of the file."""
+    """`module:name` as it is; `file.py:name` with the whole path of the file."""
     source, _, name = address.rpartition(":")
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else address
 
 
-def address_now(address: str, described: Mapping[str, Any], run: Path) -> str:
-    """An address of run.json where it is now. Nothing is imported; see `run_code` for that."""
+def present_address(address: str, described: Mapping[str, Any], run: Path) -> str:
+    """An address of run.json with the present path of its file. Imports nothing; see `run_code` for that."""
     source, _, name = address.rpartition(":")
     return f"{relocated(source, described, run)}:{name}"
 
@@ -225,7 +236,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def is_withheld(name: str) -> bool:
-    """Whether the value of a field, by its dotted name, is not written anywhere: it may be a key."""
+    """Whether the value of a field, by its dotted name, must not be written anywhere: it may be a key."""
     return any(f".{table}." in f".{name}" for table in ("cluster.env", "cluster.runtime_env.env_vars"))
 
 
@@ -235,9 +246,11 @@ def without_values(described: Any, name: str = "") -> Any:
         return WITHHELD
     if isinstance(described, Mapping):
         return {key: without_values(value, f"{name}.{key}") for key, value in described.items()}
-    return [without_values(one, name) for one in described] if isinstance(described, list) else described
+    if isinstance(described, list):
+        return [without_values(item, name) for item in described]
+    return described
 
 
 def read_end(path: str | Path) -> RunEnd | None:
-    """Why a run ended before its last step; None where no file gives a reason, or it cannot be read."""
+    """The reason why a run ended before its last step; None if there is no file with it, or it cannot be read."""
     return read_if_typed(RunLayout(path).end, RunEnd)

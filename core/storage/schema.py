@@ -72,7 +72,8 @@ TABLES = {
     "consumed": ("target TEXT PRIMARY KEY", "training_step INTEGER NOT NULL", "is_group INTEGER NOT NULL"),
     "counters": ("name TEXT PRIMARY KEY", "value INTEGER NOT NULL"),
 }
-"""Columns of each table, in SQLite's types; what makes queries quick stands in columns beside the whole record."""
+"""Columns of each table, in SQLite's types. Next to the whole record (`body`), columns repeat the fields that queries
+use."""
 
 INDEXES = """
 CREATE INDEX calls_by_episode ON calls (episode, step);
@@ -90,7 +91,7 @@ CREATE INDEX calls_by_policy ON calls (policy) WHERE policy IS NOT NULL;
 CREATE INDEX episodes_failed ON episodes (phase) WHERE status = 'error';
 CREATE INDEX episodes_with_success ON episodes (phase) WHERE success IS NOT NULL;
 """
-"""Indexes with all columns that sums over calls and episodes read, so that they need no rows."""
+"""Indexes with all columns that sums over calls and episodes read, so that SQLite need not read the rows."""
 
 COLUMNS = {
     table: [column.split()[0] for column in columns if not column.startswith("PRIMARY KEY")]
@@ -105,9 +106,9 @@ FEEDBACK = """feedback LEFT JOIN rewards USING (target, name)
 WRITTEN = ("images", "messages", "segments", "calls", "episodes", "rewards", "feedback")
 """Tables that records are written to."""
 WIDTHS = {table: len(COLUMNS[table]) for table in WRITTEN}
-"""Numbers of their columns."""
+"""Number of columns of each of these tables."""
 WITHDRAWN = "cancelled"
-"""How an episode may end after it has been stored with another end."""
+"""The only status that may replace another one after an episode has been stored."""
 DAY = 86400.0
 """Seconds after which a message, image or segment that is used again is marked as used (`at`)."""
 
@@ -148,15 +149,15 @@ CONFLICTS = {
     "text = coalesce(excluded.text, replaced.text)",
     "consumed": "ON CONFLICT (target) DO UPDATE SET is_group = 1 WHERE excluded.is_group = 1",
 }
-"""What a row does whose key is there. The writer has chosen between rewards of a name before; `{next}` is the number
-that a new row would get."""
+"""The ON CONFLICT clause of each table, for a row whose key exists already. The writer has chosen the latest reward of
+each name before; `{next}` is the number that a new row would get."""
 
 
-def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
-    """Rows with their tables, and about how many bytes they take; messages, their images and segments in `known` are
-    left out.
+def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[tuple[str, Row]], int]:
+    """Encode records as rows, each with its table, and estimate the size of all in bytes.
 
-    Raises TypeError, ValueError or struct.error for a record that cannot be encoded.
+    Messages, images and segments whose ids are in `stored_ids` are left out. Raises TypeError, ValueError or
+    struct.error for a record that cannot be encoded.
     """
     rows: list[tuple[str, Row]] = []
     size, now = 0, time.time()
@@ -174,14 +175,14 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
         elif isinstance(record, Episode):
             table, row = "episodes", _episode_row(record)
             size += 1100 + len(row[13])
-        elif record.id in known:
+        elif record.id in stored_ids:
             continue
         elif isinstance(record, Message):
-            # Images are parts of a content in parts; most contents are texts.
-            parts = isinstance(record.body, dict) and isinstance(record.body.get("content"), list)
-            body, images = split_images(record.body) if parts else (record.body, [])
+            # Only a content in parts can hold images. Most contents are texts and need no search.
+            has_parts = isinstance(record.body, dict) and isinstance(record.body.get("content"), list)
+            body, images = split_images(record.body) if has_parts else (record.body, [])
             for image in images:
-                if (name := image.id) not in known:
+                if (name := image.id) not in stored_ids:
                     rows.append(("images", (name, image.media_type, bytearray(image.data), now)))
                     size += 300 + len(image.data)
             table, row = "messages", (record.id, _json.encode(body).decode(), now)
@@ -194,17 +195,19 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
 
 
 def _call_row(call: CallRecord) -> Row:
-    # bytearray, as sqlite3 searches adapters for bytes, which costs more than the rest of binding.
+    # bytearray instead of bytes: for bytes, sqlite3 searches its adapters, which costs more than the rest of binding.
     stored, token_ids, logprobs = [], bytearray(), bytearray()
     for c in call.candidates:
-        tokens, known = len(c.token_ids), len(c.logprobs)
+        n_tokens, n_logprobs = len(c.token_ids), len(c.logprobs)
         stored.append(
-            StoredCandidate(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed, c.shown, c.stop)
+            StoredCandidate(
+                *(c.index, c.text, c.message, c.finish_reason), n_tokens, n_logprobs, c.malformed, c.shown, c.stop
+            )
         )
-        if tokens:
+        if n_tokens:
             token_ids += pack_ids(c.token_ids)
-        if known:
-            logprobs += packer(f"<{known}f").pack(*c.logprobs)
+        if n_logprobs:
+            logprobs += packer(f"<{n_logprobs}f").pack(*c.logprobs)
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,
@@ -253,57 +256,64 @@ def _episode_row(episode: Episode) -> Row:
 
 
 def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: bytes) -> CallRecord:
-    """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones.
+    """Decode a call from its columns. Raises ValueError, TypeError or struct.error for broken columns.
 
-    Without `token_ids` the call is lean: its candidates have as many token ids, and the beginning of their texts.
+    If `token_ids` is None, the call is lean: its candidates have the right numbers of token ids, but not the ids, and
+    only the beginning of texts and tool calls.
     """
     lean = token_ids is None
     ids = () if token_ids is None else unpack_ids(token_ids)
     values: Any = array("f", logprobs) if lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
-    found, at_id, at_value = [], 0, 0
+    decoded, id_start, value_start = [], 0, 0
     for entry in _stored.decode(candidates):
-        tools = entry.message.get("tool_calls")
+        text, message, shown = entry.text, entry.message, entry.shown
+        candidate_ids = ids[id_start : id_start + entry.tokens]
+        if lean:
+            tools = message.get("tool_calls")
+            text, message, shown = text[:1], {"tool_calls": tools[:1]} if tools else {}, None
+            candidate_ids = cast(tuple[int, ...], range(entry.tokens))
         candidate = Candidate(
             index=entry.index,
-            text=entry.text[:1] if lean else entry.text,
-            message=entry.message if not lean else {"tool_calls": tools[:1]} if tools else {},
-            token_ids=cast(tuple[int, ...], range(entry.tokens)) if lean else ids[at_id : at_id + entry.tokens],
-            logprobs=values[at_value : at_value + entry.logprobs],
+            text=text,
+            message=message,
+            token_ids=candidate_ids,
+            logprobs=values[value_start : value_start + entry.logprobs],
             finish_reason=entry.finish_reason,
             malformed=entry.malformed,
-            shown=None if lean else entry.shown,
+            shown=shown,
             stop=entry.stop,
         )
-        at_id, at_value = at_id + entry.tokens, at_value + entry.logprobs
-        found.append(candidate)
-    if (not lean and at_id != len(ids)) or at_value != len(values):
+        id_start += entry.tokens
+        value_start += entry.logprobs
+        decoded.append(candidate)
+    if (not lean and id_start != len(ids)) or value_start != len(values):
         raise ValueError("the arrays have other lengths than the candidates")
-    call = _in_time(_calls.decode(body))
+    call = _with_valid_times(_calls.decode(body))
     if not (0 <= call.step < 1 << 31 and 0 <= call.turn < 1 << 31):
         raise ValueError("step or turn is out of range")
-    if found and call.chosen is not None and not 0 <= call.chosen < len(found):
+    if decoded and call.chosen is not None and not 0 <= call.chosen < len(decoded):
         raise ValueError("no candidate is the chosen one")
-    return replace(call, candidates=tuple(found))
+    return replace(call, candidates=tuple(decoded))
 
 
 def episode_from(body: str, metrics: str) -> Episode:
-    """Put an episode back together from its columns. Metrics may be NaN or infinite, which `body` cannot hold.
+    """Decode an episode from its columns. Metrics may be NaN or infinite, which `body` cannot hold.
 
-    Raises ValueError or TypeError for broken ones.
+    Raises ValueError or TypeError for broken columns.
     """
-    episode = _in_time(_episodes.decode(body))
+    episode = _with_valid_times(_episodes.decode(body))
     if metrics == "{}":
         return episode
     reported = msgspec.convert(json.loads(metrics), dict[str, Any])
-    found = {name: number for name, value in reported.items() if (number := metric(value)) is not None}
-    "".join(found).encode()  # which raises for names that are no text
-    return replace(episode, metrics=found)
+    numbers = {name: number for name, value in reported.items() if (number := metric(value)) is not None}
+    "".join(numbers).encode()  # raises for names that are not valid text
+    return replace(episode, metrics=numbers)
 
 
-def _in_time(record: Timed) -> Timed:
-    """The record. Raises ValueError for times that no clock shows.
+def _with_valid_times(record: Timed) -> Timed:
+    """The record, if its times are possible. Raises ValueError otherwise.
 
-    A negative latency is 0: other recorders measure it with a clock that may step back.
+    A negative latency becomes 0: other recorders measure it with a clock that may step back.
     """
     if not (0 <= record.started < _LATEST and -_LATEST < record.latency < _LATEST):
         raise ValueError("a time that no clock shows")
@@ -311,20 +321,24 @@ def _in_time(record: Timed) -> Timed:
 
 
 def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:
-    """Token ids of a path from the (id, parent, token ids) of its segments, in any order.
+    """All token ids of a path of segments. `rows` are the (id, parent, token ids) of its segments, in any order.
 
     Raises RecordError when the path does not lead to a root.
     """
-    segments = {id: (parent, blob) for id, parent, blob in rows}
+    parents: dict[str, str | None] = {}
+    blobs: dict[str, bytes] = {}
+    for id, parent, blob in rows:
+        parents[id], blobs[id] = parent, blob
+
     path: list[bytes] = []
-    at: str | None = segment_id
-    while at is not None and at in segments:
-        at, blob = segments.pop(at)
-        path.append(blob)
-    if not path or at is not None:
+    segment: str | None = segment_id
+    while segment is not None and segment in parents:
+        path.append(blobs[segment])
+        segment = parents.pop(segment)  # popped, so that a broken path with a circle ends
+    if not path or segment is not None:
         raise RecordError(
             f"The token path of segment {segment_id!r} is not complete in this store.",
-            "Leave out the calls that refer to it; the store's `lost` counter is how many records it misses.",
+            "Leave out the calls that refer to it. The store's `lost` counter is the number of missing records.",
         )
     try:
         return unpack_ids(b"".join(reversed(path)))
@@ -340,11 +354,11 @@ def in_parts(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 AMONG = "IN (SELECT value FROM json_each(?))"
-"""The condition that a column is one of a `NameList`."""
+"""The condition that a column is in a `NameList`."""
 
 
 class NameList(str):
-    """Names as one parameter of a query, of which `json_each` makes rows."""
+    """Names as one parameter of a query, as JSON. `json_each` turns them into rows."""
 
     __slots__ = ()
 

@@ -1,5 +1,8 @@
-"""Stores that traces of one process share. A store stays open for a moment after its last trace has ended: to open one
-costs several milliseconds, which an application that traces each request would pay per request."""
+"""Stores that the traces of one process share.
+
+A store stays open for a moment after its last trace has ended. Opening one costs several milliseconds, which an
+application that traces each request would otherwise pay per request.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ UNUSED_SECONDS = 1.0
 """How long a store without a trace stays open. An application that traces less often than this spends less than one
 percent of its time on opening stores."""
 MOST_UNUSED = 8
-"""Stores that may be open without a trace. Each has a thread and three open files, and an application may trace every
-request into a folder of its own."""
+"""Maximum number of stores that stay open without a trace. Each has a thread and three open files, and an application
+may trace every request into a separate folder."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class _SharedStore:
 
 
 class SharedStores(ProcessState):
-    """The stores that traces of this process have open, or had a moment ago."""
+    """The stores that traces of this process use, or used a moment ago."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -45,7 +48,7 @@ class SharedStores(ProcessState):
         """Closes stores that stay unused."""
 
     def in_child(self) -> None:
-        """A forked child has neither the thread nor the file locks of its parent, and opens stores of its own."""
+        """Forget the unused stores in a forked child: it has neither the thread nor the file locks of its parent."""
         self.lock = threading.Lock()
         self.closer = None
         for address, shared in list(self.by_address.items()):
@@ -58,12 +61,12 @@ os.register_at_fork(after_in_child=_stores.in_child)
 
 
 def shared_address(address: str | Path) -> str:
-    """The name under which the traces of a process share a store: one file has one name."""
+    """The name under which the traces of a process share a store. Each file has one such name."""
     return str(records_file(address) if is_path(address) else address)
 
 
 def acquire_store(address: str) -> Store:
-    """The store at a `shared_address`, opened if no trace of this process has it open. Give it back with
+    """The store at a `shared_address`, which is opened if no trace of this process uses it. Return it with
     `release_store`. Raises RunError, ConfigError."""
     with _stores.lock:
         shared = _stores.by_address.get(address)
@@ -90,7 +93,7 @@ def _open_or_resume(address: str) -> Store:
 
 
 def release_store(address: str) -> None:
-    """Return when everything written to the store is durable. After its last user, other processes may write to it."""
+    """Return when everything written to the store is durable. After its last user, other processes may write."""
     with _stores.lock:
         store = _stores.by_address[address].store
     store.flush()  # outside of the lock, as it may take long
@@ -129,7 +132,7 @@ def _close_unused() -> None:
                     del _stores.by_address[address]
                     try:
                         shared.store.close()
-                    except Exception:  # the thread must go on, as other stores wait for it
+                    except Exception:  # this thread must continue, as other stores wait for it
                         log.exception("The store %s could not be closed.", shared.store.address)
             if all(shared.users for shared in _stores.by_address.values()):
                 _stores.closer = None

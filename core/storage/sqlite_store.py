@@ -48,17 +48,17 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            cause = f"The folder {path.parent} cannot be made: {error.strerror}."
-            raise RunError(cause, "Check the path and its rights.") from None
+            cause = f"The folder {path.parent} cannot be created: {error.strerror}."
+            raise RunError(cause, "Check the path and its permissions.") from None
         lock = FileLock(path.with_name(path.name + ".lock"), f"The records file {path}")
         try:
-            path.touch()  # as other files of the run are made: SQLite's own mode leaves out the group
+            path.touch()  # gives the file the usual permissions; SQLite would leave out the group
             return cls(path, Writer(SqliteDatabase(path)), lock, lambda: connect_reader(path))
         except OSError as error:
             lock.release()
             cause = f"The records file {path} cannot be written: {error.strerror}."
-            raise RunError(cause, "Check its rights.") from None
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a table that the writer reads at its start
+            raise RunError(cause, "Check its permissions.") from None
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the writer reads a table at its start
             lock.release()
             raise unusable(path, error) from error
         except BaseException:
@@ -67,7 +67,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
 
     @classmethod
     def empty(cls, folder: Path) -> Self:
-        """Records in memory, of which there are none."""
+        """A store without records, in memory."""
         return cls(folder / RECORDS, None, None, connect_empty)
 
     @property
@@ -75,7 +75,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         return self.path.parent
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Rows of any SELECT, on a connection of its own that cannot write. Tables: docs/reference/records.md."""
+        """Rows of any SELECT, on a separate connection that cannot write. Tables: docs/reference/records.md."""
         with self._reader() as db:
             try:
                 return db.execute(sql, parameters).fetchall()
@@ -84,6 +84,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                     raise unusable(self.path, error) from error
                 if not is_value_error(error):
                     raise
+        # A value is not text. Read again, with replacement characters in place of the broken ones.
         try:
             with contextlib.closing(forgiving(connect_reader(self.path))) as db:
                 return db.execute(sql, parameters).fetchall()

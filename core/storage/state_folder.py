@@ -1,4 +1,4 @@
-"""The folder of what cotune keeps for a user between processes, outside of run folders."""
+"""The folder in which cotune keeps files for a user between processes, outside of run folders."""
 
 from __future__ import annotations
 

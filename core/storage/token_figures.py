@@ -1,4 +1,4 @@
-"""What the learner saw of each token of a step in the first pass of the update, in files of the run folder."""
+"""Figures of each token of a step, from the first pass of the learner's update, in files of the run folder."""
 
 from __future__ import annotations
 
@@ -16,56 +16,61 @@ FOLDER = "tokens"
 """Folder of these files in a run folder: step-000012.npz, with the arrays `ids`, `lengths`, `gaps`, `entropies`."""
 
 
-class Seen(NamedTuple):
-    """Of a candidate's tokens, both [tokens], float16, in nats: log pi_learner - log pi_sampler, and the entropy of the
-    learner's distribution. Not a number where no pass computed a token."""
+class CandidateTokens(NamedTuple):
+    """Figures of a candidate's tokens, both [tokens], float16, in nats: `gaps` is log pi_learner - log pi_sampler,
+    `entropies` the entropy of the learner's distribution. NaN for a token that no pass computed."""
 
     gaps: npt.NDArray[np.float16]
     entropies: npt.NDArray[np.float16]
 
 
 class TokenFigures:
-    """The figures of a step, by candidate."""
+    """The figures of a step's tokens, by candidate id."""
 
-    def __init__(self, found: Mapping[str, Seen]) -> None:
-        self._found = found
+    def __init__(self, candidates: Mapping[str, CandidateTokens]) -> None:
+        self._candidates = candidates
 
-    def of(self, candidate: str) -> Seen | None:
-        """Those of a candidate's tokens; None where no pass computed it."""
-        return self._found.get(candidate)
+    def of(self, candidate: str) -> CandidateTokens | None:
+        """The figures of a candidate's tokens; None if no pass computed it."""
+        return self._candidates.get(candidate)
 
 
 def file_of(run: Path, step: int) -> Path:
-    """The file of a training step, which counts from 0; its name counts from 1."""
+    """The file of a training step. `step` counts from 0, the name of the file from 1."""
     return run / FOLDER / f"step-{step + 1:06d}.npz"
 
 
-def write_token_figures(run: Path, step: int, found: Mapping[str, Seen]) -> None:
-    """Write the figures of a step, by candidate."""
-    if not found:
+def write_token_figures(run: Path, step: int, candidates: Mapping[str, CandidateTokens]) -> None:
+    """Write the figures of a step's tokens, by candidate id."""
+    if not candidates:
         return
     file = file_of(run, step)
     file.parent.mkdir(exist_ok=True)
     with whole_file(file) as out:
         np.savez_compressed(
             out,
-            ids=np.array(list(found)),
-            lengths=np.array([len(one.gaps) for one in found.values()], np.int32),
-            gaps=np.concatenate([one.gaps for one in found.values()]).astype(np.float16),
-            entropies=np.concatenate([one.entropies for one in found.values()]).astype(np.float16),
+            ids=np.array(list(candidates)),
+            lengths=np.array([len(tokens.gaps) for tokens in candidates.values()], np.int32),
+            gaps=np.concatenate([tokens.gaps for tokens in candidates.values()]).astype(np.float16),
+            entropies=np.concatenate([tokens.entropies for tokens in candidates.values()]).astype(np.float16),
         )
 
 
 def read_token_figures(run: Path, step: int, later: int = 0) -> TokenFigures | None:
-    """The figures of a step and of so many `later` ones, in which its candidates may have been trained on; None where
-    there are none or they cannot be read."""
-    found: dict[str, Seen] = {}
-    for file in (file_of(run, one) for one in range(step, step + later + 1)):
+    """The figures of a step's tokens; None if there are none or they cannot be read.
+
+    `later` is the number of following steps to read too: under staleness, a step's candidates may be trained on in them.
+    """
+    candidates: dict[str, CandidateTokens] = {}
+    for number in range(step, step + later + 1):
+        in_file: dict[str, CandidateTokens] = {}
         try:
-            with np.load(file, allow_pickle=False) as stored:
+            with np.load(file_of(run, number), allow_pickle=False) as stored:
                 ends = np.cumsum(stored["lengths"])[:-1]
-                parts = zip(np.split(stored["gaps"], ends), np.split(stored["entropies"], ends), strict=True)
-                found |= {str(id): Seen(*one) for id, one in zip(stored["ids"], parts, strict=True)}
+                gaps, entropies = np.split(stored["gaps"], ends), np.split(stored["entropies"], ends)
+                for id, its_gaps, its_entropies in zip(stored["ids"], gaps, entropies, strict=True):
+                    in_file[str(id)] = CandidateTokens(its_gaps, its_entropies)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            continue
-    return TokenFigures(found) if found else None
+            continue  # a broken file adds none of its candidates
+        candidates |= in_file
+    return TokenFigures(candidates) if candidates else None

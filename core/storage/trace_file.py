@@ -1,7 +1,7 @@
-"""trace.json of a folder that `cotune trace` wrote: the application that made its records, for commands that run it
+"""trace.json in a folder that `cotune trace` wrote: the application whose records it holds, for commands that run it
 again.
 
-It has the fields of run.json that name code, so that the same rules decide whether they are obeyed (`run_code`).
+It has the fields of run.json that name code, so that the same rules decide whether they may be used (`run_code`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _NAME = "trace.json"
 
 
 def write_trace(folder: Path, workflow: str, config: Mapping[str, str | None], *, holds_records: bool) -> None:
-    """Keep which application records into this folder. `config` has its functions: `redact` and `roles_by`.
+    """Write the address of the application that records into this folder. `config` has its functions: `redact` and
+    `roles_by`.
 
-    If the folder holds records already, of another application or of an unknown one, none is kept: nothing says which
-    of them made an episode. Raises OSError.
+    If the folder already holds records of another application, or of an unknown one, the file names no application:
+    nobody could tell which of them an episode belongs to. Raises OSError.
     """
     functions = {name: whole_address(address) for name, address in config.items() if address}
     described: dict[str, Any] = {
@@ -40,5 +41,5 @@ def write_trace(folder: Path, workflow: str, config: Mapping[str, str | None], *
 
 
 def read_trace(folder: Path) -> dict[str, Any]:
-    """What trace.json says; empty where there is none, or it cannot be read."""
+    """The content of trace.json; empty if it is missing or cannot be read."""
     return read_if_typed(folder / _NAME, dict[str, Any]) or {}

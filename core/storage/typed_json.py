@@ -14,42 +14,42 @@ T = TypeVar("T")
 
 
 def loaded(raw: bytes) -> Any:
-    """A JSON value, which may hold NaN, as a figure may be. Raises ValueError, also for half a character."""
-    found = json.loads(raw)
+    """A JSON value. NaN is allowed, as figures may be NaN. Raises ValueError, also for a lone surrogate."""
+    value = json.loads(raw)
     if b"\\ud" in raw.lower():
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+    return value
 
 
 def read_typed(file: Path, kind: type[T], remedy: str) -> T:
-    """The value of a file. Raises RunError for a file that cannot be read, or holds another type."""
+    """The value in a file. Raises RunError for a file that cannot be read or holds another type."""
     try:
-        found = loaded(file.read_bytes())
+        value = loaded(file.read_bytes())
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.", remedy) from None
     except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is broken: {fault(error)}.", remedy) from None
-    return converted(file, found, kind, remedy)
+    return converted(file, value, kind, remedy)
 
 
 def read_if_typed(file: Path, kind: type[T]) -> T | None:
-    """The value of a file; None where it is missing, cannot be read, or holds another type."""
+    """The value in a file; None if the file is missing, cannot be read, or holds another type."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
-    """A value of a file as a `kind`. Raises RunError for another type."""
+def converted(file: Path, value: Any, kind: type[T], remedy: str) -> T:
+    """A value from a file as a `kind`. Raises RunError for another type."""
     try:
-        return msgspec.convert(found, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise RunError(f"{file} is broken: {fault(error)}.", remedy) from None
 
 
 def fault(error: Exception) -> str:
-    """The fault, after the field that it is in."""
+    """A description of the error, which begins with the name of the field."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if not isinstance(error, msgspec.ValidationError):

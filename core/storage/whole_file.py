@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the error where none can be written."""
+"""Write files atomically: they appear whole or not at all. Also the message for errors of the file system."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 REWRITING = threading.Lock()
-"""Hold it to read a small file, change it, and write it again: a thread that writes meanwhile would be undone."""
+"""Hold this lock while you read a small file, change it, and write it again. Otherwise a thread that writes at the same
+time would lose its change."""
 _PARTIAL = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write, which is under its name once all of it is written and synced. After an error or an interruption
-    nothing of it is left, and the earlier file stays. A pipe or a device is written directly.
+    """Open a file for writing; it gets its name only when all of it is written and synced.
 
-    Raises OSError, which names the file.
+    After an error or an interruption nothing of it remains, and the earlier file stays. A pipe or a device is written
+    directly. Raises OSError, which names the file.
     """
     path = Path(path)
     try:
@@ -47,7 +48,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames inside a folder, durable."""
+    """Make the content of a file, or the renames inside a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -56,12 +57,13 @@ def sync(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the cause is a disk without room, or a quota."""
-    return getattr(error, "errno", None) in _FULL or "No space left" in str(error)  # safetensors says it in text
+    """Whether the cause is a full disk or a quota."""
+    # safetensors raises its own error, with the system's message as text.
+    return getattr(error, "errno", None) in _FULL or "No space left" in str(error)
 
 
-def of_system(error: OSError, then: str = "run the command again") -> str:
-    """The message for an error of the operating system; `then` is the next action once a full disk has room."""
+def system_error_message(error: OSError, then: str = "run the command again") -> str:
+    """The message for an error of the operating system. `then` is the next action once a full disk has room again."""
     if not is_full(error):
         if not error.filename or not error.strerror:
             return str(error)

@@ -32,7 +32,7 @@ from cotune.sampling.responder import PolicyResponder
 from cotune.storage.open_store import open_store
 from cotune.storage.run_code import open_run_code
 from cotune.storage.run_layout import FUNCTIONS, RunLayout, read_config
-from cotune.storage.whole_file import of_system
+from cotune.storage.whole_file import system_error_message
 from cotune.tables import plural
 from cotune.terminal import print_line, terminal
 from cotune.trainer.config.load import convert
@@ -377,7 +377,7 @@ def _write_report(report: EvaluationReport, file: Path) -> EvaluationReport:
     try:
         write_atomically(file, json.dumps(report.to_json(), indent=2).encode())
     except OSError as error:
-        log.error("The figures are shown, and not stored: %s", of_system(error, "evaluate again"))
+        log.error("The figures are shown, and not stored: %s", system_error_message(error, "evaluate again"))
         note = f"{file} could not be written: {error.strerror}."
         return msgspec.structs.replace(report, notes=(*report.notes, note))
     return msgspec.structs.replace(report, stored=str(file.parent))

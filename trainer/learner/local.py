@@ -26,7 +26,7 @@ from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.integrations.models.bfloat16 import LARGE
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.storage.token_figures import Seen
+from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.config.learner import PolicyTraining, check_losses
 from cotune.trainer.learner import files, torch_trace
 from cotune.trainer.learner.batching import (
@@ -96,7 +96,7 @@ class LocalLearner:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()
-        self._seen: dict[str, Mapping[str, Seen]] = {}
+        self._seen: dict[str, Mapping[str, CandidateTokens]] = {}
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
@@ -252,7 +252,7 @@ class LocalLearner:
             found = self._passes[policy].fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
 
-    def seen(self, policy: str) -> Mapping[str, Seen]:
+    def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
         """As `Learner.seen`."""
         return self._seen.get(policy, {})
 

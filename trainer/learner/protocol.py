@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
 from cotune.sampling.protocol import Weights
-from cotune.storage.token_figures import Seen
+from cotune.storage.token_figures import CandidateTokens
 
 
 class Learner(Protocol):
@@ -33,7 +33,7 @@ class Learner(Protocol):
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         ...
 
-    def seen(self, policy: str) -> Mapping[str, Seen]:
+    def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
         """What the last update saw of each token in the first pass with it, by the id of the row; rows that no pass
         computed are left out."""
         ...
@@ -87,7 +87,7 @@ class LearnerAround:
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         return self.inner.logprobs(policy, rows)
 
-    def seen(self, policy: str) -> Mapping[str, Seen]:
+    def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
         return self.inner.seen(policy)
 
     def weights(self, policy: str) -> Weights:

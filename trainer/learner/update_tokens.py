@@ -16,7 +16,7 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import GroupError
-from cotune.storage.token_figures import Seen
+from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
@@ -153,7 +153,7 @@ class UpdateTokens:
         if own.entropy is not None:
             self._noted.append((at[self.counted[at]], torch.stack([own.new, own.entropy]).detach().float()))
 
-    def seen(self, group: ProcessGroup) -> dict[str, Seen]:
+    def seen(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
         """What passes saw of the tokens, by the id of their row; those of rows that none computed are left out."""
         for at, values in self._noted:  # copied now, so that no pass waits for the GPU
             self._seen[:, at] = values.cpu()
@@ -164,7 +164,7 @@ class UpdateTokens:
         gaps = np.where(count > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
         entropies = np.where(count > 0, entropy, np.nan).astype(np.float16)
         parts = zip(np.split(gaps, self._starts[1:-1]), np.split(entropies, self._starts[1:-1]), strict=True)
-        found = {row.id: Seen(*part) for row, part in zip(self.rows, parts, strict=True)}
+        found = {row.id: CandidateTokens(*part) for row, part in zip(self.rows, parts, strict=True)}
         return {id: one for id, one in found.items() if not np.isnan(one.gaps).all()}
 
     def _per_row(self, chosen: Tensor) -> Tensor:

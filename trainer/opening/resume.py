@@ -15,7 +15,7 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.json_values import plain
 from cotune.records.step_ranges import within
 from cotune.records.structs import Task
-from cotune.storage.run_layout import Held, leaves
+from cotune.storage.run_layout import BaseDigests, leaves
 from cotune.trainer.config.load import assign, convert, refuse_search_options
 from cotune.trainer.run.run_folder import RunFolder
 
@@ -137,7 +137,7 @@ def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
         )
 
 
-def base_digests(bases: Mapping[str, Sequence[str]]) -> Held:
+def base_digests(bases: Mapping[str, Sequence[str]]) -> BaseDigests:
     """Compute the digests of base models (the run's own first), with the policies of each. This reads all weights."""
     own_digest: dict[str, Any] | None = None
     digest_of_policy: dict[str, Any] = {}
@@ -148,10 +148,10 @@ def base_digests(bases: Mapping[str, Sequence[str]]) -> Held:
         else:
             digest_of_policy |= dict.fromkeys(policies, digest)
     assert own_digest is not None
-    return Held(base=own_digest, bases=digest_of_policy)
+    return BaseDigests(base=own_digest, bases=digest_of_policy)
 
 
-def check_bases(folder: RunFolder, present: Held) -> None:
+def check_bases(folder: RunFolder, present: BaseDigests) -> None:
     """Write the base models' digests to run.json. Raises RunError if it has the digests of another model."""
     described = folder.described
     held = described.get("held") or {}
@@ -159,7 +159,7 @@ def check_bases(folder: RunFolder, present: Held) -> None:
         bases = {"bases": present.bases} if present.bases else {}
         folder.describe_as({**described, "held": {**held, "base": present.base, **bases}})
         return
-    before = msgspec.convert(held, Held)
+    before = msgspec.convert(held, BaseDigests)
     for policy in dict.fromkeys(["", *before.bases, *present.bases]):
         if changed := other_parts(before.of(policy), present.of(policy)):
             whose = f" of policy {policy!r}" if policy else ""

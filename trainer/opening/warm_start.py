@@ -14,7 +14,7 @@ from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, PolicySpec
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
-from cotune.storage.run_layout import Held, RunLayout, is_run, read_run
+from cotune.storage.run_layout import BaseDigests, RunLayout, is_run, read_run
 from cotune.trainer.evaluation.policies import open_evaluated_policies
 from cotune.trainer.learner.protocol import Learner
 
@@ -27,7 +27,7 @@ def check_source(source: str) -> None:
         raise ConfigError("init", source, "is neither a run with a checkpoint nor an export", "Train it first.")
 
 
-def check_same_bases(source: str, policies: Policies, bases: Held) -> None:
+def check_same_bases(source: str, policies: Policies, bases: BaseDigests) -> None:
     """Raise ConfigError if a policy of the run `source` was trained on another base model than this run has for the
     same roles, by their digests."""
     newest = None if is_export(Path(source)) else newest_checkpoint(RunLayout(source).checkpoints)

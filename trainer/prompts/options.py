@@ -12,7 +12,7 @@ from cotune.config.prompts import SearchSettings
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
-from cotune.storage.run_layout import address_now, whole_address
+from cotune.storage.run_layout import present_address, whole_address
 from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.load import read_toml
@@ -168,7 +168,7 @@ def read_search(path: str | Path) -> StoredSearch:
     search = _as_written(path)
     if not search.app:
         return search
-    app = address_now(search.app, {"folder": search.cwd}, PromptRun(path).path)
+    app = present_address(search.app, {"folder": search.cwd}, PromptRun(path).path)
     return msgspec.structs.replace(search, app=app)
 
 

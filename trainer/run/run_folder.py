@@ -22,7 +22,7 @@ from cotune.storage.file_lock import FileLock
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_code import orders_of_run, remember
 from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_run_json
-from cotune.storage.whole_file import is_full, of_system, whole_file
+from cotune.storage.whole_file import is_full, system_error_message, whole_file
 from cotune.trainer.config.withheld import written
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
@@ -173,7 +173,7 @@ class RunFolder(RunLayout):
                 remedy = f"Put it back and continue with: cotune train --resume {self.path}; or start a new run."
                 return RunError(cause, remedy)
             if isinstance(error, OSError) and is_full(error):
-                return RunError(of_system(error, self.way_on))
+                return RunError(system_error_message(error, self.way_on))
         return error
 
     def close(self) -> None:

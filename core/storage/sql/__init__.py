@@ -1,1 +1,1 @@
-"""What all stores that speak SQL share: queries, the queue of a writer, and what a transaction does."""
+"""Stores over SQL: queries, transactions, the writer, and maintenance."""

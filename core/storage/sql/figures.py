@@ -1,4 +1,4 @@
-"""What screens, reports and upkeep ask of records: counts, sums, lists and searches, over any store that speaks SQL."""
+"""Queries of screens, reports and upkeep: counts, sums, lists and searches, over any store that speaks SQL."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _STEP = "CAST(training_step AS INTEGER)"
 _TIMES = "count(*) FILTER (WHERE status = '{}')"
 _LIKE = "LIKE ? ESCAPE '\\'"
 NO_END = "NOT EXISTS (SELECT 1 FROM episodes WHERE id = found.episode)"
-"""The condition that an episode among those `found` has no end."""
-_BESIDE = f"SELECT target FROM {FEEDBACK} AND text {_LIKE} AND target"
-_NAMES = frozenset(("role", "type", "id", "finish_reason", "status", "phase"))
-"""Keys in JSON whose texts nobody searches for."""
+"""The condition that an episode of the subquery `found` has no end."""
+_FEEDBACK_TARGETS = f"SELECT target FROM {FEEDBACK} AND text {_LIKE} AND target"
+_NOT_SEARCHED = frozenset(("role", "type", "id", "finish_reason", "status", "phase"))
+"""Keys in JSON whose texts a search ignores."""
 
 
-class _Asked(msgspec.Struct):
-    """What a search reads of a call beside its answers."""
+class _SearchedCall(msgspec.Struct):
+    """The fields of a call, apart from its answers, that a search reads."""
 
     messages: tuple[str, ...] = ()
     error: str | None = None
 
 
-class _Input(msgspec.Struct):
-    """What is read of an episode for a list."""
+class _EpisodeTask(msgspec.Struct):
+    """The field of an episode that a list reads."""
 
     task: Task
 
 
-class _Chosen(msgspec.Struct):
-    """What is read of a call for a list."""
+class _ChosenIndex(msgspec.Struct):
+    """The field of a call that a list reads."""
 
     chosen: int | None = None
 
 
 class _Answer(msgspec.Struct):
-    """What is read of a candidate for a list: not its tokens."""
+    """The fields of a candidate that a list reads: not its tokens."""
 
     index: int
     text: str = ""
@@ -55,12 +55,12 @@ class _Answer(msgspec.Struct):
 
 
 class SuccessCount(NamedTuple):
-    """How many episodes of a phase solved their tasks, in a phase that reports `success`."""
+    """The number of solved episodes of a phase that reports `success`."""
 
     phase: str
     solved: int
     episodes: int
-    """Episodes that count: also those that the policy failed, but not cancelled ones or infrastructure failures."""
+    """Counted episodes. Failures of the policy count; cancelled episodes and infrastructure failures do not."""
     squares: int
     """The sum over tasks of the square of their number of episodes."""
 
@@ -93,9 +93,9 @@ class StepOutcome(NamedTuple):
     step: int
     """From 0."""
     episodes: int
-    """Those with an outcome."""
+    """Number of episodes with an outcome."""
     total: float | None
-    """The sum of their outcomes; None if there are none."""
+    """The sum of the outcomes; None without any."""
 
 
 class PhaseCount(NamedTuple):
@@ -129,7 +129,7 @@ class RoleUse(NamedTuple):
 
 
 class EpisodeLine(NamedTuple):
-    """What a list shows of an episode."""
+    """A line of a list of episodes."""
 
     id: str
     task: str
@@ -140,11 +140,11 @@ class EpisodeLine(NamedTuple):
     seconds: float
     error: str | None
     solved: int | None
-    """Whether it reports that it solved its task; None where it does not say."""
+    """Whether the episode reports that it solved its task; None if it does not report this."""
 
 
 class CallLine(NamedTuple):
-    """What a list shows of a call."""
+    """A line of a list of calls."""
 
     id: str
     episode: str
@@ -201,11 +201,11 @@ class AppCount(NamedTuple):
     last: float
     """When the last one started."""
     rewarded: int
-    """Episodes with a reward of their own."""
+    """Number of episodes with a reward."""
 
 
 class Figures:
-    """Counts, lists and searches. `Store.figures` returns it; it sees what is committed, as other reads do."""
+    """Counts, lists and searches. `Store.figures` returns it. Like other reads, it sees only committed records."""
 
     def __init__(
         self,
@@ -223,10 +223,10 @@ class Figures:
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[SuccessCount]:
         """A row for each phase in which an episode reports `success`. With `episodes`, only these ids are counted."""
         if episodes is None:
-            found = self.rows(success_counts())
+            rows = self.rows(success_counts())
         else:
-            found = self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
-        return [SuccessCount(*row) for row in found]
+            rows = self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
+        return [SuccessCount(*row) for row in rows]
 
     def outcome_means(self, on_failure: str) -> list[OutcomeMean]:
         """A row for each phase and component of its outcomes."""
@@ -235,36 +235,36 @@ class Figures:
     def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[TaskOutcome]]:
         """The name of the outcome and its rows by task: `success` if an episode of the phase reports it, else `reward`,
         the sum of the components."""
-        measure, value = self._measured(phase, on_failure, "own")
-        found = self.rows(
+        measure, value = self._outcome_expression(phase, on_failure, "own")
+        rows = self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
                 SELECT task, {value} AS v FROM episodes {ALL_OWN} WHERE phase = ? AND {COUNTED}) AS found
                 GROUP BY task ORDER BY task""",
             (phase,),
         )
-        return measure, [TaskOutcome(*row) for row in found]
+        return measure, [TaskOutcome(*row) for row in rows]
 
     def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[StepOutcome]:
         """A row for each training step of each of these tasks."""
-        _, value = self._measured(phase, on_failure)
-        found = self.rows(
+        _, value = self._outcome_expression(phase, on_failure)
+        rows = self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
                 AND task {AMONG} AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
             (phase, NameList.of(tasks)),
         )
-        return [StepOutcome(*row) for row in found]
+        return [StepOutcome(*row) for row in rows]
 
-    def _measured(self, phase: str, on_failure: str, *own: str) -> tuple[str, str]:
-        """The name and the expression of an episode's outcome: success where an episode of the phase reports any. `own`
-        is the expression for the sum of its rewards, if there is one."""
+    def _outcome_expression(self, phase: str, on_failure: str, *reward_sum: str) -> tuple[str, str]:
+        """The name and the SQL expression of an episode's outcome: success if an episode of the phase reports it, else
+        the sum of its rewards. `reward_sum` is an expression for this sum that the query has already joined, if any."""
         if self.rows("SELECT 1 FROM episodes WHERE phase = ? AND success IS NOT NULL LIMIT 1", (phase,)):
-            return "success", solved(*own)
-        return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0], *own)
+            return "success", solved(*reward_sum)
+        return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0], *reward_sum)
 
     def has_scored_candidates(self) -> bool:
-        """Whether several candidates of one call have rewards of their own."""
+        """Whether, in a call with several candidates, any candidate has a reward."""
         return bool(
             self.rows(
                 """SELECT 1 FROM calls WHERE drawn > 1 AND EXISTS
@@ -283,12 +283,12 @@ class Figures:
     # Counts
 
     def marks(self) -> tuple[int, int]:
-        """Numbers of the last episode and the last reward that are stored: what comes later has higher ones."""
+        """Numbers of the last episode and the last reward that are stored. Later ones have higher numbers."""
         episodes, rewards = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("episodes", "rewards"))
         return self.rows(f"SELECT {episodes}, {rewards}")[0]
 
     def cut_feedback(self) -> int:
-        """Texts beside rewards that were too long and are not whole."""
+        """Number of texts given with rewards that were too long and are cut."""
         return int(self.rows(f"SELECT count(*) FROM {FEEDBACK} AND cut > 0")[0][0])
 
     def counts(self) -> tuple[int, int]:
@@ -296,34 +296,35 @@ class Figures:
         return self.rows("SELECT (SELECT count(*) FROM episodes), (SELECT count(*) FROM calls)")[0]
 
     def newest(self) -> tuple[int, int]:
-        """Numbers that grow with each call and each episode."""
+        """Numbers of the last call and the last episode that are stored. Later ones have higher numbers."""
         calls, episodes = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("calls", "episodes"))
         return self.rows(f"SELECT {calls}, {episodes}")[0]
 
     def episodes_by_phase(self) -> list[PhaseCount]:
         """Phases in the order of their first episodes."""
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT phase, count(*), {_TIMES.format("ok")}, {_TIMES.format("error")}, {_TIMES.format("cancelled")},
                 count(DISTINCT task), count(DISTINCT training_step), avg(latency)
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
-        return [PhaseCount(*row) for row in found]
+        return [PhaseCount(*row) for row in rows]
 
     def use(self, after: int) -> tuple[int, list[RoleUse]]:
-        """The use by role and model, in the order of first calls, of calls with numbers above `after` (0: all calls).
+        """The use by role and model, in the order of their first calls. Only calls with numbers above `after` count (0:
+        all calls).
 
         Returns the number to pass next time, and the rows."""
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
                 max(turn) + 1, sum(prompt_tokens), sum(completion_tokens), sum(latency), sum(drawn)
             FROM calls {"WHERE rowid > ?" if after else ""} GROUP BY role, model ORDER BY min(started), role, model""",
             (after,) if after else (),
         )
-        return (found[0][0] if found else after), [RoleUse(*row[1:]) for row in found]
+        return (rows[0][0] if rows else after), [RoleUse(*row[1:]) for row in rows]
 
     def models_asked(self, app: str = "") -> list[tuple[str, str]]:
-        """Role and model name of the application's calls, each pair once: not of judges, nor of calls that proposed
-        prompts. Of one application alone, or all."""
+        """Role and model name of the calls of one application, or of all, each pair once. Calls of judges and calls
+        that proposed prompts are left out."""
         of_app = "AND calls.app = ?" if app else ""
         return self.rows(
             f"""SELECT DISTINCT role, model FROM calls JOIN episodes ON episodes.id = calls.episode
@@ -343,7 +344,7 @@ class Figures:
         return self.rows("SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY 1, 2 ORDER BY 1, 2")
 
     def answered_by(self, policy: str) -> list[tuple[str, int]]:
-        """By role, how many calls this policy answered."""
+        """The number of calls that this policy answered, by role."""
         return self.rows(
             """SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
             WHERE phase != 'check' AND policy = ?
@@ -352,47 +353,47 @@ class Figures:
         )
 
     def by_day(self, app: str = "") -> list[CallCount]:
-        """Calls by application, day, role and policy; of one application alone, or all."""
-        found = self.rows(
+        """Calls of one application, or of all, by application, day, role and policy."""
+        rows = self.rows(
             f"""SELECT app, role, coalesce(policy, ''), version, date(started, 'unixepoch') AS day, count(*),
                 count(*) FILTER (WHERE status != 'ok'), sum(prompt_tokens), sum(completion_tokens)
             FROM calls {"WHERE app = ?" if app else ""} GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 5, 2, 3, 4""",
             [app] if app else [],
         )
-        return [CallCount(*row) for row in found]
+        return [CallCount(*row) for row in rows]
 
     def apps(self) -> list[AppCount]:
         """Applications by name."""
-        found = self.rows(
+        rows = self.rows(
             """SELECT app, count(*), count(*) FILTER (WHERE status = 'ok'), sum(calls), min(started), max(started),
                 count(*) FILTER (WHERE EXISTS (SELECT 1 FROM rewards WHERE target = episodes.id))
             FROM episodes GROUP BY app ORDER BY app"""
         )
-        return [AppCount(*row) for row in found]
+        return [AppCount(*row) for row in rows]
 
     def episodes_with_key(self, app: str, key: str) -> list[str]:
         """Ids of the finished episodes that an application calls `key`."""
         return [id for (id,) in episodes_with_keys(self.rows, "id", app, [key], " ORDER BY id")]
 
     def key_counts(self, app: str, keys: Collection[str]) -> Mapping[str, int]:
-        """How many finished episodes an application calls by each of these keys."""
+        """The number of finished episodes with each of these keys of an application."""
         counted = episodes_with_keys(self.rows, "key, count(*)", app, keys, " GROUP BY key")
         return dict.fromkeys(keys, 0) | dict(counted)
 
     # Lists
 
     def call(self, call_id: str) -> CallRecord:
-        """Raises RecordError when unknown."""
+        """The call with this id. Raises RecordError if it is unknown or broken."""
         for call in self._read_calls("id = ?", (call_id,)):
             return call
         raise RecordError(f"No call {call_id!r} in {self._address} can be read.", "`cotune show RUN` lists episodes.")
 
     def stored_segments(self, segment_ids: Iterable[str]) -> set[str]:
-        """Those of these segments that are stored."""
+        """The ids among `segment_ids` whose segments are stored."""
         stored: set[str] = set()
-        for some in in_parts(segment_ids):
-            marks = ",".join("?" * len(some))
-            stored.update(id for (id,) in self.rows(f"SELECT id FROM segments WHERE id IN ({marks})", some))
+        for part in in_parts(segment_ids):
+            marks = ",".join("?" * len(part))
+            stored.update(id for (id,) in self.rows(f"SELECT id FROM segments WHERE id IN ({marks})", part))
         return stored
 
     def unfinished(self) -> list[str]:
@@ -402,27 +403,27 @@ class Figures:
 
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
         """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT episode, n FROM (SELECT episode, count(*) AS n FROM calls GROUP BY episode) AS found
             WHERE {NO_END} ORDER BY episode DESC LIMIT ?""",
             (limit,),
         )
-        return [(str(id), calls) for id, calls in found]
+        return [(str(id), calls) for id, calls in rows]
 
     def episode_named(self, name: str) -> str:
-        """The id of the episode that `name` is, or is the end of; `name` itself where there is none.
+        """The id of the episode whose id is `name` or ends with it; `name` itself without a match.
 
-        Raises RecordError where several end so.
+        Raises RecordError if several ids end with it.
         """
         if self.has_episode(name):
             return name
         end = f"%{_escaped(name)}"
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT id FROM episodes WHERE id {_LIKE}
             UNION SELECT episode FROM calls WHERE episode {_LIKE} ORDER BY 1""",
             (end, end),
         )
-        ids = [str(id) for (id,) in found if str(id).endswith(name)]
+        ids = [str(id) for (id,) in rows if str(id).endswith(name)]
         if len(ids) > 1 and name not in ids:
             raise RecordError(f"{len(ids)} episodes end in {name!r}: {', '.join(ids[:3])}.", "Name one by all letters.")
         return ids[0] if len(ids) == 1 else name
@@ -432,24 +433,25 @@ class Figures:
         return bool(self.rows("SELECT 1 FROM episodes WHERE id = ?", (episode,)))
 
     def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
-        """Ids of the latest finished episodes that fit, the newest first."""
+        """Ids of the latest finished episodes that match, the newest first."""
         where, asked = filters.where()
-        return [id for (id,) in self.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))]
+        sql = f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?"
+        return [id for (id,) in self.rows(sql, (*asked, limit))]
 
     def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[EpisodeLine]:
-        """The finished episodes that fit, in an order of `episode_filters.ORDERS`, from number `start` on."""
+        """The finished episodes that match, in an order of `episode_filters.ORDERS`, from number `start` on."""
         where, asked = filters.where()
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
             FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
             (*asked, limit, start),
         )
-        return [EpisodeLine(*row) for row in found]
+        return [EpisodeLine(*row) for row in rows]
 
     def inputs_and_answers(self, episodes: Iterable[str]) -> dict[str, tuple[Any, dict[str, Any] | None]]:
-        """By episode, the input of its task and the message of its last answer, None without one: the chosen candidate
-        of its latest call that ended ok. Nothing of other episodes is read."""
-        found: dict[str, tuple[Any, dict[str, Any] | None]] = {}
+        """The input of the task and the message of the last answer, by episode. The last answer is the chosen candidate
+        of the latest call that ended ok; None without one. Only these episodes are read."""
+        inputs_and_answers: dict[str, tuple[Any, dict[str, Any] | None]] = {}
         sql = f"""SELECT episodes.id, episodes.body, calls.body, calls.candidates
             FROM episodes LEFT JOIN calls ON calls.id = (
                 SELECT latest.id FROM calls AS latest
@@ -457,14 +459,17 @@ class Figures:
                 ORDER BY latest.step DESC LIMIT 1)
             WHERE episodes.id {AMONG}"""
         for id, body, call, candidates in self.rows(sql, (NameList.of(episodes),)):
-            stored = _decoded(body, _Input, None)
-            chosen = _decoded(call, _Chosen, _Chosen()).chosen
+            stored = _decoded(body, _EpisodeTask, None)
+            chosen = _decoded(call, _ChosenIndex, _ChosenIndex()).chosen
             message = None
-            for one in _decoded(candidates, list[_Answer], []):
-                if one.index == chosen:
-                    message = one.message if one.message.get("content") else {**one.message, "content": one.text}
-            found[str(id)] = (stored.task.input if stored else None, message)
-        return found
+            for answer in _decoded(candidates, list[_Answer], []):
+                if answer.index != chosen:
+                    continue
+                message = answer.message
+                if not message.get("content"):
+                    message = {**message, "content": answer.text}
+            inputs_and_answers[str(id)] = (stored.task.input if stored else None, message)
+        return inputs_and_answers
 
     def call_ids(self, before: str, limit: int) -> list[str]:
         """Ids of the latest calls below an id, empty for all; the newest first."""
@@ -472,19 +477,19 @@ class Figures:
         return [id for (id,) in self.rows(f"SELECT id FROM calls {below} ORDER BY id DESC LIMIT ?", asked)]
 
     def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[CallLine]:
-        """Those of some calls that fit, the newest first."""
+        """The calls among `calls` that match the filters, the newest first."""
         where, asked = filters.where()
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
             {f"{where} AND" if where else "WHERE"} calls.id {AMONG} ORDER BY calls.id DESC""",
             (*asked, NameList.of(calls)),
         )
-        return [CallLine(*row) for row in found]
+        return [CallLine(*row) for row in rows]
 
     def episode_count(self, filters: EpisodeFilters) -> int:
-        """How many finished episodes fit."""
+        """The number of finished episodes that match."""
         where, asked = filters.where()
         return int(self.rows(f"SELECT count(*) FROM episodes {where}", asked)[0][0])
 
@@ -511,16 +516,16 @@ class Figures:
 
     def first_episodes(self, phase: str, step: int | None, tasks: Iterable[str]) -> dict[str, str]:
         """The first episode of each of these tasks in a training step, by task."""
-        found = self.rows(
+        rows = self.rows(
             f"""SELECT task, min(id) FROM episodes
             WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
             AND task {AMONG} GROUP BY task""",
             (phase, *([] if step is None else [step]), NameList.of(tasks)),
         )
-        return {str(task): str(id) for task, id in found}
+        return {str(task): str(id) for task, id in rows}
 
     def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
-        """Tasks with episodes in several steps, and the first and the last of these; the furthest apart first."""
+        """Tasks with episodes in several steps, each with its first and last step; the furthest apart first."""
         return self.rows(
             f"""SELECT task, earliest, latest FROM (
                 SELECT task, min(training_step) AS earliest, max(training_step) AS latest FROM episodes
@@ -533,43 +538,48 @@ class Figures:
         """The calls of an episode in step order."""
         sql = """SELECT id, step, role, turn, status, started, latency, body
             FROM calls WHERE episode = ? ORDER BY step, id"""
-        found = self.rows(sql, (episode,))
-        return [CallTime._make((*row[:-1], tuple(map(str, _listed(row[-1], "parents"))))) for row in found]
+        rows = self.rows(sql, (episode,))
+        return [CallTime._make((*row[:-1], tuple(map(str, _list_field(row[-1], "parents"))))) for row in rows]
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
         """Ids of the messages of a role's prompt in a turn."""
         sql = "SELECT body FROM calls WHERE episode = ? AND role = ? AND turn = ?"
-        found = self.rows(sql, (episode, role, turn))
-        return _listed(found[0][0], "messages") if found else []
+        rows = self.rows(sql, (episode, role, turn))
+        return _list_field(rows[0][0], "messages") if rows else []
 
     # Search
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
-        """Those of some episodes in which a message, an answer, an error, feedback or the task's input holds a text,
-        each with a call that does, empty where none needs to. `verdicts` remembers, from one search to the next for the
-        same text, which messages do."""
+        """Search a text in episodes: in messages, answers, errors, feedback and the task's input.
+
+        Returns the episodes that hold it, each with the id of a call that holds it; the id is empty if the text is in
+        the episode's own fields or feedback. `verdicts` remembers which messages hold the text: pass the same
+        dictionary in the next search for it.
+        """
         asked, wanted, (as_json, plain) = NameList.of(episodes), _lower(text), _patterns(text)
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
         hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
-        hits |= {str(id): "" for (id,) in self.rows(f"{_BESIDE} {AMONG}", (plain, asked))}
+        hits |= {str(id): "" for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain, asked))}
         for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
             hits.setdefault(episode, call)
         return hits
 
     def calls_holding(self, text: str, calls: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        """Those of some calls in which a message, an answer, an error or feedback holds a text."""
+        """The calls among `calls` that hold a text in a message, an answer, an error or feedback."""
         return {call for _, call in self._calls_holding(text, "id", calls, verdicts)}
 
     def _calls_holding(
         self, text: str, column: str, chosen: Sequence[str], verdicts: dict[str, bool], hits: Container[str] = ()
     ) -> Iterator[tuple[str, str]]:
-        """Episode and id of calls that hold a text, those with it in answers, errors and feedback first. Where `column`
-        is `episode`, one of each is enough, and none of those in `hits`."""
+        """Episode and id of calls that hold a text: first the calls with it in answers, errors and feedback, then the
+        calls with it in their messages. If `column` is `episode`, one call of each episode is enough, and the episodes
+        in `hits` need none."""
         asked, wanted, (as_json, plain) = NameList.of(chosen), _lower(text), _patterns(text)
-        beside = f"{_BESIDE} > calls.id || '.' AND target < calls.id || '/'"  # candidates: the call's id, ".", n
-        sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({beside})"
-        told = {id for (id,) in self.rows(sql, (asked, plain))}
-        # First as JSON has it, which is quick, then in its values.
+        # Feedback is given to candidates, whose ids are the call's id, "." and a number.
+        feedback = f"{_FEEDBACK_TARGETS} > calls.id || '.' AND target < calls.id || '/'"
+        sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({feedback})"
+        in_feedback = {id for (id,) in self.rows(sql, (asked, plain))}
+        # SQL searches the JSON texts, which is quick but also finds keys. Then the values of the hits are searched.
         sql = f"""SELECT episode, id, body, CASE WHEN candidates {_LIKE} THEN candidates END FROM calls
             WHERE {column} {AMONG} ORDER BY episode, step"""
         prompts: dict[tuple[str, str], Sequence[str]] = {}
@@ -577,55 +587,67 @@ class Figures:
         for episode, id, body, answers in self.rows(sql, (as_json, asked)):
             if column == "episode" and (episode in hits or episode in done):
                 continue
-            call = _decoded(body, _Asked, _Asked())
-            if id in told or wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
+            call = _decoded(body, _SearchedCall, _SearchedCall())
+            if id in in_feedback or wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
                 done.add(episode)
                 yield str(episode), str(id)
             else:
                 prompts[str(episode), str(id)] = call.messages
         if column == "episode":
             prompts = {place: ids for place, ids in prompts.items() if place[0] not in done}
-        for some in in_parts({id for ids in prompts.values() for id in ids} - verdicts.keys()):
-            marks = ",".join("?" * len(some))
+        messages: set[str] = set()
+        for ids in prompts.values():
+            messages.update(ids)
+        for part in in_parts(messages - verdicts.keys()):
+            marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
-            verdicts.update(dict.fromkeys(some, False))
-            verdicts.update((id, _holds(body, wanted)) for id, body in self.rows(sql, (*some, as_json)))
-        yield from (place for place, ids in prompts.items() if any(verdicts[id] for id in ids))
+            verdicts.update(dict.fromkeys(part, False))
+            verdicts.update((id, _holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
+        for place, ids in prompts.items():
+            if any(verdicts[id] for id in ids):
+                yield place
 
 
 def _patterns(text: str) -> tuple[str, str]:
-    """A text as LIKE finds it in JSON, and as it is."""
+    """Two patterns of LIKE for a text: as it is written in JSON, and as it is."""
     return f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%"
 
 
 def _decoded(text: Any, kind: type[T], otherwise: Default) -> T | Default:
-    """JSON of a column; `otherwise` where it is broken."""
+    """The value of a column with JSON; `otherwise` if it is broken."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (ValueError, TypeError, RecursionError):
         return otherwise
 
 
-def _listed(body: Any, name: str) -> list[Any]:
-    found = _decoded(body, dict[str, Any], {}).get(name)
-    return found if isinstance(found, list) else []
+def _list_field(body: Any, name: str) -> list[Any]:
+    """A field of a record that should be a list; empty otherwise."""
+    value = _decoded(body, dict[str, Any], {}).get(name)
+    return value if isinstance(value, list) else []
 
 
 def _holds(body: Any, wanted: str) -> bool:
-    """Whether a value of JSON holds a text, not among its keys."""
-    return _held(_decoded(body, Any, None), wanted)
+    """Whether a column with JSON holds a text in its values. Keys do not count."""
+    return _value_holds(_decoded(body, Any, None), wanted)
 
 
-def _held(value: Any, wanted: str) -> bool:
+def _value_holds(value: Any, wanted: str) -> bool:
     if isinstance(value, str):
         return wanted in _lower(value)
-    if isinstance(value, dict):
-        return any(_held(part, wanted) for key, part in value.items() if not (key in _NAMES and isinstance(part, str)))
-    return isinstance(value, list) and any(_held(part, wanted) for part in value)
+    if isinstance(value, list):
+        return any(_value_holds(item, wanted) for item in value)
+    if not isinstance(value, dict):
+        return False
+    for key, item in value.items():
+        is_ignored = key in _NOT_SEARCHED and isinstance(item, str)
+        if not is_ignored and _value_holds(item, wanted):
+            return True
+    return False
 
 
 def _lower(text: str) -> str:
-    """Letters of ASCII in lower case, as LIKE compares."""
+    """The text with its ASCII letters in lower case: LIKE ignores only their case."""
     return text.encode("utf-8", "surrogatepass").lower().decode("utf-8", "surrogatepass")
 
 

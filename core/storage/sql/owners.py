@@ -1,8 +1,8 @@
-"""Records of several applications in one transaction: whose episode is it, and which episodes does a key name?
+"""Records of several applications in one transaction: who owns an episode, and which episodes a key names.
 
-The first application that wrote a call or the end of an episode owns it. Records that another one writes for it are
-left out, and so are calls under the id of another one's call. Rewards may come before their episode: those of another
-application are taken back when it comes.
+The first application that wrote a call or the end of an episode owns the episode. Records that another application
+writes for it are left out, and so are calls with the id of another application's call. Rewards may come before their
+episode: if they turn out to be another application's, they are deleted when the episode comes.
 """
 
 from __future__ import annotations
@@ -18,95 +18,119 @@ Tables = Mapping[str, list[list[Any]]]
 """Rows of each table."""
 
 AT = {table: COLUMNS[table].index("app") for table in ("calls", "episodes", "rewards", "feedback")}
-"""Where the application stands in a row."""
+"""The index of the application in a row."""
+_REWARDS = ("rewards", "feedback")
+"""Tables whose rows name an episode, a candidate or a key as their target, in the first column."""
 _KEY = COLUMNS["episodes"].index("key")
 _DRAWN = COLUMNS["calls"].index("drawn")
 
 
 def among(execute: Execute, select: str, column: str, names: Iterable[str], more: str = "") -> list[Row]:
-    """Rows of `select` where a column is one of these names."""
-    found: list[Row] = []
-    for some in in_parts(set(names)):
-        found += execute(f"{select} WHERE {column} IN ({','.join('?' * len(some))}){more}", some)
-    return found
+    """Rows of the query `select` in which a column is one of these names."""
+    rows: list[Row] = []
+    for part in in_parts(set(names)):
+        rows += execute(f"{select} WHERE {column} IN ({','.join('?' * len(part))}){more}", part)
+    return rows
 
 
 def leave_out_others(execute: Execute, tables: Tables) -> int:
-    """Take the records out of `tables` that belong to an episode of another application than their own; return how
-    many. Rewards that are stored already, and that another application gave, are deleted as their episodes come."""
+    """Remove the records from `tables` that belong to an episode of another application; return their number.
+
+    Stored rewards from another application are deleted when their episode comes, and counted too.
+    """
     calls, episodes = tables["calls"], tables["episodes"]
-    given = [row for table in ("rewards", "feedback") for row in tables[table]]
-    targets = {row[0] for row in given if not row[0].startswith(KEY)}
-    parents = {target: call for target in targets if (call := target.rpartition(".")[0])}
-    coming = {row[0] for row in calls}
-    stored = among(execute, "SELECT id, episode, app FROM calls", "id", coming | {*parents.values()})
-    taken = {id: app for id, _, app in stored}
-    of_call: dict[str, str] = {row[0]: row[1] for row in [*calls, *stored]}
-    episode_of = {target: of_call.get(parents.get(target, ""), target) for target in targets}
-    ids = {row[1] for row in calls} | {row[0] for row in episodes} | set(episode_of.values())
+    rows_before = sum(map(len, tables.values()))
+
+    # The episode of each reward. Its target is the episode, or a candidate: the call's id, "." and a number.
+    targets: set[str] = set()
+    for table in _REWARDS:
+        targets.update(row[0] for row in tables[table] if not row[0].startswith(KEY))
+    call_of_target = {target: call for target in targets if (call := target.rpartition(".")[0])}
+    new_calls = {row[0] for row in calls}
+    stored_calls = among(execute, "SELECT id, episode, app FROM calls", "id", new_calls | {*call_of_target.values()})
+    episode_of_call: dict[str, str] = {row[0]: row[1] for row in [*calls, *stored_calls]}
+    episode_of_target: dict[str, str] = {}
+    for target in targets:
+        episode_of_target[target] = episode_of_call.get(call_of_target.get(target, ""), target)
+
+    # The owner of each episode: the application of its first stored record, else of its first new one.
+    ids = {row[1] for row in calls} | {row[0] for row in episodes} | set(episode_of_target.values())
     owners: dict[str, str] = {}
     for id, app in among(execute, "SELECT episode, app FROM calls", "episode", ids, " ORDER BY rowid"):
         owners.setdefault(id, app)
     owners.update(among(execute, "SELECT id, app FROM episodes", "id", ids - owners.keys()))
-    known = set(owners)
-    for id, app in [(row[1], row[AT["calls"]]) for row in calls] + [(row[0], row[AT["episodes"]]) for row in episodes]:
-        owners.setdefault(id, app)
-    arriving = owners.keys() - known
-    before = sum(map(len, tables.values()))
+    stored_episodes = set(owners)
+    for row in calls:
+        owners.setdefault(row[1], row[AT["calls"]])
+    for row in episodes:
+        owners.setdefault(row[0], row[AT["episodes"]])
 
-    def owner_of(target: str) -> str | None:
-        return key_app(target) if target.startswith(KEY) else owners.get(episode_of[target])
+    def is_allowed(app: str, owner: str | None) -> bool:
+        # A record without an application comes from this process, which may reward the episodes that it records.
+        return not app or owner in (None, app)
 
-    owner: dict[str, Callable[[list[Any]], str | None]] = {
-        "calls": lambda row: owners[row[1]],
-        "episodes": lambda row: owners[row[0]],
-        **dict.fromkeys(("rewards", "feedback"), lambda row: owner_of(row[0])),
-    }
-    for table, of in owner.items():
-        at = AT[table]
-        # A record without an application is one of the process's own, which may reward what it records.
-        tables[table][:] = [row for row in tables[table] if not row[at] or of(row) in (None, row[at])]
-    calls[:] = [row for row in calls if row[AT["calls"]] in ("", taken.get(row[0], row[AT["calls"]]))]
-    early = {id: owners[id] for id in arriving}
-    early |= {f"{row[0]}.{i}": owners[row[1]] for row in calls for i in range(row[_DRAWN])}
-    refused = before - sum(map(len, tables.values()))
-    for table in ("rewards", "feedback"):
-        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", early):
-            if app not in ("", early[target]):
+    def owner_of_target(target: str) -> str | None:
+        return key_app(target) if target.startswith(KEY) else owners.get(episode_of_target[target])
+
+    app_of_stored_call = {id: app for id, _, app in stored_calls}
+    allowed_calls = []
+    for row in calls:
+        app = row[AT["calls"]]
+        if is_allowed(app, owners[row[1]]) and is_allowed(app, app_of_stored_call.get(row[0])):
+            allowed_calls.append(row)
+    calls[:] = allowed_calls
+    episodes[:] = [row for row in episodes if is_allowed(row[AT["episodes"]], owners[row[0]])]
+    for table in _REWARDS:
+        tables[table][:] = [row for row in tables[table] if is_allowed(row[AT[table]], owner_of_target(row[0]))]
+    left_out = rows_before - sum(map(len, tables.values()))
+
+    # Rewards that came before these records.
+    owner_of_new = {id: owners[id] for id in owners.keys() - stored_episodes}
+    for row in calls:
+        for index in range(row[_DRAWN]):
+            owner_of_new[f"{row[0]}.{index}"] = owners[row[1]]
+    for table in _REWARDS:
+        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", owner_of_new):
+            if app not in ("", owner_of_new[target]):
                 execute(f"DELETE FROM {table} WHERE target = ? AND app = ?", [target, app])
-                refused += 1
-    return refused
+                left_out += 1
+    return left_out
 
 
 def join_keys(execute: Execute, tables: Tables) -> None:
-    """Add the rewards and texts that a key of the application gives its episodes: those that come now, for episodes
-    that are there, and those that are there, for episodes that come now."""
-    coming: dict[str, list[str]] = {}
+    """Copy the rewards and texts for a key to the episodes with this key: new rewards to stored and new episodes, and
+    stored rewards to new episodes."""
+    new_episodes: dict[str, list[str]] = {}
     for row in tables["episodes"]:
         if row[_KEY]:
-            coming.setdefault(key_target(row[AT["episodes"]], row[_KEY]), []).append(row[0])
-    given = {row[0] for table in ("rewards", "feedback") for row in tables[table] if row[0].startswith(KEY)}
-    episodes_of: dict[str, set[str]] = {target: {*coming.get(target, ())} for target in given}
+            new_episodes.setdefault(key_target(row[AT["episodes"]], row[_KEY]), []).append(row[0])
+
+    # All episodes of each key with a new reward.
+    targets: set[str] = set()
+    for table in _REWARDS:
+        targets.update(row[0] for row in tables[table] if row[0].startswith(KEY))
+    episodes_of = {target: set(new_episodes.get(target, ())) for target in targets}
     keys_of_apps: dict[str, list[str]] = {}
-    for target in given:
+    for target in targets:
         app = key_app(target)
         keys_of_apps.setdefault(app, []).append(target.removeprefix(key_target(app, "")))
     for app, keys in keys_of_apps.items():
         for key, id in episodes_with_keys(execute, "key, id", app, keys):
             episodes_of[key_target(app, key)].add(id)
-    for table in ("rewards", "feedback"):
+
+    for table in _REWARDS:
         rows, columns = tables[table], ", ".join(COLUMNS[table])
         for row in [row for row in rows if row[0].startswith(KEY)]:
             rows += [[id, *row[1:]] for id in episodes_of[row[0]]]
-        for stored in among(execute, f"SELECT {columns} FROM {table}", "target", coming):
-            rows += [[id, *stored[1:]] for id in coming[stored[0]]]
+        for stored in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
+            rows += [[id, *stored[1:]] for id in new_episodes[stored[0]]]
 
 
 def episodes_with_keys(execute: Execute, columns: str, app: str, keys: Iterable[str], more: str = "") -> list[Row]:
     """Columns of the finished episodes of an application that have one of these keys."""
-    found: list[Row] = []
-    for some in in_parts(set(keys)):
-        marks = ",".join("?" * len(some))
+    rows: list[Row] = []
+    for part in in_parts(set(keys)):
+        marks = ",".join("?" * len(part))
         sql = f"SELECT {columns} FROM episodes WHERE app = ? AND key != '' AND key IN ({marks}){more}"
-        found += execute(sql, [app, *some])
-    return found
+        rows += execute(sql, [app, *part])
+    return rows

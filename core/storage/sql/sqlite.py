@@ -1,4 +1,4 @@
-"""A records file as SQLite has it: its tables and its connections."""
+"""A records file in SQLite: its tables and its connections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cotune.storage.run_layout import EARLIER
 from cotune.storage.schema import APPLICATION, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION, Row
 
 MOST_VALUES = 32766
-"""Values in one statement. The interpreter lock is handed over once per statement, and a busy application gives it back
-only after its switch interval: many small statements would starve the writer."""
+"""Maximum number of values in one statement. SQLite releases the interpreter lock once per statement, and a busy
+application returns it only after its switch interval: many small statements would starve the writer."""
 
 _KEYED = ("feedback", "replaced", "consumed", "counters")
-"""Tables that are stored by their keys, and whose rows have no number."""
+"""Tables whose rows are stored by their keys and have no row number."""
 
 
 def _table(name: str, columns: Sequence[str]) -> str:
@@ -41,22 +41,22 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
 
-_COUNTED = ("calls", "episodes", "rewards")
-"""Tables whose rows are told apart by their numbers, as what is new (`Figures.marks`, `Figures.newest`)."""
+_NUMBERED = ("calls", "episodes", "rewards")
+"""Tables in which readers recognize new rows by their numbers (`Figures.marks`, `Figures.newest`)."""
 _KEEP_NUMBERS = "".join(
     f"""CREATE TEMP TRIGGER keep_{table} BEFORE DELETE ON main.{table}
     WHEN old.rowid = (SELECT max(rowid) FROM {table}) BEGIN
         INSERT INTO counters VALUES ('last_{table}', old.rowid)
             ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value);
     END;"""
-    for table in _COUNTED
+    for table in _NUMBERED
 )
-"""SQLite gives the number of the last row again once that is deleted, so it is kept in `counters`."""
+"""When the last row is deleted, its number is stored in `counters`: SQLite would give it to the next row again."""
 
 
 @functools.cache
 def insertion(table: str, rows: int) -> str:
-    """The statement that inserts so many rows."""
+    """The statement that inserts this number of rows."""
     marks = f"({','.join('?' * len(COLUMNS[table]))})"
     conflict = CONFLICTS[table].format(next=f"(SELECT max(rowid) + 1 FROM {table})")
     return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {conflict}"
@@ -104,7 +104,8 @@ class SqliteDatabase:
         if not last:
             self._insert(table, values)
             return
-        columns = COLUMNS[table]  # a row with that number, for as long as new ones are inserted
+        # A blank row with the deleted number, until the new rows are inserted, so that they get higher numbers.
+        columns = COLUMNS[table]
         blank = ",".join("''" for _ in columns)
         self._db.execute(f"INSERT INTO {table} (rowid, {','.join(columns)}) VALUES (?, {blank})", (last,))
         try:
@@ -113,17 +114,21 @@ class SqliteDatabase:
             self._db.execute(f"DELETE FROM {table} WHERE rowid = ?", (last,))
 
     def _deleted_last(self, table: str) -> int:
-        """The number of the table's last row, where that was deleted; else 0."""
-        if table not in _COUNTED:
+        """The number of the table's last row if it was deleted; else 0."""
+        if table not in _NUMBERED:
             return 0
         sql = f"SELECT value FROM counters WHERE name = ? AND value > (SELECT coalesce(max(rowid), 0) FROM {table})"
-        found: Row | None = self._db.execute(sql, (f"last_{table}",)).fetchone()
-        return found[0] if found else 0
+        row: Row | None = self._db.execute(sql, (f"last_{table}",)).fetchone()
+        return row[0] if row else 0
 
     def _insert(self, table: str, values: Sequence[Any]) -> None:
-        """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
+        """Insert rows with few statements of few sizes, as SQLite compiles each size once.
+
+        The number of rows is always a power of two. Copies of the last row fill the rest; inserting a row twice
+        changes nothing.
+        """
         width = len(COLUMNS[table])
-        most = 1 << (MOST_VALUES // width).bit_length() - 1
+        most = 1 << (MOST_VALUES // width).bit_length() - 1  # the highest power of two that fits
         for start in range(0, len(values), most * width):
             part = values[start : start + most * width]
             rows = len(part) // width
@@ -131,7 +136,7 @@ class SqliteDatabase:
             self._db.execute(insertion(table, size), [*part, *list(part[-width:]) * (size - rows)])
 
     def widen(self) -> None:
-        # What does not fit is written to the log, even pages that a later row of the transaction empties.
+        # Pages that do not fit the cache are written to the log, even if a later row of the transaction empties them.
         self._db.execute("PRAGMA cache_size = -128000")
 
     def commit(self) -> None:
@@ -142,40 +147,43 @@ class SqliteDatabase:
             self._db.execute("ROLLBACK")
 
     def pause(self) -> list[str]:
-        told = self._fold()
+        warnings = self._fold()
         self._version_at_pause = self._data_version()
-        return told
+        return warnings
 
     def is_unchanged(self) -> bool:
         version = self._data_version()
         return self._is_in_place() and version is not None and version == self._version_at_pause
 
     def close(self) -> list[str]:
-        # While it pauses there is nothing to fold, and another process may have the file.
-        told = self._fold() if self._version_at_pause is None else []
+        # During a pause there is nothing to move, and another process may use the file.
+        warnings = self._fold() if self._version_at_pause is None else []
         if not self._is_in_place() and Path(self.name + "-wal").exists():
-            # The log of another file with the same name, perhaps in use: SQLite would delete it.
+            # This is the log of another file with the same name, perhaps in use. On closing, SQLite would delete it.
             leave_open(self._db)
         else:
             self._db.close()
-        return told
+        return warnings
 
     def _fold(self) -> list[str]:
-        """Move the log into the file, so that the one file holds all records; what people should know of that."""
-        told = []
+        """Move the log into the file, so that the one file holds all records. Returns warnings for people."""
+        warnings = []
         try:
             self._db.execute("PRAGMA busy_timeout = 1000")
             ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._db.execute("PRAGMA busy_timeout = 5000")
             if busy:
-                told.append("a reader holds it, so records are left in its -wal file: copy both")
+                warnings.append("a reader holds it, so records are left in its -wal file: copy both")
         except sqlite3.Error as error:
-            told.append(f"records are left in its -wal file: copy both ({error})")
-        return told
+            warnings.append(f"records are left in its -wal file: copy both ({error})")
+        return warnings
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """With synchronous=NORMAL a commit is in the system's cache when it returns: it outlives the process."""
+    """A connection that writes. Creates the tables in an empty file.
+
+    With synchronous=NORMAL, a commit is in the system's cache when it returns: it survives the end of the process.
+    """
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     try:
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -199,8 +207,10 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def _can_be_shared(path: Path) -> bool:
-    """Whether readers can keep their index next to the file: not in a folder that they cannot write, where nobody
-    writes the file either unless it has a log."""
+    """Whether readers can keep their index next to the file.
+
+    They cannot in a folder without write permission. There, nobody writes the file either, unless it has a log.
+    """
     log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     return writable or index.exists() or (log.exists() and log.stat().st_size > 0)
@@ -216,7 +226,7 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 
 
 def connect_empty() -> sqlite3.Connection:
-    """Records in memory, of which there are none."""
+    """A connection to tables without records, in memory."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     db.executescript(SCHEMA)
     return db

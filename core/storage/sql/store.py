@@ -1,5 +1,5 @@
-"""What the stores that speak SQL have in common: how records are read, queued and counted. `Store` documents each
-method. Queries are in SQLite's dialect; a store of another kind translates them."""
+"""The common part of all stores that speak SQL: how records are read, queued and counted. `Store` documents each
+method. Queries are in SQLite's dialect; other stores translate them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from cotune.storage.sql.writer import Act, Writer
 
 log = logging.getLogger("cotune.store")
 T = TypeVar("T")
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 Reader = TypeVar("Reader", bound="Connection")
 
 COUNTERS = ("lost", "refused", "foreign", "dropped", "sampled")
 PAGE = 200
-"""Episodes fetched per query, so that a slow reader holds no snapshot and a log can be folded back."""
+"""Episodes fetched per query. Small pages, so that a slow reader does not hold a snapshot, which would keep SQLite from
+moving its log into the file."""
 
 _PATH = """
 WITH RECURSIVE path (id) AS (
@@ -43,7 +44,7 @@ SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
 
 
 class Connection(Protocol):
-    """What a pool of readers keeps."""
+    """A connection of the pool of readers."""
 
     def close(self) -> None: ...
 
@@ -52,7 +53,7 @@ class StoreFailure(RunError):
     """A transaction could not be committed, for a `reason`."""
 
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"{address} cannot be written: {reason}.", "Free the disk, or see that the server runs.")
+        super().__init__(f"{address} cannot be written: {reason}.", "Free some space, or check that the server runs.")
         self.reason = reason
 
 
@@ -77,7 +78,7 @@ class SqlStore(Store, Generic[Reader]):
         """Rows of any SELECT in SQLite's dialect, on a connection that cannot write."""
 
     def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
-        """Delete months as wholes, where the store has them apart, that `prune` would delete row by row."""
+        """Delete whole months at once that `prune` would otherwise delete row by row, if the store separates months."""
         yield from ()
 
     def figures(self) -> Figures:
@@ -108,15 +109,15 @@ class SqlStore(Store, Generic[Reader]):
         return StoreHealth(writer.failing, writer.lost, self._unreadable, writer.refused, writer.foreign)
 
     def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
-        chosen, asked = filters.where()
-        where = chosen.replace("WHERE", " AND", 1)
+        condition, asked = filters.where()
+        where = condition.replace("WHERE", " AND", 1)
         last = ""
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
             page, before = self.rows(sql, (last, *asked)), last
             for last, *columns in page:  # noqa: B007
                 yield from self._read(episode_from, columns)
-            if len(page) < PAGE or last <= before:  # an id that is no text does not lead on
+            if len(page) < PAGE or last <= before:  # a broken id that is not text would repeat the page forever
                 return
 
     def calls(
@@ -130,40 +131,40 @@ class SqlStore(Store, Generic[Reader]):
         return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
 
     def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-        for some in in_parts(set(ids)):
-            sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(some))})"
-            for id, text in self.rows(sql, some):
+        contents: dict[str, Any] = {}
+        for part in in_parts(set(ids)):
+            sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(part))})"
+            for id, text in self.rows(sql, part):
                 for body in self._read(msgspec.json.decode, (text,)):
-                    found[id] = join_images(body, self._image)
-            for id in some:
-                if id not in found and (data := self._image(id)) is not None:
-                    found[id] = data
-        return found
+                    contents[id] = join_images(body, self._image)
+            for id in part:
+                if id not in contents and (data := self._image(id)) is not None:
+                    contents[id] = data
+        return contents
 
     def _image(self, id: str) -> bytes | None:
-        """The bytes whose hash it is; None where they are not there, or were changed."""
-        found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
-        data = found[0][0] if found else None
+        """The bytes of an image, whose hash is the id; None if they are missing or were changed."""
+        rows = self.rows("SELECT data FROM images WHERE id = ?", (id,))
+        data = rows[0][0] if rows else None
         return data if isinstance(data, bytes) and image_id(data) == id else None
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        found: dict[str, dict[str, float]] = {target: {} for target in targets}
-        for some in in_parts(found):
-            sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
-            for target, name, value in self.rows(sql, some):
+        rewards: dict[str, dict[str, float]] = {target: {} for target in targets}
+        for part in in_parts(rewards):
+            sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(part))})"
+            for target, name, value in self.rows(sql, part):
                 for number in self._read(_reward, (name, value)):
-                    found.setdefault(target, {})[name] = number
-        return found
+                    rewards.setdefault(target, {})[name] = number
+        return rewards
 
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
-        for some in in_parts(texts):
-            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(some))})"
-            for target, name, value in self.rows(sql, some):
+        for part in in_parts(texts):
+            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(part))})"
+            for target, name, value in self.rows(sql, part):
                 for text in self._read(_text, (name, value)):
                     texts.setdefault(target, {})[name] = text
         return texts
@@ -171,10 +172,10 @@ class SqlStore(Store, Generic[Reader]):
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
         listed = [(group, [*names]) for group, names in members.items()]
-        self._write_ledger(lambda does: does.consume(listed, training_step))
+        self._write_ledger(lambda transaction: transaction.consume(listed, training_step))
 
     def release(self, training_step: int) -> None:
-        self._write_ledger(lambda does: does.release(training_step))
+        self._write_ledger(lambda transaction: transaction.release(training_step))
 
     def _write_ledger(self, do: Callable[[Transactions], None]) -> None:
         try:
@@ -182,11 +183,11 @@ class SqlStore(Store, Generic[Reader]):
         except StoreFailure as error:
             raise RecordError(
                 f"The ledger of consumed groups in {self.address} cannot be written ({error.reason}).",
-                "Free the disk and resume: a group that is not in the ledger could be trained twice.",
+                "Free some space and resume: a group that is not in the ledger could be trained twice.",
             ) from None
 
     def act(self, do: Callable[[Transactions], T]) -> T:
-        """Do something in a transaction of the writer's. Raises StoreFailure."""
+        """Run `do` in a transaction of the writer and return its result. Raises StoreFailure."""
         act = Act(do)
         if reason := self._the_writer().act(act):
             raise StoreFailure(self.address, reason)
@@ -197,15 +198,17 @@ class SqlStore(Store, Generic[Reader]):
         return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
-        found = dict.fromkeys(COUNTERS, 0)
+        totals = dict.fromkeys(COUNTERS, 0)
         for name, value in self.rows("SELECT name, value FROM counters"):
-            if (own := name.partition(" of ")[0]) in found:
-                found[own] += value
-        return found
+            counter = name.partition(" of ")[0]  # "lost of ...": copied from another store
+            if counter in totals:
+                totals[counter] += value
+        return totals
 
     def pause(self) -> bool:
-        """Flush, and let other processes write, without closing the store: until `resume` this one neither writes nor
-        is asked to. Return whether that was possible; if not, close the store."""
+        """Flush, and allow other processes to write without closing this store. Do not write to it until `resume`.
+
+        Returns whether this was possible. If not, close the store."""
         if self._writer is None or not self._writer.pause():
             return False
         if self._lock:
@@ -213,9 +216,9 @@ class SqlStore(Store, Generic[Reader]):
         return True
 
     def resume(self) -> bool:
-        """Write again after `pause`. Return whether the store is as this process left it; if not, close it and open it
-        again. Raises RunError while another process writes."""
-        # Before the lock is taken too: that would make a lock file where the records were removed.
+        """Allow writing again after `pause`. Returns whether the store is as this process left it. If not, close it and
+        open it again. Raises RunError while another process writes."""
+        # Checked before the lock too: taking it would create a lock file even if the records were removed.
         if self._writer is None or not self._writer.is_unchanged():
             return False
         if self._lock:
@@ -227,7 +230,7 @@ class SqlStore(Store, Generic[Reader]):
 
     @contextmanager
     def _reader(self) -> Iterator[Reader]:
-        """A connection for this read alone: pooled, and never the writer's."""
+        """A connection for a single read, from a pool. It is never the connection of the writer."""
         if not self._shut.alive:
             raise RunError(f"The store {self.address} is closed.", "Open it again to read.")
         try:
@@ -245,27 +248,28 @@ class SqlStore(Store, Generic[Reader]):
             db.close()
 
     def after_fork(self) -> None:
-        """A child process may read with connections of its own; what is open belongs to the parent."""
-        leave_open(*self._readers)  # to close one would tell the server
+        """In a forked child: forget the open connections, which belong to the parent. The child may read with new
+        ones."""
+        leave_open(*self._readers)  # closing one would end the parent's session on the server
         self._readers.clear()
         if self._writer:
             self._writer.abandon()
 
-    def _read(self, make: Callable[..., Made], columns: Sequence[Any]) -> Iterator[Made]:
-        """The record that `make` makes of a row; nothing, and it is counted, where the row is broken."""
+    def _read(self, make: Callable[..., Value], columns: Sequence[Any]) -> Iterator[Value]:
+        """The record that `make` decodes from a row. A broken row yields nothing and is counted."""
         try:
-            made = make(*columns)
+            record = make(*columns)
         except (ValueError, TypeError, struct.error, RecursionError) as error:
             self._unreadable += 1
             if self._unreadable == 1:
                 log.warning("%s: a broken row is left out (%s), as are any others", self.address, type(error).__name__)
             return
-        yield made
+        yield record
 
 
 class ConsumedGroups(Mapping[str, int]):
-    """Group id -> training step that consumed it. A lookup is one query by key, so that a step of a long run does not
-    read the groups of all steps before it."""
+    """Group id -> training step that consumed it. A lookup is one query by key, so that a long run does not read the
+    groups of all its steps."""
 
     def __init__(self, rows: Callable[[str, Sequence[Any]], list[Any]]) -> None:
         self._rows = rows

@@ -1,8 +1,9 @@
-"""What a transaction of a writer does: rows of records, the ledger of trained groups, and counters."""
+"""The operations in a transaction of a writer: rows of records, the ledger of trained groups, and counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from cotune.records.ids import KEY
@@ -18,9 +19,9 @@ class Database(Protocol):
     shared: bool
     """Whether other processes may write too."""
     trouble: tuple[type[Exception], ...]
-    """Raised where the disk, the server or the way there is the cause: waited out."""
+    """Exceptions whose cause is the disk, the server or the network: the writer waits and tries again."""
     broken: tuple[type[Exception], ...]
-    """Raised for a row that no store can hold, unless it is `trouble`."""
+    """Exceptions for a row that no store can hold, unless they are `trouble`."""
 
     def begin(self) -> None:
         """Begin a transaction; until its end no other writer has one."""
@@ -31,12 +32,12 @@ class Database(Protocol):
         ...
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
-        """Insert rows, their values one after another; `CONFLICTS` says what happens to those that are there. If it
-        raises `broken`, none is inserted, and the transaction goes on."""
+        """Insert rows, their values one after another. `CONFLICTS` decides about rows that exist already. If this
+        raises `broken`, no row is inserted, and the transaction continues."""
         ...
 
     def widen(self) -> None:
-        """Take more memory from now on, as many rows are to change."""
+        """Use more memory from now on, because many rows will change."""
         ...
 
     def commit(self) -> None:
@@ -44,11 +45,11 @@ class Database(Protocol):
         ...
 
     def rollback(self) -> None:
-        """Undo it; nothing where there is none."""
+        """Undo the transaction. Does nothing without one."""
         ...
 
     def pause(self) -> list[str]:
-        """Between transactions: leave nothing that another process could miss; what people should know of that."""
+        """Between transactions: make sure that another process sees everything. Returns warnings for people."""
         ...
 
     def is_unchanged(self) -> bool:
@@ -56,40 +57,40 @@ class Database(Protocol):
         ...
 
     def close(self) -> list[str]:
-        """Close it; what people should know of that."""
+        """Close the connection. Returns warnings for people."""
         ...
 
 
 RowKey = tuple[str, ...]
-"""The table, the id or target, the name of a reward, and the application: what tells rows of a transaction apart."""
+"""The identity of a row in a transaction: its table, its id or target, the name of a reward, and the application."""
 
 
 def row_key(table: str, row: Sequence[Any]) -> RowKey:
-    """What tells a row apart from others."""
+    """The identity of a row in a transaction."""
     name = row[1] if table in ("rewards", "feedback") else ""
     return (table, row[0], name, row[AT[table]] if table in AT else "")
 
 
 class WrittenRows:
-    """What became of the rows of a transaction, beside those that were inserted."""
+    """The rows of a transaction that were not inserted, and their numbers."""
 
     def __init__(self) -> None:
         self.counted = {"lost": 0, "refused": 0, "foreign": 0}
-        """How many could not be stored (`lost`), how many rewards came too late (`refused`), and how many belong to an
-        episode of another application (`foreign`)."""
+        """Rows that could not be stored (`lost`), rewards that came too late (`refused`), and rows for an episode of
+        another application (`foreign`)."""
         self.left_out: dict[RowKey, str] = {}
-        """Each of these rows, and why: the name of a counter."""
+        """Each of these rows, with the name of its counter."""
 
     def leave_out(
-        self, reason: str, table: str, coming: Sequence[Sequence[Any]], kept: Sequence[Sequence[Any]]
+        self, reason: str, table: str, rows: Sequence[Sequence[Any]], accepted: Sequence[Sequence[Any]]
     ) -> None:
-        """Note the rows of `coming` that are not in `kept`."""
-        staying = {id(row) for row in kept}
-        self.left_out.update((row_key(table, row), reason) for row in coming if id(row) not in staying)
+        """Note the rows that are not among the `accepted` ones."""
+        accepted_ids = {id(row) for row in accepted}
+        self.left_out.update((row_key(table, row), reason) for row in rows if id(row) not in accepted_ids)
 
 
 class Transactions:
-    """What a writer does in its transactions. `report` logs a cause with its error."""
+    """The operations of a writer in its transactions. `report` logs a cause with its error."""
 
     def __init__(
         self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
@@ -97,43 +98,53 @@ class Transactions:
         self._db = database
         self.widen = database.widen
         self.forget = forget
-        """Forget which messages, images and segments are stored, as some were deleted."""
+        """Forget which messages, images and segments are stored, because some were deleted."""
         self._report = report
         self.any_closed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
-        """Whether rewards may come too late: with other writers, always."""
+        """Whether rewards may come too late: a group was consumed, or another writer may have consumed one."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Run one statement."""
         return self._db.execute(sql, parameters)
 
     def load(self, table: str, rows: Sequence[Row]) -> int:
-        """Insert rows of another store, also for targets that take no rewards any more; return how many could not be
-        stored."""
-        found: list[list[Any]] = [list(row) for row in rows]
+        """Insert rows of another store. Rewards are inserted even if their group has been consumed. Returns the number
+        of rows that could not be stored."""
+        new_rows: list[list[Any]] = [list(row) for row in rows]
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         if table in ("rewards", "feedback"):
-            found = self._latest(table, found, replaced)
-        broken = self._insert("replaced", [value for row in replaced.values() for value in row])
+            new_rows = self._latest(table, new_rows, replaced)
+        broken = self._insert("replaced", _values(replaced.values()))
         self.any_closed = self.any_closed or table == "consumed"
-        broken += self._insert(table, [value for row in found for value in row])
+        broken += self._insert(table, _values(new_rows))
         return len(broken)
 
     def write_rows(self, tables: Mapping[str, list[Any]]) -> WrittenRows:
-        """Insert rows, but for those that no store can hold, rewards that come too late, and what belongs to an episode
-        of another application."""
+        """Insert rows. Left out are rows that no store can hold, rewards that come too late, and records for an episode
+        of another application.
+
+        `tables` holds the values of each table's rows, one after another. Most transactions insert them as they are;
+        only tables that need a decision per row are cut into rows.
+        """
         written = WrittenRows()
         rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
-        owned = any(any(tables[table][at :: WIDTHS[table]]) for table, at in AT.items())
-        if owned:
+
+        # Records that name their application: is it the owner of the episode?
+        any_app = any(any(tables[table][column :: WIDTHS[table]]) for table, column in AT.items())
+        if any_app:
             rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
-            coming = {table: [*rows[table]] for table in rows}
+            all_rows = {table: [*rows[table]] for table in rows}
             written.counted["foreign"] = leave_out_others(self._db.execute, rows)
             if written.counted["foreign"]:
                 for table in rows:
-                    written.leave_out("foreign", table, coming[table], rows[table])
-        if owned or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
+                    written.leave_out("foreign", table, all_rows[table], rows[table])
+
+        # Rewards for a key of the application are copied to the episodes with this key.
+        if any_app or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
             rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
             join_keys(self._db.execute, rows)
+
+        # Rewards whose group has been consumed are refused. Of the others, the latest of each name is stored.
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         for table in ("rewards", "feedback") if rows["rewards"] or rows["feedback"] else ():
             admitted = self._admit(rows[table]) if self.any_closed else rows[table]
@@ -143,15 +154,16 @@ class Transactions:
                     written.counted["refused"] += len(rows[table]) - len(admitted)
             rows[table] = self._latest(table, admitted, replaced)
         rows["replaced"] = [*replaced.values()]
+
         for table, values in {**tables, "replaced": []}.items():
-            broken = self._insert(table, [value for row in rows[table] for value in row] if table in rows else values)
+            broken = self._insert(table, _values(rows[table]) if table in rows else values)
             written.leave_out("lost", table, broken, [])
             written.counted["lost"] += len(broken)
         return written
 
     def _insert(self, table: str, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Insert rows; in halves if one of them is broken, so that one among thousands costs few statements. Return the
-        rows that could not be stored."""
+        """Insert rows and return the rows that could not be stored. If a row is broken, the two halves are inserted
+        separately, so that one broken row among thousands costs few statements."""
         try:
             if values:
                 self._db.insert(table, values)
@@ -167,44 +179,52 @@ class Transactions:
         return []
 
     def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
-        """Rows of rewards, or of their texts, that are the latest of their names. Those that they take the place of, or
-        that come too late, are added to `replaced`."""
-        at = COLUMNS[table].index("at")
+        """The latest row of each target and name, from rows of rewards or of their texts. Older rows, stored or new, are
+        added to `replaced`."""
+        time = COLUMNS[table].index("at")
         stored: dict[tuple[str, str], list[Any]] = {}
-        found: dict[tuple[str, str], list[Any]] = {}
+        latest: dict[tuple[str, str], list[Any]] = {}
         sql = f"SELECT {', '.join(COLUMNS[table])} FROM {table}"
-        there = among(self._db.execute, sql, "target", [row[0] for row in rows])
-        stored.update(((row[0], row[1]), list(row)) for row in there if isinstance(row[at], float | int))
-        for row in rows:
-            name = (row[0], row[1])
-            older, newer = found.get(name) or stored.get(name), row
-            if older is not None and newer[at] < older[at]:
+        for row in among(self._db.execute, sql, "target", [row[0] for row in rows]):
+            if isinstance(row[time], float | int):  # another type is a broken row
+                stored[row[0], row[1]] = list(row)
+        for new in rows:
+            name = (new[0], new[1])
+            older, newer = latest.get(name) or stored.get(name), new
+            if older is not None and newer[time] < older[time]:
                 older, newer = newer, older
-            if older is not None and older[at] != newer[at]:
-                kept = replaced.setdefault((*name, older[at]), [*name, older[at], None, None, older[-1]])
-                kept[3 if table == "rewards" else 4] = older[2]
-            found[name] = newer
-        return [row for name, row in found.items() if row != stored.get(name)]
+            if older is not None and older[time] != newer[time]:
+                # A reward and its text are replaced together: they share a row of `replaced`.
+                entry = replaced.setdefault((*name, older[time]), [*name, older[time], None, None, older[-1]])
+                entry[3 if table == "rewards" else 4] = older[2]
+            latest[name] = newer
+        return [row for name, row in latest.items() if row != stored.get(name)]
 
     def _admit(self, rows: list[list[Any]]) -> list[list[Any]]:
-        """Rows of rewards, or of their texts, whose target, and the call it is a candidate of, are still open."""
-        names = {name for target, *_ in rows for name in (target, target.rpartition(".")[0])}
+        """Rows of rewards, or of their texts, whose group has not been consumed. `consumed` may name the target itself,
+        or the call if the target is a candidate."""
+        names: set[str] = set()
+        for row in rows:
+            names.update((row[0], row[0].rpartition(".")[0]))
         closed = {name for (name,) in among(self._db.execute, "SELECT target FROM consumed", "target", names)}
         return [row for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed]
 
     def release(self, step: int) -> None:
-        """Forget what this training step and later ones have consumed."""
+        """Forget which groups this training step and later ones have consumed."""
         self._db.execute("DELETE FROM consumed WHERE training_step >= ?", [step])
 
     def consume(self, groups: Sequence[tuple[str, Sequence[str]]], step: int) -> None:
         """Enter groups, with their members, that a training step consumed."""
-        targets = {name for group, members in groups for name in (group, *members)}
         names = {group for group, _ in groups}
-        self._db.insert("consumed", [value for name in targets for value in (name, step, int(name in names))])
-        for some in in_parts({name.rpartition(".")[0] or name for name in targets}):  # rewards name episodes too
-            marks = ",".join("?" * len(some))
+        targets = set(names)
+        for _, members in groups:
+            targets.update(members)
+        self._db.insert("consumed", _values([name, step, int(name in names)] for name in targets))
+        # Rewards for the episodes of these candidates are refused too.
+        for part in in_parts({name.rpartition(".")[0] or name for name in targets}):
+            marks = ",".join("?" * len(part))
             episodes = f"SELECT DISTINCT episode, CAST(? AS INTEGER), 0 FROM calls WHERE id IN ({marks})"
-            self._db.execute(f"INSERT INTO consumed {episodes} ON CONFLICT (target) DO NOTHING", [step, *some])
+            self._db.execute(f"INSERT INTO consumed {episodes} ON CONFLICT (target) DO NOTHING", [step, *part])
         self.any_closed = True
 
     def count(self, added: Mapping[str, int]) -> None:
@@ -225,4 +245,9 @@ class Transactions:
 
 def _rows(table: str, values: list[Any]) -> list[list[Any]]:
     width = WIDTHS[table]
-    return [values[at : at + width] for at in range(0, len(values), width)]
+    return [values[start : start + width] for start in range(0, len(values), width)]
+
+
+def _values(rows: Iterable[Sequence[Any]]) -> list[Any]:
+    """The values of rows, one after another."""
+    return list(chain.from_iterable(rows))

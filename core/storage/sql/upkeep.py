@@ -1,4 +1,4 @@
-"""Looking after records in SQL: deleting them, and copying them from one store to another."""
+"""Maintenance of records in SQL: delete them, and copy them from one store to another."""
 
 from __future__ import annotations
 
@@ -23,80 +23,91 @@ from cotune.storage.sql.transaction import Transactions
 
 _PAGE = 500
 _DELETED = 2000
-"""Episodes that a transaction deletes."""
+"""Episodes that one transaction deletes."""
 _SWEPT = 20_000
-"""Messages, images or segments that a transaction deletes."""
+"""Messages, images or segments that one transaction deletes."""
 _STRING = re.compile(r'"([^"\\]*)"')
 _IMAGE = re.compile(r"sha256,([0-9a-f]{64})")
 COPIED = (*WRITTEN, "replaced", "consumed")
 _KEYS = {"rewards": ("target", "name"), "feedback": ("target", "name"), "replaced": ("target", "name", "at")}
 _FIXED = ("images", "messages", "segments", "calls")
-"""Tables whose rows never change: what the other store has of them is not copied again."""
-_USED = ("messages", "images", "segments")
+"""Tables whose rows never change: rows that the target has are not copied again."""
+_SHARED = ("messages", "images", "segments")
+"""Tables whose rows several calls and episodes may use."""
 
 
 def _in_sql(store: Store) -> SqlStore[Any]:
-    """The store as one over SQL. Raises RunError if it is another."""
+    """The store as a `SqlStore`. Raises RunError if it is another kind of store."""
     if not isinstance(store, SqlStore):
-        raise RunError(f"{store.address} is not in SQL, which this needs.", "Keep the records in SQLite or PostgreSQL.")
+        cause = f"{store.address} is not an SQL database, which this command needs."
+        raise RunError(cause, "Keep the records in SQLite or PostgreSQL.")
     return store
 
 
 def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = False) -> Iterator[Mapping[str, int]]:
-    """Delete what started before a time, and the messages that nothing else names; yield the numbers of rows of each
-    transaction by table. Episodes that a run was trained on may be kept."""
+    """Delete the episodes that started before a time, and the messages, images and segments that nothing else uses.
+
+    Yields the numbers of deleted rows by table, after each transaction. With `keep_trained`, episodes that a run was
+    trained on stay.
+    """
     sql_store = _in_sql(store)
-    sql_store.act(lambda does: does.widen())
+    sql_store.act(lambda transaction: transaction.widen())
     yield from sql_store.drop_months(before, app, keep_trained)
-    chosen = "started < ?" + (" AND app = ?" if app else "")
+    is_old = "started < ?" + (" AND app = ?" if app else "")
     asked = [before, *([app] if app else [])]
-    kept = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
-    ended = f"""SELECT id FROM episodes WHERE id > ? AND {chosen}{kept.format("episodes.id")}
+    is_untrained = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
+    finished = f"""SELECT id FROM episodes WHERE id > ? AND {is_old}{is_untrained.format("episodes.id")}
         ORDER BY id LIMIT {_DELETED}"""
-    cut_off = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
-        WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {chosen})
-        {kept.format("found.episode")} ORDER BY episode LIMIT {_DELETED}"""
-    for sql in (ended, cut_off):
+    unfinished = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
+        WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {is_old})
+        {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_DELETED}"""
+    for sql in (finished, unfinished):
         last = ""
         while ids := [id for (id,) in sql_store.rows(sql, [last, *asked])]:
             last = ids[-1]
             yield sql_store.act(partial(delete_episodes, ids=ids))
-    # What is used again is marked so within two days, by its writer and by the source of the records.
+
+    # The time of last use (`at`) may be up to two days old: the writer and the source of the records each update it
+    # once a day. Rows that are older may be unused.
     bound = before - 2 * DAY
-    unused = {
-        table: dict.fromkeys(id for (id,) in sql_store.rows(f"SELECT id FROM {table} WHERE at < ?", [bound]))
-        for table in _USED
-    }
+    unused: dict[str, dict[str, None]] = {}
+    for table in _SHARED:
+        rows = sql_store.rows(f"SELECT id FROM {table} WHERE at < ?", [bound])
+        unused[table] = dict.fromkeys(id for (id,) in rows)
     yield from _sweep(sql_store, unused, "WHERE started < ?", [before])
 
 
 def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = None) -> Mapping[str, int]:
-    """Delete episodes with all that belongs to them alone, and the rewards of an application and its key; return the
-    numbers of rows by table. All calls are looked through for messages that others share."""
+    """Delete episodes with everything that only they use, and the rewards for a key (the application and its key).
+
+    Returns the numbers of deleted rows by table. This reads all calls, to find messages that other episodes use.
+    """
     sql_store = _in_sql(store)
     counts: Counter[str] = Counter()
-    unused: dict[str, dict[str, None]] = {table: {} for table in _USED}
-    ids = list(episodes)
-    for some in in_parts(ids):
-        for table, names in sql_store.act(partial(_named, ids=some)).items():
-            unused[table].update(dict.fromkeys(names))
-        counts.update(sql_store.act(partial(delete_episodes, ids=some)))
+    unused: dict[str, dict[str, None]] = {table: {} for table in _SHARED}
+    for part in in_parts(episodes):
+        for table, ids in sql_store.act(partial(_used_by, episodes=part)).items():
+            unused[table].update(dict.fromkeys(ids))
+        counts.update(sql_store.act(partial(delete_episodes, ids=part)))
     if key is not None:
-        sql_store.act(lambda does: delete_targets(does, [key_target(*key)]))
-    for some in in_parts(unused["messages"]):
-        for (body,) in among(sql_store.rows, "SELECT body FROM messages", "id", some):
+        sql_store.act(lambda transaction: delete_targets(transaction, [key_target(*key)]))
+    for part in in_parts(unused["messages"]):
+        for (body,) in among(sql_store.rows, "SELECT body FROM messages", "id", part):
             unused["images"].update(dict.fromkeys(_IMAGE.findall(body)))
-    for part in _sweep(sql_store, unused, "", []):
-        counts.update(part)
+    for deleted in _sweep(sql_store, unused, "", []):
+        counts.update(deleted)
     return counts
 
 
 def _sweep(
     store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, asked: Sequence[Any]
 ) -> Iterator[Mapping[str, int]]:
-    """Delete those messages, images and segments that nothing names which is still there, in their order: that of
-    a table is quick. Calls and episodes that `where` chooses are looked through."""
-    seen = store.figures().newest()
+    """Delete the messages, images and segments in `unused` that no remaining record uses.
+
+    `unused` holds candidates for deletion by table, as ordered sets: deleting in the order of the table is quick. Only
+    calls and episodes that `where` chooses are searched for uses.
+    """
+    newest_seen = store.figures().newest()
     prompts = set()
     if any(unused.values()) and store.rows(f"SELECT 1 FROM calls {where} LIMIT 1", asked):
         for body, prompt in _pages(store, "calls", ("body", "prompt"), where, asked):
@@ -111,32 +122,36 @@ def _sweep(
                 _spare(unused["images"], _IMAGE.findall(str(body)))
     if unused["segments"]:
         parents: dict[str, str | None] = dict(_pages(store, "segments", ("id", "parent"), "", []))
+        # A segment that is used, with all segments on its path to the root, stays.
         for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
-            at: str | None = leaf
-            while at is not None and at in parents:
-                _spare(unused["segments"], [at])
-                at = parents.pop(at)
+            segment: str | None = leaf
+            while segment is not None and segment in parents:
+                _spare(unused["segments"], [segment])
+                segment = parents.pop(segment)
 
-    def go(does: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
+    def delete_unused(transaction: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
+        # Other processes may have written episodes since the search above. Spare the rows that these use.
         sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
-        if came := [id for (id,) in does.execute(sql, seen)]:  # from other processes, since this looked
-            named = _named(does, came)
-            for used, names in named.items():
-                _spare(unused[used], names)
-            for (body,) in among(does.execute, "SELECT body FROM messages", "id", named["messages"]):
+        new_episodes = [id for (id,) in transaction.execute(sql, newest_seen)]
+        if new_episodes:
+            used = _used_by(transaction, new_episodes)
+            for used_table, used_ids in used.items():
+                _spare(unused[used_table], used_ids)
+            for (body,) in among(transaction.execute, "SELECT body FROM messages", "id", used["messages"]):
                 _spare(unused["images"], _IMAGE.findall(str(body)))
-        going = [id for id in ids if id in unused[table]]
-        does.execute(f"DELETE FROM {table} WHERE id {AMONG}", [NameList.of(going)])
-        does.forget()
-        return {table: len(going)}
+        still_unused = [id for id in ids if id in unused[table]]
+        transaction.execute(f"DELETE FROM {table} WHERE id {AMONG}", [NameList.of(still_unused)])
+        transaction.forget()
+        return {table: len(still_unused)}
 
-    for table, found in unused.items():
-        ids = list(found)
+    for table, candidates in unused.items():
+        ids = list(candidates)
         for start in range(0, len(ids), _SWEPT):
-            yield store.act(partial(go, table=table, ids=ids[start : start + _SWEPT]))
+            yield store.act(partial(delete_unused, table=table, ids=ids[start : start + _SWEPT]))
 
 
 def _pages(store: SqlStore[Any], table: str, columns: Sequence[str], where: str, asked: Sequence[Any]) -> Iterator[Row]:
+    """All rows of a table that `where` chooses, read in pages."""
     last = ""
     sql = f"""SELECT id, {", ".join(columns)} FROM {table} {where} {"AND" if where else "WHERE"} id > ?
         ORDER BY id LIMIT {4 * _PAGE}"""
@@ -146,7 +161,7 @@ def _pages(store: SqlStore[Any], table: str, columns: Sequence[str], where: str,
 
 
 def page(store: Store, table: str, after: Sequence[Any], limit: int, *, keys_only: bool = False) -> list[Row]:
-    """Rows of a table after a key, in the order of keys; or their keys alone."""
+    """Rows of a table after a key, in the order of keys. With `keys_only`, only their keys."""
     sql_store = _in_sql(store)
     keys = key_columns(table)
     columns = ", ".join(keys if keys_only else COLUMNS[table])
@@ -169,57 +184,65 @@ def size(store: Store, table: str) -> int:
 
 
 def key_columns(table: str) -> Sequence[str]:
-    """The columns that tell rows of a table apart."""
+    """The columns that identify a row of a table."""
     return _KEYS.get(table, COLUMNS[table][:1])
 
 
 @dataclass
 class Copied:
-    """How many rows a copy has stored, could not store (`lost`), and refused: messages and images whose ids are not the
-    hashes of their contents (`forged`). The first content of an id stands for all later ones, so one store's forgery
-    would change what another store's calls say."""
+    """The numbers of rows that a copy stored, could not store (`lost`), and refused (`forged`).
+
+    Forged are messages and images whose ids are not the hashes of their contents. The first content of an id is used
+    for all calls that name it, so a forgery in one store would change the calls of another store.
+    """
 
     stored: int = 0
     lost: int = 0
     forged: int = 0
 
 
-def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> Copied:
-    """Copy all records and counters of one store into another, a page at a time; what is there is left out, so that a
-    copy that was stopped goes on. `told` hears the table and how many of its rows are done."""
+def copy(source: Store, target: Store, progress: Callable[[str, int], None], limit: int = _PAGE) -> Copied:
+    """Copy all records and counters of one store into another, a page at a time.
+
+    Rows that the target has are skipped, so a copy that was stopped can be continued. `progress` is called with the
+    table and the number of its rows that are done.
+    """
     sql_source, sql_target = _in_sql(source), _in_sql(target)
     copied = Copied()
     for table in COPIED:
         after: Sequence[Any] = ()
-        while some := page(source, table, after, limit, keys_only=table in _FIXED):
-            after = some[-1][: len(key_columns(table))] if table in _FIXED else _key_of(table, some[-1])
+        while read := page(source, table, after, limit, keys_only=table in _FIXED):
             if table in _FIXED:
-                there = _ids_in(sql_target, table, [id for (id,) in some])
-                rows = _rows_of(sql_source, table, [id for (id,) in some if id not in there])
+                after = read[-1]
+                stored = _ids_in(sql_target, table, [id for (id,) in read])
+                rows = _rows_of(sql_source, table, [id for (id,) in read if id not in stored])
             else:
-                rows = some
+                after = _key_of(table, read[-1])
+                rows = read
             genuine = [row for row in rows if _is_genuine(source, table, row)]
             copied.forged += len(rows) - len(genuine)
             if genuine:
                 lost = load(target, table, genuine)
                 copied.stored += len(genuine) - lost
                 copied.lost += lost
-            told(table, len(some))
-    _take_counters(target, source)
+            progress(table, len(read))
+    _copy_counters(target, source)
     return copied
 
 
 def load(store: Store, table: str, rows: Sequence[Row]) -> int:
-    """Add rows of another store, also for targets that take no rewards any more; return how many were not stored."""
+    """Add rows of another store and return the number that could not be stored. Rewards are added even if their group
+    has been consumed."""
     sql_store = _in_sql(store)
-    return sql_store.act(lambda does: does.load(table, rows))
+    return sql_store.act(lambda transaction: transaction.load(table, rows))
 
 
-def _take_counters(target: Store, source: Store) -> None:
-    """Count what the source has counted as well, in place of what was taken from it before."""
+def _copy_counters(target: Store, source: Store) -> None:
+    """Add the counters of the source to the target, under names that contain the source: a second copy replaces
+    them."""
     name = address(source.address.encode())[:16]
     counters = {f"{counter} of {name}": count for counter, count in source.counters().items()}
-    _in_sql(target).act(lambda does: does.set_counters(counters))
+    _in_sql(target).act(lambda transaction: transaction.set_counters(counters))
 
 
 def _is_genuine(source: Store, table: str, row: Row) -> bool:
@@ -240,38 +263,46 @@ def _key_of(table: str, row: Row) -> Row:
     return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
 
 
-def _spare(unused: dict[str, None], names: Iterable[str]) -> None:
-    for name in names:
-        unused.pop(name, None)
+def _spare(unused: dict[str, None], ids: Iterable[str]) -> None:
+    for id in ids:
+        unused.pop(id, None)
 
 
-def delete_episodes(does: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
-    """Delete episodes with their calls and rewards; return how many rows."""
+def delete_episodes(transaction: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
+    """Delete episodes with their calls and rewards; return the numbers of episodes and calls."""
     asked = [NameList.of(ids)]
-    calls = does.execute(f"SELECT id, drawn FROM calls WHERE episode {AMONG}", asked)
-    ((ended,),) = does.execute(f"SELECT count(*) FROM episodes WHERE id {AMONG}", asked)
-    delete_targets(does, [*ids, *(id for id, _ in calls), *(f"{id}.{n}" for id, drawn in calls for n in range(drawn))])
-    does.execute(f"DELETE FROM calls WHERE episode {AMONG}", asked)
-    does.execute(f"DELETE FROM episodes WHERE id {AMONG}", asked)
-    return {"episodes": ended, "calls": len(calls)}
+    calls = transaction.execute(f"SELECT id, drawn FROM calls WHERE episode {AMONG}", asked)
+    ((n_episodes,),) = transaction.execute(f"SELECT count(*) FROM episodes WHERE id {AMONG}", asked)
+    targets = [*ids]
+    for call, drawn in calls:
+        targets.append(call)
+        targets += [f"{call}.{index}" for index in range(drawn)]
+    delete_targets(transaction, targets)
+    transaction.execute(f"DELETE FROM calls WHERE episode {AMONG}", asked)
+    transaction.execute(f"DELETE FROM episodes WHERE id {AMONG}", asked)
+    return {"episodes": n_episodes, "calls": len(calls)}
 
 
-def _named(does: Transactions, ids: Sequence[str]) -> dict[str, set[str]]:
-    """The messages and segments that episodes and their calls name."""
-    calls = among(does.execute, "SELECT body, prompt FROM calls", "episode", ids)
-    ended = among(does.execute, "SELECT body FROM episodes", "id", ids)
-    names = {name for body, *_ in [*calls, *ended] for name in _STRING.findall(str(body))}
-    used: dict[str, set[str]] = {table: set() for table in _USED}
-    used["messages"] = {id for (id,) in among(does.execute, "SELECT id FROM messages", "id", names)}
-    prompts = {prompt for _, prompt in calls if prompt}
-    while prompts:
-        used["segments"] |= prompts
-        found = among(does.execute, "SELECT parent FROM segments", "id", prompts)
-        prompts = {parent for (parent,) in found if parent is not None} - used["segments"]
+def _used_by(transaction: Transactions, episodes: Sequence[str]) -> dict[str, set[str]]:
+    """The ids of messages and segments that episodes and their calls use, by table."""
+    execute = transaction.execute
+    calls = among(execute, "SELECT body, prompt FROM calls", "episode", episodes)
+    ended = among(execute, "SELECT body FROM episodes", "id", episodes)
+    # Any string in a record may be the id of a message.
+    strings: set[str] = set()
+    for body, *_ in [*calls, *ended]:
+        strings.update(_STRING.findall(str(body)))
+    used: dict[str, set[str]] = {table: set() for table in _SHARED}
+    used["messages"] = {id for (id,) in among(execute, "SELECT id FROM messages", "id", strings)}
+    segments = {prompt for _, prompt in calls if prompt}
+    while segments:
+        used["segments"] |= segments
+        parents = among(execute, "SELECT parent FROM segments", "id", segments)
+        segments = {parent for (parent,) in parents if parent is not None} - used["segments"]
     return used
 
 
-def delete_targets(does: Transactions, targets: Sequence[str]) -> None:
-    """Delete all rewards, texts and marks of training of these targets."""
+def delete_targets(transaction: Transactions, targets: Sequence[str]) -> None:
+    """Delete all rewards and texts of these targets, and the marks that they were trained on."""
     for table in ("rewards", "feedback", "replaced", "consumed"):
-        does.execute(f"DELETE FROM {table} WHERE target {AMONG}", [NameList.of(targets)])
+        transaction.execute(f"DELETE FROM {table} WHERE target {AMONG}", [NameList.of(targets)])

@@ -1,4 +1,4 @@
-"""What a process writes to a store: a bounded queue, a thread, and transactions of many records."""
+"""The writer of a store: a bounded queue, a thread, and transactions of many records."""
 
 from __future__ import annotations
 
@@ -20,54 +20,56 @@ from cotune.storage.sql.transaction import Database, RowKey, Transactions, row_k
 log = logging.getLogger("cotune.store")
 
 BATCH_RECORDS = 4000
-"""Records that are committed at once without waiting for more; the next ones begin another transaction."""
+"""Number of records that are committed at once without waiting for more; later ones begin another transaction."""
 LINGER = 0.2
 """Seconds that a record waits for others to share its transaction."""
 LATE, YIELD = 0.23, 0.002
-"""Age in seconds at which a record that is not committed makes `put` pause, and the seconds of one pause. A thread
-that gives up the interpreter lock for microseconds only, as a busy application does, can starve the writer's."""
+"""Age in seconds of an uncommitted record that makes `put` pause, and the seconds of one pause. A busy application
+releases the interpreter lock only for microseconds, which could starve the writer's thread."""
 QUEUE_BYTES = 14 << 20
-"""Bound of the queue in memory."""
+"""Maximum size of the queue in memory."""
 PUT_TIMEOUT = 5.0
-"""Seconds that `put` waits for room in a full queue. While the disk fails, or after one such time-out until there is
-room again, it drops the records at once."""
+"""Seconds that `put` waits for room in a full queue. While the disk fails, or after a time-out until there is room
+again, it drops the records at once."""
 RECENT_IDS = 32768
-"""Content addresses that are known to be stored; with more, all are forgotten, and some are written again in vain."""
+"""Maximum number of content addresses remembered as stored. With more, all are forgotten; then some rows are written
+again, which changes nothing."""
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
 _UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, struct.error)
-"""Raised for a record that no row can hold, such as one with a number that float32 lacks."""
+"""Exceptions for a record that no row can hold, for example with a number outside the range of float32."""
 _STOPPED = "the thread that writes has ended"
 
 
 class Batch:
     """Rows that are committed together: the values of each table's rows, one after another.
 
-    So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
+    Flat lists, so that a record consists of few objects: each costs time again when the writer's thread, on another
+    core, reads it.
     """
 
-    __slots__ = ("bytes", "count", "counts", "failure", "kept", "left_out", "puts", "since", "tables")
+    __slots__ = ("bytes", "count", "counts", "failure", "left_out", "puts", "retained", "since", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
         self.count = self.bytes = self.puts = 0
-        self.kept = 0
-        """Those of its records that their sender keeps until they are committed."""
+        self.retained = 0
+        """Number of its records that the sender retains until they are committed: these cannot be lost."""
         self.counts: Counter[str] = Counter()
-        """What is added to the counters of the store with it."""
+        """Numbers to add to the counters of the store in the same transaction."""
         self.since = time.monotonic()
         self.failure: str | None = _STOPPED
-        """After `flush`: why it could not be written."""
+        """After `flush`: why it could not be written; None if it was."""
         self.left_out: Mapping[RowKey, str] = {}
-        """After `flush`: rows that were left out, and the counter that counts them."""
+        """After `flush`: rows that were left out, each with the name of its counter."""
 
 
 class Act:
-    """Something to do in a transaction of its own, after everything queued before. After `flush`, `result` is what it
-    returned, or `failure` why it could not be done."""
+    """A function to run in a separate transaction, after everything queued before. After `flush`, `result` is its return
+    value, or `failure` the reason why it failed."""
 
-    count, kept, bytes, puts = 0, 0, 400, 1
+    count, retained, bytes, puts = 0, 0, 400, 1
 
     def __init__(self, do: Callable[[Transactions], Any]) -> None:
         self.do = do
@@ -80,11 +82,12 @@ class Writer:
     """Takes records from any thread and commits them in order. `put` neither raises nor waits for the disk."""
 
     def __init__(self, database: Database) -> None:
-        """Own `database` from now on."""
+        """Write to `database`, which nobody else may use from now on."""
         self._db = database
-        self._known: set[str] = set()
-        """Content addresses known to be stored, since `_known_since`; none where other processes may delete them."""
-        self._known_since = time.monotonic()
+        self._stored_ids: set[str] = set()
+        """Content addresses known to be stored, collected since `_stored_ids_since`. Empty if other processes may delete
+        them."""
+        self._stored_ids_since = time.monotonic()
         self._queue: deque[Batch | Act] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -96,7 +99,7 @@ class Writer:
         self._counted = {"lost": 0, "refused": 0, "foreign": 0}
         self._saved = dict(self._counted)
         try:
-            self._does = Transactions(database, self._report, self._known.clear)
+            self._transactions = Transactions(database, self._report, self._stored_ids.clear)
         except BaseException:
             database.close()
             raise
@@ -105,7 +108,7 @@ class Writer:
 
     @property
     def failing(self) -> bool:
-        """Whether the last transaction failed, and is tried again."""
+        """Whether the last transaction failed and is being tried again."""
         return self._failing
 
     @property
@@ -125,27 +128,28 @@ class Writer:
 
     def put(self, records: Sequence[Record]) -> None:
         """Encode and queue records; those that cannot be queued are counted in `lost`."""
-        _, refusal = self._queued_in(records)
+        _, refusal = self._enqueue(records)
         if refusal:
             self._lose(len(records), refusal)
 
     def commit(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None
     ) -> Mapping[str, Sequence[Record]]:
-        """Encode and queue records, and return when they are durable, with what they add to the counters of the store.
-        Return those that were left out, by the counter that counts them. Raises RunError if they could not be
+        """Encode and queue records, add `counts` to the counters of the store, and return when both are durable.
+
+        Returns the records that were left out, by the name of their counter. Raises RunError if they could not be
         stored."""
-        batch, refusal = self._queued_in(records, counts, kept=True)
+        batch, refusal = self._enqueue(records, counts, retained=True)
         if batch is None and refusal is None:
-            # At least one of them cannot be encoded: the others are committed together.
+            # At least one of them cannot be encoded. The others are committed together.
             broken: list[Record] = []
-            others: list[Record] = []
+            valid: list[Record] = []
             for record in records:
                 if self._is_encodable(record):
-                    others.append(record)
+                    valid.append(record)
                 else:
                     broken.append(record)
-            left_out = dict(self.commit(others, counts)) if others or counts else {}
+            left_out = dict(self.commit(valid, counts)) if valid or counts else {}
             left_out["lost"] = [*left_out.get("lost", ()), *broken]
             return left_out
         if refusal is None:
@@ -153,11 +157,11 @@ class Writer:
             refusal = batch.failure if batch else None
         if refusal:
             cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
-            raise RunError(cause, "Send them again: what is stored is not stored twice.")
+            raise RunError(cause, "Send them again: the store never keeps a record twice.")
         return _left_out(records, batch.left_out if batch else {})
 
     def _is_encodable(self, record: Record) -> bool:
-        """Whether rows can be made of a record, which is counted as lost where not."""
+        """Whether a record can be encoded as rows. If not, it is counted as lost."""
         try:
             encode([storable_record(record)], ())
         except _UNENCODABLE as error:
@@ -165,18 +169,19 @@ class Writer:
             return False
         return True
 
-    def _queued_in(
-        self, records: Sequence[Record], counts: Mapping[str, int] | None = None, kept: bool = False
+    def _enqueue(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None, retained: bool = False
     ) -> tuple[Batch | None, str | None]:
-        """The batch that holds these records now, None where they cannot be encoded; or why they cannot be queued."""
-        known = () if self._db.shared else self._known
+        """Add records to the queue. Returns the batch that holds them and the reason if they cannot be queued; both are
+        None if they cannot be encoded."""
+        stored_ids = () if self._db.shared else self._stored_ids
         try:
             try:
-                rows, size = encode(records, known)
-            except _UNENCODABLE:  # rare, so only now is every value looked at
-                rows, size = encode(list(map(storable_record, records)), known)
+                rows, size = encode(records, stored_ids)
+            except _UNENCODABLE:  # rare, so values that no row can hold are replaced only now
+                rows, size = encode(list(map(storable_record, records)), stored_ids)
         except _UNENCODABLE as error:
-            if not kept:  # `commit` looks at them one by one
+            if not retained:  # `commit` tries the records one by one
                 self._lose(len(records), "a record cannot be encoded", error)
             return None, None
         batch = None
@@ -193,7 +198,7 @@ class Writer:
                     batch.tables[table].extend(row)
                 batch.counts.update(counts or {})
                 batch.count += len(records)
-                batch.kept += len(records) if kept else 0
+                batch.retained += len(records) if retained else 0
                 batch.bytes += size
                 batch.puts += 1
                 self._records += len(records)
@@ -203,11 +208,11 @@ class Writer:
                 if self._idle or self._records >= BATCH_RECORDS:
                     self._changed.notify_all()
                 if time.monotonic() - self._since > LATE and not self._failing:
-                    self._changed.wait(YIELD)
+                    self._changed.wait(YIELD)  # gives the writer's thread a turn, see LATE
         return batch, refusal
 
     def act(self, act: Act) -> str | None:
-        """Do it after everything queued; return why that failed, or None."""
+        """Run an act after everything queued; return the reason if it failed, or None."""
         with self._changed:
             if refusal := self._refusal(full=False):
                 return refusal
@@ -226,19 +231,20 @@ class Writer:
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
     def pause(self) -> bool:
-        """Commit the queue, and leave the database to other writers for a while. Return whether all is committed.
-        Nothing is put until `is_unchanged` has returned True."""
+        """Commit the queue and leave the database to other writers for a while. Returns whether all is committed. Put
+        nothing until `is_unchanged` has returned True."""
         if self._closing:
             return False
         self.flush()
         if self._failing or self._counted != self._saved:
             return False  # `close` makes one more attempt
-        for text in self._db.pause():  # the writer's thread waits for its queue, and leaves the connection alone
+        for text in self._db.pause():  # safe: the writer's thread waits for its queue and does not use the connection
             self._report(text)
         return True
 
     def is_unchanged(self) -> bool:
-        """Whether no other writer has changed the database since `pause`, so that what this one knows of it is true."""
+        """Whether no other writer has changed the database since `pause`, so that this writer's memory of it is
+        right."""
         return self._db.is_unchanged()
 
     def close(self) -> None:
@@ -255,16 +261,17 @@ class Writer:
             self._report(text)
 
     def abandon(self) -> None:
-        """In a forked child: take nothing any more, and leave the parent's connection alone."""
+        """In a forked child: refuse all records and do not touch the parent's connection."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._forked = self._closing = True
 
     def _refusal(self, full: bool = True) -> str | None:
-        """Why nothing can be queued, after one wait for room; None where it can. An act may overfill the queue."""
+        """The reason why nothing can be queued, after one wait for room; None if there is room. With `full` False, a
+        full queue is no reason: an act may overfill it."""
         if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
-            eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
-            self._stalled = not eased
+            has_room = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
+            self._stalled = not has_room
         if self._closing:
             return "the store was opened by the parent process" if self._forked else "the store is closed"
         if self._bytes > QUEUE_BYTES and full:
@@ -273,18 +280,18 @@ class Writer:
         return None
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
-            self._settle(taken)
+        while (work := self._take()) is not None:
+            self._settle(work)
             with self._changed:
-                self._done += taken.puts
-                self._bytes -= taken.bytes
+                self._done += work.puts
+                self._bytes -= work.bytes
                 self._since = self._queue[0].since if self._queue else math.inf
                 self._changed.notify_all()
         if self._counted != self._saved:
             self._settle(Batch())
 
     def _take(self) -> Batch | Act | None:
-        """Wait for something to write, then a moment for more of it; None at the end."""
+        """Wait for a batch or act, then a moment for more records to share its transaction; None at the end."""
         with self._changed:
             self._idle = True
             self._changed.wait_for(lambda: self._queue or self._closing)
@@ -294,41 +301,41 @@ class Writer:
             )
             if not self._queue:
                 return None
-            taken = self._queue.popleft()
-            self._records -= taken.count
-            return taken
+            work = self._queue.popleft()
+            self._records -= work.count
+            return work
 
-    def _settle(self, taken: Batch | Act) -> None:
-        """Commit. Trouble with the disk is waited out, unless someone waits for the result."""
+    def _settle(self, work: Batch | Act) -> None:
+        """Commit. After trouble with the disk, wait and try again, unless someone waits for the result."""
         pause, last = RETRY[0], False
         while True:
             try:
-                self._commit(taken)
+                self._commit(work)
             except self._db.trouble as error:
                 self._report("the store cannot be written", error)
                 if last:
-                    self._give_up(taken, error)
+                    self._give_up(work, error)
                     return
                 last = self._pause(pause)
                 pause = min(2 * pause, RETRY[1])
-            except Exception as error:  # noqa: BLE001  the thread must go on, as others wait for it
-                self._give_up(taken, error)
+            except Exception as error:  # noqa: BLE001  this thread must continue, as others wait for it
+                self._give_up(work, error)
                 return
             else:
-                taken.failure = None
+                work.failure = None
                 self._failing = False
                 return
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next attempt; True when someone waits, so that it must be the last one."""
+        """Wait before the next attempt. Returns True if someone waits, so that the next attempt must be the last."""
         with self._changed:
             self._failing = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
-    def _give_up(self, taken: Batch | Act, error: Exception) -> None:
-        taken.failure = str(error) or type(error).__name__
-        self._lose(taken.count - taken.kept, "records cannot be stored", error)
+    def _give_up(self, work: Batch | Act, error: Exception) -> None:
+        work.failure = str(error) or type(error).__name__
+        self._lose(work.count - work.retained, "records cannot be stored", error)
 
     def _lose(self, count: int, cause: str, error: Exception | None = None) -> None:
         with self._changed:
@@ -336,41 +343,41 @@ class Writer:
         self._report(cause, error)
 
     def _report(self, cause: str, error: Exception | None = None) -> None:
-        """Log each cause once; the counters hold how often it occurred."""
+        """Log each cause once. The counters tell how often it occurred."""
         if cause not in self._reported:
             self._reported.add(cause)
             log.error("%s: %s%s", self._db.name, cause, f" ({error})" if error else "")
 
-    def _commit(self, taken: Batch | Act) -> None:
-        """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
+    def _commit(self, work: Batch | Act) -> None:
+        """Run one transaction. Its counts and stored addresses are work over only after it has been committed."""
         counted, added = dict(self._counted), dict.fromkeys(self._counted, 0)
         try:
             self._db.begin()
-            if isinstance(taken, Batch):
-                written = self._does.write_rows(taken.tables)
-                taken.left_out = written.left_out
+            if isinstance(work, Batch):
+                written = self._transactions.write_rows(work.tables)
+                work.left_out = written.left_out
                 added = written.counted
-                self._does.count(taken.counts)
+                self._transactions.count(work.counts)
             else:
-                taken.result = taken.do(self._does)
+                work.result = work.do(self._transactions)
             counted = {name: value + added[name] for name, value in counted.items()}
             if counted != self._saved:
-                self._does.count({name: value - self._saved[name] for name, value in counted.items()})
+                self._transactions.count({name: value - self._saved[name] for name, value in counted.items()})
             self._db.commit()
         except BaseException:
             self._db.rollback()
-            self._does.any_closed = True
+            self._transactions.any_closed = True
             raise
         self._saved = counted
         with self._changed:
             for name, count in added.items():
                 self._counted[name] += count
-        if isinstance(taken, Batch) and not added["lost"] and not self._db.shared:
-            if len(self._known) > RECENT_IDS or time.monotonic() - self._known_since > DAY:
-                self._known.clear()
-                self._known_since = time.monotonic()
+        if isinstance(work, Batch) and not added["lost"] and not self._db.shared:
+            if len(self._stored_ids) > RECENT_IDS or time.monotonic() - self._stored_ids_since > DAY:
+                self._stored_ids.clear()
+                self._stored_ids_since = time.monotonic()
             for table in ("images", "messages", "segments"):
-                self._known.update(taken.tables[table][:: WIDTHS[table]])
+                self._stored_ids.update(work.tables[table][:: WIDTHS[table]])
         if added["refused"]:
             self._report("a reward came after its group was consumed and is refused")
         if added["foreign"]:
@@ -378,7 +385,7 @@ class Writer:
 
 
 def _left_out(records: Sequence[Record], reasons: Mapping[RowKey, str]) -> dict[str, list[Record]]:
-    """Those of some records whose rows were left out, by the reason."""
+    """The records whose rows were left out, by the reason."""
     left_out: dict[str, list[Record]] = {}
     for record in records if reasons else ():
         rows, _ = encode([storable_record(record)], ())

@@ -17,7 +17,7 @@ from cotune.reading.run import OpenedRun
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.notes import LONGEST, Note, write_note
-from cotune.storage.whole_file import of_system
+from cotune.storage.whole_file import system_error_message
 
 _LARGEST = 64 << 10
 """Bytes of a request."""
@@ -54,7 +54,7 @@ def _keep(run: OpenedRun, given: GivenNote) -> Note | None:
     try:
         return write_note(run.notes_file, note)
     except OSError as error:
-        raise RequestError(500, of_system(error, "say it again")) from None
+        raise RequestError(500, system_error_message(error, "say it again")) from None
 
 
 def notes_page(viewer: Viewer, request: Request) -> Response:

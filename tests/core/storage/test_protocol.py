@@ -59,7 +59,7 @@ def test_a_store_without_sql_is_not_shown(
 
     register("one", "stores_of_users:open_memory")
     assert main([command[0], "memory://records", *command[1:]]) == 1
-    assert "answers no queries" in capsys.readouterr().err
+    assert "cannot answer the queries" in capsys.readouterr().err
 
 
 def test_what_sql_alone_can_do_names_the_stores_that_have_it() -> None:

@@ -43,7 +43,7 @@ def judge(episodes, task):
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("cotune.storage.run_code._agreed", set())
+    monkeypatch.setattr("cotune.storage.run_code._trusted_here", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("sent_app", "own_app"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -126,7 +126,7 @@ def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) ->
 def test_a_folder_that_was_agreed_to_stays_trusted_until_it_changes(sent: Path, monkeypatch: Any) -> None:
     orders = orders_of_run(sent, read_run_json(sent))
     remember(orders)
-    monkeypatch.setattr("cotune.storage.run_code._agreed", set())  # as in another process
+    monkeypatch.setattr("cotune.storage.run_code._trusted_here", set())  # as in another process
     assert open_run_code(sent) and sys.path[0] == str(sent)
     described = json.loads((sent / "run.json").read_text())
     described["config"]["distill"]["teacher"] = "http://evil:8000"

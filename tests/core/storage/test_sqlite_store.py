@@ -257,7 +257,7 @@ def test_a_second_writer_is_told_who_holds_the_file(tmp_path):
     assert process.stdout.readline() == b"open\n"
     with pytest.raises(RunError, match=f"process {process.pid}") as caught:
         SqliteStore.open(tmp_path)
-    assert "reading is possible" in caught.value.remedy
+    assert "you can read the records meanwhile" in caught.value.remedy
     SqliteStore.open(tmp_path, read_only=True).close()
     process.communicate()
     SqliteStore.open(tmp_path).close()
@@ -367,7 +367,7 @@ def test_what_is_known_to_be_stored_is_bounded_and_may_be_written_again(tmp_path
         for number in [*range(40), *range(40)]:
             store.write([Message(f"m{number}", number)])
             store.flush()
-            assert len(store._writer._known) <= 11
+            assert len(store._writer._stored_ids) <= 11
         assert store.rows("SELECT count(*) FROM messages") == [(40,)]
         assert (store.message("m0"), store.message("m39"), store.health.lost) == (0, 39, 0)
 
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_written_is_read_and_refused_for_writing(request
             assert [found.id for found in store.episodes()] == ["E1"]
         with pytest.raises(RunError, match=r"records.db cannot be written: Permission denied"):
             SqliteStore.open(folder)
-        with pytest.raises(RunError, match=r"The folder .*new cannot be made: Permission denied"):
+        with pytest.raises(RunError, match=r"The folder .*new cannot be created: Permission denied"):
             SqliteStore.open(folder / "new" / "records.db")
         with pytest.raises(RunError, match="cannot be written"), cotune.trace(folder):
             pass

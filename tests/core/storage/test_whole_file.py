@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.storage.whole_file import is_full, of_system, whole_file
+from cotune.storage.whole_file import is_full, system_error_message, whole_file
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -40,7 +40,7 @@ def test_a_link_is_followed_and_a_device_written_as_it_is(tmp_path: Path) -> Non
 def test_a_full_disk_is_named_with_its_file_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught, whole_file("/dev/full") as file:
         file.write(b"x")
-    assert of_system(caught.value) == (
+    assert system_error_message(caught.value) == (
         "The disk of /dev/full is full: no more can be written. Free some space, then run the command again."
     )
     assert is_full(ValueError("I/O error: No space left on device (os error 28)")), "as safetensors says it"

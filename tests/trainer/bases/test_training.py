@@ -20,7 +20,7 @@ from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import Held
+from cotune.storage.run_layout import BaseDigests
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.opening.resume import check_bases
 from tests.integrations import tiny_models
@@ -247,6 +247,6 @@ def test_bad_input_is_named_before_work_starts(trainer: Trainer, tiny_base: Path
 
 def test_a_policy_whose_own_base_gave_way_to_that_of_the_run_is_named() -> None:
     folder: Any = SimpleNamespace(described={"held": {"base": {"weights": "a"}, "bases": {"two": {"weights": "b"}}}})
-    check_bases(folder, Held(base={"weights": "a"}, bases={"two": {"weights": "b"}}))
+    check_bases(folder, BaseDigests(base={"weights": "a"}, bases={"two": {"weights": "b"}}))
     with pytest.raises(RunError, match=r"base model of policy 'two' is not the one .* its weights changed"):
-        check_bases(folder, Held(base={"weights": "a"}))
+        check_bases(folder, BaseDigests(base={"weights": "a"}))

@@ -187,7 +187,7 @@ def test_a_trace_that_another_user_wrote_is_asked_about(
     tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     assert main(["trace", APP, "--tasks", str(tasks), "--out", str(traced)]) == 0
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(run_code, "_agreed", set())
+    monkeypatch.setattr(run_code, "_trusted_here", set())
     status, text = replay(capsys, str(traced), "--all")
     assert status == 1 and APP in text and "--trust-folder" in text
     assert replay(capsys, str(traced), "--all", "--workflow", APP)[0] == 0

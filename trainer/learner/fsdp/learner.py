@@ -19,7 +19,7 @@ from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.storage.token_figures import Seen
+from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.config.learner import PolicyTraining, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import check_rows
@@ -140,9 +140,9 @@ class FsdpLearner:
         check_rows(rows)
         return [np.array(part) for part in self._ask(policy, "logprobs", pack_rows(rows))]
 
-    def seen(self, policy: str) -> Mapping[str, Seen]:
+    def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
         """As `Learner.seen`."""
-        found: Mapping[str, Seen] = self._ask(policy, "seen")
+        found: Mapping[str, CandidateTokens] = self._ask(policy, "seen")
         return found
 
     def weights(self, policy: str) -> Weights:

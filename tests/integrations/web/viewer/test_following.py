@@ -25,7 +25,7 @@ from cotune.reading.curves import Chart, Series
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, Task
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.storage.token_figures import Seen, TokenFigures, read_token_figures, write_token_figures
+from cotune.storage.token_figures import CandidateTokens, TokenFigures, read_token_figures, write_token_figures
 from tests.integrations.web.viewer.conftest import STEPS
 from tests.integrations.web.viewer.test_browser import click, errors, opened, screen, until
 from tests.integrations.web.viewer.test_pages import ids, text
@@ -69,7 +69,7 @@ def test_cards_are_coloured_by_what_is_chosen(site, run, by):
 
 def test_colours_say_how_large_a_figure_is():
     said = Candidate(index=0, text="abc", message={}, token_ids=(1, 2, 3), logprobs=(-0.05, -1.5, -9.0))
-    seen = TokenFigures({"c.0": Seen(np.array([0.0, 0.5, -1.0]), np.array([0.01, 3.0, np.nan]))})
+    seen = TokenFigures({"c.0": CandidateTokens(np.array([0.0, 0.5, -1.0]), np.array([0.01, 3.0, np.nan]))})
 
     def colours(by: str) -> list[str]:
         found = Colouring(by, "", seen).of_tokens(said, "c.0")
@@ -97,7 +97,12 @@ def test_a_page_colours_so_many_tokens_and_says_what_it_left_out(monkeypatch):
 
 def test_figures_of_tokens_are_kept_by_step(tmp_path: Path):
     write_token_figures(
-        tmp_path, 0, {"a.0": Seen(np.array([0.5, 0.0]), np.array([1.0, 2.0])), "b.1": Seen(np.zeros(1), np.ones(1))}
+        tmp_path,
+        0,
+        {
+            "a.0": CandidateTokens(np.array([0.5, 0.0]), np.array([1.0, 2.0])),
+            "b.1": CandidateTokens(np.zeros(1), np.ones(1)),
+        },
     )
     found = read_token_figures(tmp_path, 0)
     assert found and found.of("none") is None

@@ -149,7 +149,7 @@ def test_thumbs_do_not_look_like_the_troubles_that_a_page_notes() -> None:
 def test_a_page_is_told_why_its_note_was_not_kept(url: str, copied: Path) -> None:
     (copied / FILE).write_text("{broken\n")
     answer = post(url, {"id": f"{a_call(copied)}.1", "score": 1})
-    assert answer.status_code == 500 and "line 1 is no note" in answer.json()["error"]["message"]
+    assert answer.status_code == 500 and "line 1 is not a note" in answer.json()["error"]["message"]
 
 
 def test_a_thumb_is_a_click_and_again_takes_it_back(driver, url: str, copied: Path) -> None:
