@@ -53,7 +53,7 @@ class SettingGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BySetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure of many runs by one of their settings. `notes` say what the table does not show."""
+    """A figure of many runs by one of their settings. `notes` are remarks that the table does not show."""
 
     setting: str
     figure: str
@@ -70,14 +70,19 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
     """
     trained = [run for run in runs if run.is_run]
     settings = {run.name: dict(leaves(run.description.get("config") or {})) for run in trained}
-    known = {name for of_run in settings.values() for name in of_run}
-    if setting not in known:
-        remedy = did_you_mean(near_names(setting, sorted(known))) or "Name a setting by its dotted name: learner.lr."
+    names: set[str] = set()
+    for of_run in settings.values():
+        names.update(of_run)
+    if setting not in names:
+        remedy = did_you_mean(near_names(setting, sorted(names))) or "Name a setting by its dotted name: learner.lr."
         raise ConfigError("--by", setting, f"is no setting of these {plural(len(trained), 'run')}", remedy)
 
-    # 1. One figure for all runs: of those that most runs have, the one that stands first in the headlines.
-    changes = {run.name: {figure_name(change): change for change in run.headline.changes} for run in trained}
-    counts = Counter(name for of_run in changes.values() for name in of_run)
+    # 1. One figure for all runs: the figure that most runs have; among equals, the first one in the headlines.
+    changes: dict[str, dict[str, Change]] = {}
+    counts: Counter[str] = Counter()
+    for run in trained:
+        changes[run.name] = {figure_name(change): change for change in run.headline.changes}
+        counts.update(changes[run.name].keys())
     if not counts:
         remedy = "Train with held-out tasks (--eval-tasks FILE), or evaluate the runs."
         raise ConfigError("--by", setting, "finds no run with a figure", remedy)
@@ -88,15 +93,15 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
     used: list[OpenedRun] = []
     left_out: list[str] = []
     for run in trained:
-        change = changes[run.name].get(figure)
-        if change is None or setting not in settings[run.name]:
+        figure_of_run = changes[run.name].get(figure)
+        if figure_of_run is None or setting not in settings[run.name]:
             left_out.append(run.name)
             continue
         used.append(run)
         value = _value_text(settings[run.name][setting])
         if setting == "recipe":
-            value = facts(run).recipe or value  # a run without a recipe has the usual one of its plan
-        rows.setdefault(value, []).append(_row(run.name, settings[run.name], change))
+            value = facts(run).recipe or value  # without a recipe, a run uses the default of its plan
+        rows.setdefault(value, []).append(_row(run.name, settings[run.name], figure_of_run))
     groups: list[SettingGroup] = []
     for value, of_value in rows.items():
         first = groups[0].runs if groups else None
@@ -130,9 +135,9 @@ def _group(value: str, rows: Sequence[RunOfGroup], first: Sequence[RunOfGroup] |
     against = None
     if first is not None:
         # Runs of one seed share tasks and random numbers, so their difference varies less than the two figures.
-        of_first, own = _by_seed(first), _by_seed(rows)
-        shared = [own[seed] - of_first[seed] for seed in own if seed in of_first]
-        against = interval_over_runs(shared) if len(shared) > 1 else None
+        of_first, of_group = _by_seed(first), _by_seed(rows)
+        differences = [of_group[seed] - of_first[seed] for seed in of_group if seed in of_first]
+        against = interval_over_runs(differences) if len(differences) > 1 else None
     return SettingGroup(
         value=value,
         runs=tuple(rows),
@@ -160,17 +165,23 @@ def _notes(
     for group in groups:
         repeated = [seed for seed, count in Counter(row.seed for row in group.runs).items() if count > 1]
         if repeated:
-            said = ", ".join(map(str, sorted(repeated)))
-            notes.append(f"{group.value}: several runs have seed {said}, so the interval is too narrow.")
+            seeds = ", ".join(map(str, sorted(repeated)))
+            notes.append(f"{group.value}: several runs have seed {seeds}, so the interval is too narrow.")
     unfinished = [run.name for run in runs if run.state != "finished"]
     if unfinished:
         notes.append(f"Not finished: {', '.join(unfinished)}.")
-    names = {name for run in runs for name in settings[run.name]} - {setting, SEED}
-    differing = [name for name in sorted(names) if len({_value_text(settings[run.name].get(name)) for run in runs}) > 1]
+    names: set[str] = set()
+    for run in runs:
+        names.update(settings[run.name])
+    differing = []
+    for name in sorted(names - {setting, SEED}):
+        values = {_value_text(settings[run.name].get(name)) for run in runs}
+        if len(values) > 1:
+            differing.append(name)
     if differing:
         more = len(differing) - MOST_NAMED
-        said = ", ".join(differing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        notes.append(f"The runs also differ in {said}: a difference may come from these.")
+        named = ", ".join(differing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        notes.append(f"The runs also differ in {named}: a difference may come from these.")
     return notes
 
 

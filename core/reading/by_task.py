@@ -1,4 +1,4 @@
-"""An evaluation task by task: the ending of each in every mode, the tasks that got worse first."""
+"""An evaluation task by task: the ending of each task in every mode. Tasks that became worse come first."""
 
 from __future__ import annotations
 
@@ -32,28 +32,45 @@ class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[EvaluatedTask]:
-    """All tasks of an evaluation: first those that lost most from the mode `against` to the mode `label`, in success,
-    then in reward; of equal ones those that end worse in `label`, then by their ids."""
+    """All tasks of an evaluation, ordered by the change from the mode `against` to the mode `label`.
+
+    The tasks that lost most come first: by success, then by reward. Equal tasks are ordered by their result in `label`,
+    the worse first, then by their ids.
+    """
     modes = evaluation.evaluations
-    solved = any(mode.successes for mode in modes.values())
+    has_success = any(mode.successes for mode in modes.values())
     floor = min((modes[name].floor for name in (label, against) if name in modes), default=0.0)
-    found = []
-    for task in dict.fromkeys(task for mode in modes.values() for task in mode.endings):
-        ends = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
-        played = [modes[name].by_task.get(task, ()) if name in modes else () for name in (label, against)]
-        after, before = (_figures(endings, solved, floor) for endings in played)
-        changes = [None if a is None or b is None else a - b for a, b in zip(after, before, strict=True)]
-        change = changes[0] if solved else changes[1]
-        order = (change is None, changes[0] or 0.0, changes[1] or 0.0, after[0] or 0.0, after[1] or 0.0, task)
-        found.append((order, EvaluatedTask(task=task, endings=ends, change=change)))
-    return [row for _, row in sorted(found, key=lambda one: one[0])]
+    tasks: dict[str, None] = {}
+    for mode in modes.values():
+        tasks.update(dict.fromkeys(mode.endings))
+
+    def figures_in(name: str, task: str) -> tuple[float | None, float | None]:
+        endings = modes[name].by_task.get(task, ()) if name in modes else ()
+        return _figures(endings, has_success, floor)
+
+    rows = []
+    for task in tasks:
+        success_after, reward_after = figures_in(label, task)
+        success_before, reward_before = figures_in(against, task)
+        success_change = _difference(success_after, success_before)
+        reward_change = _difference(reward_after, reward_before)
+        change = success_change if has_success else reward_change
+        endings = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
+        row = EvaluatedTask(task=task, endings=endings, change=change)
+        by_change = (change is None, success_change or 0.0, reward_change or 0.0)
+        rows.append(((*by_change, success_after or 0.0, reward_after or 0.0, task), row))
+    return [row for _, row in sorted(rows, key=lambda item: item[0])]
 
 
-def _figures(endings: Sequence[TaskEnding], solved: bool, floor: float) -> tuple[float | None, float | None]:
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
+
+
+def _figures(endings: Sequence[TaskEnding], has_success: bool, floor: float) -> tuple[float | None, float | None]:
     """Mean success and mean reward of the episodes of a task; None for a figure that is unknown or not reported."""
-    known = [ending for ending in endings if ending.known]
-    successes = [float(ending.solved) for ending in known if solved and ending.solved is not None]
-    rewards = [floor if ending.floored else ending.reward for ending in known]
+    counted = [ending for ending in endings if ending.known]
+    successes = [float(ending.solved) for ending in counted if has_success and ending.solved is not None]
+    rewards = [floor if ending.floored else ending.reward for ending in counted]
     reported = [reward for reward in rewards if reward is not None]
     return fmean(successes) if successes else None, fmean(reported) if reported else None
 
@@ -68,15 +85,15 @@ def tasks_of_kind(rows: Sequence[EvaluatedTask], kind: str) -> list[EvaluatedTas
 
 
 def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Sequence[str]) -> dict[tuple[str, str], str]:
-    """The first episode of each of these tasks in each mode, by (task, mode); empty where they were not kept."""
+    """The first episode of each of these tasks in each mode, by (task, mode); empty if the records are missing."""
     records = run.records_of(evaluation)
     if records is None or not tasks:
         return {}
-    found = {}
+    episodes = {}
     for mode in evaluation.evaluations:
         for task, episode in first_episodes(records, evaluation, mode, tasks).items():
-            found[task, mode] = episode
-    return found
+            episodes[task, mode] = episode
+    return episodes
 
 
 def first_episodes(
@@ -89,7 +106,7 @@ def first_episodes(
 
 
 def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, task: str) -> str:
-    """The first episode of a task in a mode that failed or did not solve it; empty where there is none."""
+    """The first episode of a task in a mode that failed or did not solve it; empty if all solved it."""
     phase, step = _recorded_under(evaluation, mode)
     filters = EpisodeFilters(phase=phase, task=task, solved="no", training_step=step)
     lines = records.store.figures().episode_lines(filters, 1, "oldest")
@@ -97,7 +114,7 @@ def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, 
 
 
 def _recorded_under(evaluation: StoredEvaluation, mode: str) -> tuple[str, int | None]:
-    """The phase and the training step, as records number it, of the episodes of a mode."""
+    """The phase and the training step under which the episodes of a mode are recorded."""
     if not evaluation.name.startswith(IN_TRAINING):
         return f"eval-{mode}", None
     return "eval", (evaluation.steps or 0) - 1 if mode == "trained" else BEFORE

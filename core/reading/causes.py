@@ -1,4 +1,4 @@
-"""Why episodes failed: errors that differ in their numbers alone are one cause, with a count and an example."""
+"""Why episodes failed. Errors that differ only in their numbers count as one cause, with a count and an example."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NUMBER = re.compile(
 
 
 class Cause(msgspec.Struct, kw_only=True):
-    """Why `count` episodes of a phase failed. `example` is the commonest of `forms` errors whose first lines differ in
-    numbers alone."""
+    """The reason why `count` episodes of a phase failed. `example` is the commonest of `forms` errors whose first lines
+    differ only in numbers."""
 
     phase: str
     example: str
@@ -47,23 +47,23 @@ class Cause(msgspec.Struct, kw_only=True):
 
 def causes(rows: Iterable[tuple[str, str | None, int]]) -> list[Cause]:
     """Causes of failed episodes, the commonest first, from (phase, error, episodes), the commonest first."""
-    found: dict[tuple[str, str], Cause] = {}
+    by_key: dict[tuple[str, str], Cause] = {}
     lines: dict[tuple[str, str], set[str]] = {}
     for phase, error, count in rows:
         line = first_line(error)
         key = (str(phase), _NUMBER.sub("#", line))
-        cause = found.setdefault(key, Cause(phase=key[0], example=error or line, count=0, forms=0))
+        cause = by_key.setdefault(key, Cause(phase=key[0], example=error or line, count=0, forms=0))
         cause.count += count
         lines.setdefault(key, set()).add(line)
-    for key, cause in found.items():
+    for key, cause in by_key.items():
         cause.forms = len(lines[key])
-    return sorted(found.values(), key=lambda cause: -cause.count)
+    return sorted(by_key.values(), key=lambda cause: -cause.count)
 
 
-def shortened(found: Sequence[Cause], most: int) -> tuple[Sequence[Cause], str]:
-    """The commonest causes, and a sentence on how many episodes the others cost; empty where there are no others."""
-    others = found[most:]
+def shortened(by_count: Sequence[Cause], most: int) -> tuple[Sequence[Cause], str]:
+    """The `most` common causes, and a sentence with the number of other failed episodes; empty without others."""
+    others = by_count[most:]
     if not others:
-        return found, ""
+        return by_count, ""
     count = plural(sum(cause.count for cause in others), "more episode")
-    return found[:most], f"{count} failed, for {plural(len(others), 'other reason')}"
+    return by_count[:most], f"{count} failed, for {plural(len(others), 'other reason')}"

@@ -1,8 +1,7 @@
-"""Curves of a run's metrics, step by step, and of several runs over each other."""
+"""Curves of a run's metrics by step. The curves of several runs share a chart."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ from cotune.reading.run import OpenedRun
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a chart: `values` by step of the chart, None where there is none. `low` and `high` bound its 95%
-    interval."""
+    """One line of a chart: `values` for each step of the chart, None for a step without a value. `low` and `high` bound
+    its 95% interval."""
 
     label: str
     run: str
@@ -46,7 +45,7 @@ _MOST_LEFT_OUT = 6
 
 
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
-    """All charts that some of these runs have figures for."""
+    """All charts for which at least one of these runs has figures."""
     taught = all(all_taught(run.config) for run in runs)
     found = [
         _held_out(runs, "success", HELD_OUT[0], True),
@@ -73,29 +72,36 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
 
 
 HELD_OUT = ("Success on held-out tasks", "Reward on held-out tasks")
-"""Titles of the charts of the evaluations that training makes."""
+"""Titles of the charts with training's evaluations."""
 FIRST = (
     *HELD_OUT, "Held-out loss", "Distance from the teacher", "Reward",
     "Pairs ranked right", "Entropy", "Loss",
 )  # fmt: skip
-"""Titles of the charts that say most of a run, the most telling first; nothing selected is among them."""
+"""Titles of the most informative charts, in order. None of them shows selected candidates."""
 
 
-def first_charts(found: Sequence[Chart], most: int = 3, *, held_out: bool = True) -> list[Chart]:
-    """The most telling ones of a run's charts, with those of training's evaluations or without."""
+def first_charts(all_charts: Sequence[Chart], most: int = 3, *, held_out: bool = True) -> list[Chart]:
+    """The most informative charts of a run. With `held_out` False, without the charts of training's evaluations."""
     titles = [title for title in FIRST if held_out or title not in HELD_OUT]
-    return sorted((chart for chart in found if chart.title in titles), key=lambda c: FIRST.index(c.title))[:most]
+    first = [chart for chart in all_charts if chart.title in titles]
+    return sorted(first, key=lambda chart: FIRST.index(chart.title))[:most]
 
 
 def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
-    """A chart of lines, each a label, its run and values by step; None where no value is a number."""
-    known = [(label, run, found) for label, run, by_step in lines if (found := _numbers(by_step))]
-    steps = sorted({step for _, _, found in known for step in found})
-    if not steps:
+    """A chart of lines, each a label, its run and values by step; None if no value is a number."""
+    numbers: list[tuple[str, OpenedRun, dict[int, float]]] = []
+    all_steps: set[int] = set()
+    for label, run, by_step in lines:
+        values = _numbers(by_step)
+        if values:
+            numbers.append((label, run, values))
+            all_steps.update(values)
+    if not numbers:
         return None
-    series = [
-        Series(label=label, run=run.name, values=[found.get(step) for step in steps]) for label, run, found in known
-    ]
+    steps = sorted(all_steps)
+    series = []
+    for label, run, values in numbers:
+        series.append(Series(label=label, run=run.name, values=[values.get(step) for step in steps]))
     name = f"{about['section']} {about['title']}".lower().replace("/", " ").replace(",", "")
     return Chart(id="-".join(name.split()), steps=steps, series=series, **about)
 
@@ -105,9 +111,14 @@ def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
 
 
 def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
-    return {
-        line["step"] + 1: functools.reduce(lambda found, key: found.get(key, {}), keys, line) for line in run.metrics
-    }
+    """The value under nested keys of each line of metrics.jsonl, by step; {} without one."""
+    by_step: dict[int, Any] = {}
+    for line in run.metrics:
+        value: Any = line
+        for key in keys:
+            value = value.get(key, {})
+        by_step[line["step"] + 1] = value
+    return by_step
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
@@ -117,36 +128,44 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -
     if sets := ", ".join(dict.fromkeys(run.held_out_tasks for run in runs if run.held_out_tasks)):
         text += f" Tasks: {sets}."
     about = {"title": title, "help": text, "section": "Outcome", "percent": percent}
-    known = {run.name: _held_out_figures(run, name) for run in runs}
-    lines = [(run.name if len(runs) > 1 else name, run, known[run.name][""]) for run in runs]
+    figures = {run.name: _held_out_figures(run, name) for run in runs}
+    lines = [(run.name if len(runs) > 1 else name, run, figures[run.name]["mean"]) for run in runs]
     chart = _chart(lines, phase="eval", **about)
     if chart is None:
         return None
-    bands = []
+    with_bounds = []
     for series in chart.series:
-        ends = {end: _numbers(known[series.run][end]) for end in ("low", "high")}
-        bounds = {end: [values.get(step) for step in chart.steps] for end, values in ends.items()}
-        bands.append(msgspec.structs.replace(series, **bounds) if all(ends.values()) else series)
-    return msgspec.structs.replace(chart, series=bands)
+        low, high = _numbers(figures[series.run]["low"]), _numbers(figures[series.run]["high"])
+        if low and high:
+            lows, highs = [low.get(step) for step in chart.steps], [high.get(step) for step in chart.steps]
+            series = msgspec.structs.replace(series, low=lows, high=highs)
+        with_bounds.append(series)
+    return msgspec.structs.replace(chart, series=with_bounds)
 
 
 def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
-    """A held-out figure and the ends of its interval by step; that of step 0 is from before the first one."""
-    found = {end: _by_step(run, "held_out", f"{name}_{end}".rstrip("_")) for end in ("", "low", "high")}
-    first = next((one for one in run.evaluations if one.name.startswith(IN_TRAINING) and one.steps == 0), None)
-    for mode in first.evaluations.values() if first else ():
+    """The `mean` of a held-out figure and the bounds of its interval (`low`, `high`), each by step. Step 0 is the
+    evaluation before training."""
+    figures = {
+        "mean": _by_step(run, "held_out", name),
+        "low": _by_step(run, "held_out", f"{name}_low"),
+        "high": _by_step(run, "held_out", f"{name}_high"),
+    }
+    in_training = [evaluation for evaluation in run.evaluations if evaluation.name.startswith(IN_TRAINING)]
+    before = next((evaluation for evaluation in in_training if evaluation.steps == 0), None)
+    for mode in before.evaluations.values() if before else ():
         if name == "calls":
             calls = list(mode.calls_by_task.values())
             if calls:
-                found[""][0] = fmean(calls)
+                figures["mean"][0] = fmean(calls)
         elif interval := getattr(mode, name):
-            for end in found:
-                found[end][0] = getattr(interval, end or "mean")
-    return found
+            for end in figures:
+                figures[end][0] = getattr(interval, end)
+    return figures
 
 
 def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:
-    """Outcomes of training episodes: of single samples, or `selected`, of paths that were chosen among candidates."""
+    """Outcomes of training episodes: single samples, or with `selected`, paths that were chosen among candidates."""
     by_path: dict[str, list[OpenedRun]] = {}
     for run in runs:
         if run.metrics:
@@ -154,7 +173,10 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
     for path, of_path in by_path.items():
         if (path != SINGLE) != selected:
             continue
-        names = {name for run in of_path for line in run.metrics for name in line["outcome"]}
+        names: set[str] = set()
+        for run in of_path:
+            for line in run.metrics:
+                names.update(line["outcome"])
         for name in sorted(names, key=lambda name: (name != "success", name)):
             yield _chart(
                 [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
@@ -171,7 +193,10 @@ def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Ch
     for figure, metric in registry()[table].items():
         lines = []
         for run in runs:
-            for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
+            names: set[str] = set()
+            for line in run.metrics:
+                names.update(line.get(table, {}))
+            for name in sorted(names):
                 lines.append((_label(runs, run, name), run, _by_step(run, table, name, figure)))
         about = {"title": metric.title, "help": metric.help, "section": table.capitalize(), "percent": metric.share}
         if taught and metric.taught:
@@ -202,14 +227,13 @@ def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Char
 
 
 def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
-    """Calls of a training episode. Not under a replay plan, whose forks make only the calls after the fork."""
+    """Calls per training episode. Steps of a replay plan have none: their forks make only the calls after the fork."""
     lines = []
     for run in runs:
-        by_step = {
-            line["step"] + 1: line["calls"] / line["episodes"]
-            for line in run.metrics
-            if line.get("episodes") and not line.get("replay")
-        }
+        by_step = {}
+        for line in run.metrics:
+            if line.get("episodes") and not line.get("replay"):
+                by_step[line["step"] + 1] = line["calls"] / line["episodes"]
         lines.append((run.name if len(runs) > 1 else "calls", run, by_step))
     text = "Calls of all roles in a training episode. Fewer are faster and cheaper, if success does not fall."
     return _unless_zero(_chart(lines, title="Calls per episode", help=text, section="The run"))
@@ -220,9 +244,9 @@ def _unless_zero(chart: Chart | None) -> Chart | None:
 
 
 def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:
-    """Values that a chart can show."""
-    return {
-        step: float(value)
-        for step, value in by_step.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    """The values that a chart can show: finite numbers."""
+    numbers = {}
+    for step, value in by_step.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            numbers[step] = float(value)
+    return numbers

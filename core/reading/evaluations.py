@@ -1,6 +1,6 @@
-"""Evaluations of a run as they are stored: those of `cotune eval`, and those that training makes of its held-out tasks.
+"""The stored evaluations of a run: from `cotune eval`, and from training on its held-out tasks.
 
-RUN/eval/evaluation.json, RUN/eval-2/evaluation.json, ...   `cotune eval`, with records.db beside each
+RUN/eval/evaluation.json, RUN/eval-2/evaluation.json, ...   `cotune eval`, with records.db next to each
 RUN/held_out/step-000010.json                               training; its episodes are in RUN/records.db
 """
 
@@ -30,18 +30,18 @@ EVALUATION = "evaluation.json"
 FOLDER = "eval"
 """The folder of a run for its first evaluation; later ones get a number."""
 HELD_OUT = "held_out"
-"""The folder of a run for the evaluations that training makes."""
+"""The folder of a run for training's evaluations."""
 IN_TRAINING = "in training"
-"""How the name of an evaluation begins that training has made."""
+"""The beginning of the name of an evaluation from training."""
 
 
 class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode of a task ended in one mode, after how many seconds.
+    """The end of an episode of a task in one mode, after `seconds`.
 
-    `reward` is the one that is trained on, `by_role` that of each role, `outcome` the sum of the outcome's components;
-    None where it has none that is known. A `floored` one failed without an outcome of its own and counts the lowest
-    reward of the evaluation, an `outcome_floored` one the lowest outcome. One that is not `known` says nothing of the
-    policies, as it was cancelled or an outage, and counts in no figure.
+    `reward` is the reward that is trained on, `by_role` the reward of each role, `outcome` the sum of the outcome's
+    components; None if unknown. If the episode failed without an outcome, it counts with the lowest reward of the
+    evaluation (`floored`) or the lowest outcome (`outcome_floored`). `known` is False if the episode was cancelled or
+    the infrastructure failed: then it does not depend on the policies and counts in no figure.
     """
 
     status: str
@@ -59,16 +59,19 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def solved(self) -> bool | None:
-        """Whether it solved its task, where others report `success`: not if it failed, or reports none. None where
-        nobody knows what came of it."""
+        """Whether the episode counts as solved among episodes that report `success`. A failed episode does not, nor one
+        that reports only an outcome. None if its result is unknown."""
         if self.status != "ok":
             return False if self.known else None
-        return self.success is True if self.success is not None or self.outcome is not None else None
+        if self.success is None and self.outcome is None:
+            return None
+        return self.success is True
 
 
 class ModeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the episodes of a mode took. `seconds` is the mean of an episode, `uncounted` counts calls whose provider
-    reported no tokens. `cost` is what calls with a price came to, None without any; `unpriced` counts the others."""
+    """Calls, tokens, time and cost of the episodes of a mode. `seconds` is the mean of an episode. `uncounted` is the
+    number of calls whose provider reported no tokens. `cost` is the cost of calls with a price, None without any;
+    `unpriced` is the number of other calls."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -80,7 +83,7 @@ class ModeUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one role did. Means are per answered call; `turns` is per episode in which the role took part."""
+    """Figures of one role. Means are per answered call; `turns` is per episode in which the role took part."""
 
     calls: int
     failed: int
@@ -90,11 +93,11 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
     truncated: float
     """Share of answers cut off at the token limit."""
     policies: tuple[str, ...] = ()
-    """Who answered: `name@version`, or `provider`."""
+    """The policies that answered: `name@version`, or `provider`."""
     rewards: dict[str, float] = {}
     """Mean of each reward component of its answers; empty for a role without a scorer."""
     reward: float | None = None
-    """Mean over episodes of the reward that it is trained on; None for a role that is not trained, or has none."""
+    """Mean over episodes of the role's trained reward; None if the role is not trained or has no reward."""
 
 
 class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,15 +106,15 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     A task is one observation: the figures of `success`, `reward` and `outcome` are means over tasks of the mean over a
     task's episodes.
 
-    `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward` is the
-    one that is trained on, `outcome` the plain sum of the outcome's components, None where that is the same; both count
-    a failed episode as `on_failure` says in training. Episodes that the infrastructure has failed are in none of them,
-    so `reward.n` may be below `episodes`. `failed` counts failed episodes by reason.
+    `success` counts a failed episode as unsolved; it is None if the workflow reports no `success`. `reward` is the
+    trained reward, `outcome` the plain sum of the outcome's components, None if that is the same. Both count a failed
+    episode as the setting `on_failure` says in training. Episodes that failed because of the infrastructure are in none
+    of them, so `reward.n` may be below `episodes`. `failed` is the number of failed episodes by reason.
     """
 
     label: str = ""
     temperature: float | Literal["app"] | None = None
-    """Sampling temperature of its calls; `app`: as the application asked. None where it is not known."""
+    """Sampling temperature of its calls; `app`: as the application asked. None if unknown."""
     episodes: int
     success: Interval | None = None
     reward: Interval | None = None
@@ -122,73 +125,74 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     use: ModeUse = ModeUse()
     scorer_errors: dict[str, int] = {}
     unlisted: dict[str, int] = {}
-    """Calls by role that has no policy."""
+    """Number of calls of each role without a policy."""
     pass_at: dict[int, Interval] = {}
-    """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
+    """The chance that at least one of k episodes of a task succeeds, by k; empty if tasks ran once."""
     opposed: tuple[str, ...] = ()
-    """Trained roles of which one's gain is another's loss: `success` says nothing of them, and there is no `reward` and
-    no `outcome`."""
+    """Trained roles that play against each other: the gain of one is the loss of another. Then `success` does not
+    measure them, and there is neither `reward` nor `outcome`."""
     floor: float = 0.0
-    """The reward of a failed episode where it is the lowest."""
+    """The reward of failed episodes, if that is the lowest reward."""
     reward_bounds: tuple[float, float] | None = None
-    """The least and the greatest `reward` that is possible, where the scorers declare their bounds."""
+    """The lowest and the highest possible `reward`, if the scorers declare their bounds."""
     endings: dict[str, TaskEnding] = {}
-    """By task id, how its first episode ended; empty in files that do not have them."""
+    """The end of each task's first episode, by task id; empty in files that do not have them."""
     repeats: dict[str, tuple[TaskEnding, ...]] = {}
-    """By task id, how its further episodes ended, if tasks were run more than once."""
+    """The ends of each task's other episodes, by task id, if tasks were run more than once."""
 
     @property
     def failures(self) -> int:
-        """How many episodes failed."""
+        """Number of failed episodes."""
         return sum(self.failed.values())
 
     @property
     def all_failed(self) -> str | None:
-        """Why most episodes failed, where all did."""
+        """The commonest reason for a failure if all episodes failed; else None."""
         if not self.episodes or self.failures < self.episodes:
             return None
         return max(self.failed, key=self.failed.__getitem__)
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The trained reward by task: the mean of its episodes that have one."""
+        """The trained reward by task: the mean of its episodes with a reward."""
         return self._means(lambda ending: ending.reward)
 
     @property
     def outcomes(self) -> dict[str, float]:
-        """The plain sum of the outcome's components by task: the mean of its episodes that have one."""
+        """The plain sum of the outcome's components by task: the mean of its episodes with an outcome."""
         return self._means(lambda ending: ending.outcome)
 
     @property
     def successes(self) -> dict[str, float]:
-        """The share of each task's episodes that solved it: 1.0 or 0.0 of a single one. Empty if no episode reports
-        `success`."""
-        if all(ending.success is None for endings in self.by_task.values() for ending in endings):
-            return {}
-        return self._means(lambda ending: ending.solved)
+        """The share of each task's episodes that solved it; 1.0 or 0.0 for a single episode. Empty if no episode
+        reports `success`."""
+        for endings in self.by_task.values():
+            if any(ending.success is not None for ending in endings):
+                return self._means(lambda ending: ending.solved)
+        return {}
 
     @property
     def calls_by_task(self) -> dict[str, float]:
-        """The number of calls by task: the mean of its episodes that ended without an error, as others end early."""
+        """The number of calls by task: the mean of its episodes without an error. Failed episodes end early."""
         return self._means(lambda ending: None if ending.status != "ok" else ending.calls)
 
     @property
     def by_task(self) -> dict[str, tuple[TaskEnding, ...]]:
-        """How all episodes of each task ended, the first one first."""
+        """The ends of all episodes of each task, the first one first."""
         return {task: (first, *self.repeats.get(task, ())) for task, first in self.endings.items()}
 
     def _means(self, figure: Callable[[TaskEnding], float | None]) -> dict[str, float]:
         means = {}
         for task, endings in self.by_task.items():
-            known = [value for ending in endings if (value := figure(ending)) is not None]
-            if known:
-                means[task] = fmean(known)
+            values = [value for ending in endings if (value := figure(ending)) is not None]
+            if values:
+                means[task] = fmean(values)
         return means
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode minus another, over the tasks that both ran, and what that shows, in a sentence. `outcome` is there
-    where it is not the trained reward, and `calls` is of the calls of an episode."""
+    """One mode minus another over the tasks that both ran, with a conclusion in a sentence. `outcome` is None if it is
+    the trained reward; `calls` is the difference in calls per episode."""
 
     label: str = ""
     against: str = ""
@@ -200,7 +204,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is worth in one role against another one there, as the mean over all models of the other roles."""
+    """The gain from one model instead of another in a role, as the mean over all models of the other roles."""
 
     role: str
     model: str
@@ -225,9 +229,9 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     assignments: dict[str, dict[str, str]] = {}
     """By evaluation, the model of each role, if all assignments of models to roles were evaluated."""
     effects: tuple[RoleEffect, ...] = ()
-    """What each model is worth in each role; empty without assignments."""
+    """The effect of each model in each role; empty without assignments."""
     stored: str = ""
-    """The folder that has it with its records; empty where it was not stored."""
+    """The folder with the evaluation and its records; empty if it was not stored."""
 
     @property
     def broken(self) -> list[str]:
@@ -235,15 +239,17 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
         return [label for label, e in self.evaluations.items() if e.all_failed is not None]
 
     def require_some_episode(self) -> None:
-        """Raise WorkflowError where every episode of every mode failed."""
+        """Raise WorkflowError if every episode of every mode failed."""
         if len(self.broken) < len(self.evaluations):
             return
-        failed = sum((Counter(e.failed) for e in self.evaluations.values()), Counter[str]())
+        failed: Counter[str] = Counter()
+        for mode in self.evaluations.values():
+            failed.update(mode.failed)
         cause, count = failed.most_common(1)[0]
         total = failed.total()
-        often = "" if count == total else f", {count} times"
+        times = "" if count == total else f", {count} times"
         raise WorkflowError(
-            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{often}: {cause}",
+            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{times}: {cause}",
             "Fix that first; cotune check runs the application without a model.",
         )
 
@@ -252,7 +258,7 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
         return next((c for c in self.comparisons if (c.label, c.against) == (label, against)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, as the file has them."""
+        """The evaluation as JSON values, as in its file."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         del plain["stored"]
         return plain
@@ -262,14 +268,14 @@ class StoredEvaluation(EvaluationReport, frozen=True, kw_only=True):
     """An evaluation that was read from its file."""
 
     name: str = ""
-    """What it is called on screens: its folder's name, or `in training, after step 40`."""
+    """Its name on screens: the name of its folder, or `in training, after step 40`."""
     records: str = ""
-    """Path of the folder that has its episodes; empty where they were not kept."""
+    """Path of the folder with its episodes; empty if there are no records."""
 
 
 def claim_folder(run: Path) -> Path:
-    """Make the folder of the run's next evaluation: RUN/eval, or the first of RUN/eval-2, ... that is free. Raises
-    OSError where none can be made."""
+    """Create the folder of the run's next evaluation: RUN/eval, or the first free one of RUN/eval-2, ... Raises OSError
+    if it cannot be created."""
     for number in itertools.count(1):
         folder = run / (FOLDER if number == 1 else f"{FOLDER}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -279,12 +285,12 @@ def claim_folder(run: Path) -> Path:
 
 
 def step_file(run: Path, steps: int) -> Path:
-    """The file of training's evaluation after so many steps."""
+    """The file of training's evaluation after this number of steps."""
     return run / HELD_OUT / f"step-{steps:06d}.json"
 
 
 def read_evaluation(folder: Path) -> StoredEvaluation:
-    """The evaluation in a folder. Raises ConfigError where none can be read."""
+    """The evaluation in a folder. Raises ConfigError if it cannot be read."""
     try:
         return _read(folder / EVALUATION, folder.name, folder)
     except (OSError, ValueError, RecursionError) as error:
@@ -293,42 +299,45 @@ def read_evaluation(folder: Path) -> StoredEvaluation:
 
 
 def read_evaluations(run: Path) -> list[StoredEvaluation]:
-    """All evaluations of a run, the oldest first: those of `cotune eval` in folders of the run (or in `run` itself),
-    and those of its training. One that cannot be read is left out with a warning."""
-    return sorted(
-        filter(None, map(read_if_whole, evaluation_files(run))), key=lambda one: (one.created, one.steps or 0)
-    )
+    """All evaluations of a run, the oldest first: from `cotune eval`, in folders of the run or in `run` itself, and
+    from training. An evaluation that cannot be read is left out with a warning."""
+    evaluations = [stored for file in evaluation_files(run) if (stored := read_if_whole(file)) is not None]
+    return sorted(evaluations, key=lambda stored: (stored.created, stored.steps or 0))
 
 
 def most_telling(evaluations: Sequence[StoredEvaluation]) -> StoredEvaluation | None:
-    """The newest evaluation that compares something, else the newest; None without any."""
-    compared = [one for one in evaluations if one.comparisons]
+    """The newest evaluation with a comparison, or else the newest one; None without any."""
+    compared = [stored for stored in evaluations if stored.comparisons]
     return next(reversed(compared or list(evaluations)), None)
 
 
 def evaluation_files(run: Path) -> Iterator[Path]:
     """The files of a run's evaluations."""
-    if (own := run / EVALUATION).is_file():
-        yield own
+    if (run / EVALUATION).is_file():
+        yield run / EVALUATION
     yield from sorted(run.glob(f"*/{EVALUATION}"))
     yield from sorted((run / HELD_OUT).glob("step-*.json"))
 
 
 def in_training(run: Path, steps: int | None = None) -> list[StoredEvaluation]:
-    """The evaluations that training made, by their steps; up to `steps`, where that is given."""
-    made = map(read_if_whole, sorted((run / HELD_OUT).glob("step-*.json")))
-    return [one for one in made if one is not None and (steps is None or (one.steps or 0) <= steps)]
+    """Training's evaluations in the order of their steps, up to `steps` if it is not None."""
+    evaluations = []
+    for file in sorted((run / HELD_OUT).glob("step-*.json")):
+        stored = read_if_whole(file)
+        if stored is not None and (steps is None or (stored.steps or 0) <= steps):
+            evaluations.append(stored)
+    return evaluations
 
 
 def drop_after(run: Path, steps: int) -> None:
-    """Remove training's evaluations of steps after `steps`: they are made again."""
+    """Remove training's evaluations after the step `steps`. Training will evaluate these steps again."""
     for file in (run / HELD_OUT).glob("step-*.json"):
         if int(file.stem.rpartition("-")[2]) > steps:
             file.unlink()
 
 
 def read_if_whole(file: Path) -> StoredEvaluation | None:
-    """The evaluation in a file; None, with a warning, where it cannot be read."""
+    """The evaluation in a file; None, with a warning, if it cannot be read."""
     try:
         if file.name == EVALUATION:
             return _read(file, file.parent.name, file.parent)
@@ -341,14 +350,14 @@ def read_if_whole(file: Path) -> StoredEvaluation | None:
 
 
 def _read(file: Path, name: str, records: Path) -> StoredEvaluation:
-    about = file.stat()
-    found = _parsed(file, about.st_ino, about.st_mtime_ns, about.st_size)
-    kept = str(records) if (records / RECORDS).is_file() else ""
-    return msgspec.structs.replace(found, name=name, records=kept, created=found.created or about.st_mtime)
+    stat = file.stat()
+    stored = _parsed(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    folder = str(records) if (records / RECORDS).is_file() else ""
+    return msgspec.structs.replace(stored, name=name, records=folder, created=stored.created or stat.st_mtime)
 
 
 @functools.lru_cache(1024)
 def _parsed(file: Path, *_: int) -> StoredEvaluation:
     """The content of a file, parsed once: later evaluations of a run read all earlier ones."""
-    # `json` takes NaN, as a figure may be.
+    # `json`, as a figure may be NaN, which msgspec does not accept.
     return msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation, str_keys=True)

@@ -1,8 +1,8 @@
-"""What an episode was asked and what it answered, as short texts for lists.
+"""The question and the answer of an episode, as short texts for lists.
 
-Records hold the input of a task as the application got it, in any form, and calls, but no final answer. The question,
-the expected answer and the answer are therefore found by the rules below. They are only shown: no figure uses them.
-Texts come from the records, so redactors have already changed them.
+Records hold the input of a task in the form that the application got, and calls, but no final answer. The rules below
+find the question, the expected answer and the answer. Screens show them; no figure uses them. The texts come from the
+records, so redactors have already changed them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cotune.tables import snippet
 from cotune.terminal import harmless
 
 LISTED = 80
-"""Characters of a text that a list of episodes shows."""
+"""Maximum length of a text in a list of episodes, in characters."""
 LONGEST = 4000
-"""Characters that are looked at of a text."""
+"""Maximum length of a text that is read, in characters."""
 QUESTION = (
     "question", "problem", "query", "prompt", "instruction", "task", "goal", "topic", "request", "message", "text",
     "input",
 )  # fmt: skip
-"""Fields of a task's input that hold its question, the first that is there counts."""
+"""Fields of a task's input that may hold its question. The first one in this order counts."""
 EXPECTED = (
     "answer", "expected", "expected_answer", "expected_output", "final_answer", "correct_answer", "reference_answer",
     "reference", "solution", "ground_truth", "gold", "target", "label",
@@ -35,8 +35,8 @@ EXPECTED = (
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """The question of an episode, its answer, and the answer that its task expects; empty where unknown. Characters
-    that nobody sees are marked."""
+    """The question of an episode, its answer, and the answer that its task expects; empty if unknown. Invisible
+    characters are marked."""
 
     question: str = ""
     answer: str = ""
@@ -45,10 +45,10 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 def exchanges(store: Store, episodes: Iterable[str]) -> dict[str, Exchange]:
     """The exchanges of these episodes, by id. Only their own texts are read."""
-    found = {}
+    by_id = {}
     for id, (value, message) in store.figures().inputs_and_answers(episodes).items():
-        found[id] = Exchange(question=question_of(value), answer=answer_of(message), expected=expected_of(value))
-    return found
+        by_id[id] = Exchange(question=question_of(value), answer=answer_of(message), expected=expected_of(value))
+    return by_id
 
 
 def beginning(text: str) -> str:
@@ -57,8 +57,8 @@ def beginning(text: str) -> str:
 
 
 def question_of(value: Any) -> str:
-    """The question in a task's input: the text itself, a field named like one, the last message of a user, or the input
-    as JSON without its id and its expected answer."""
+    """The question in a task's input: the text itself, a field with a name in QUESTION, the last message of a user, or
+    the input as JSON without its id and its expected answer."""
     if isinstance(value, str) or value is None:
         return _shown(value)
     if isinstance(value, Mapping):
@@ -67,12 +67,13 @@ def question_of(value: Any) -> str:
                 return _shown(value[name])
         if text := _last_of_user(value.get("messages")):
             return _shown(text)
-        return _shown({name: one for name, one in value.items() if name != "id" and name not in EXPECTED} or None)
+        others = {name: field for name, field in value.items() if name != "id" and name not in EXPECTED}
+        return _shown(others or None)
     return _shown(_last_of_user(value) or value)
 
 
 def expected_of(value: Any) -> str:
-    """The right answer in a task's input; empty if no field is named like one."""
+    """The right answer in a task's input; empty without a field with a name in EXPECTED."""
     if isinstance(value, Mapping):
         for name in EXPECTED:
             if value.get(name) not in (None, "", [], {}):

@@ -1,4 +1,4 @@
-"""A run in a few words: its configuration, how far it came, what it learned from, what went wrong, how it ended."""
+"""A run in a few words: its configuration, its progress, the answers it learned from, its problems and its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cotune.storage.episode_filters import EVERYTHING
 from cotune.tables import plural
 
 MOST_CAUSES = 5
-"""Causes of failed episodes that are shown; the others are counted."""
+"""Maximum number of causes of failed episodes that are shown. The others are counted."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,33 +29,33 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     model: str
     bases: dict[str, str]
-    """The base models of policies that have another one than `model`, by policy."""
+    """The base models of policies that do not use `model`, by policy."""
     workflow: str
     teacher: str
     steps: str
     seconds: float
     judge_cost: float
     created: str
-    """When the run was begun; of records by themselves, when their latest episode was."""
+    """The time when the run was started. For records without a run, the time of their latest episode."""
     episodes: int
     calls: int
 
 
 def further_bases(run: OpenedRun) -> dict[str, str]:
-    """The base models of policies that have another one than the run's own, by policy."""
-    own = run.description.get("model")
-    return {one.name: one.model for one in run.config.policy if one.model not in ("", own)}
+    """The base models of policies that do not use the model of the run, by policy."""
+    run_model = run.description.get("model")
+    return {policy.name: policy.model for policy in run.config.policy if policy.model not in ("", run_model)}
 
 
 def facts(run: OpenedRun) -> Facts:
-    """A run by its configuration, its metrics and its records."""
+    """Summarize a run from its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
     episodes, calls = run.figures.counts()
     plan: str = (config.plan.kind or "") if run.samples else ""
     if run.samples and not plan and lines and "path" in lines[-1]:
-        # none was configured, and only under `tree` is a path chosen among candidates
+        # No plan was configured. Only under `tree`, episodes are paths chosen among candidates.
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
-    # Records by themselves are told by their latest episode.
+    # Records without a run are described by their latest episode.
     latest = [] if run.is_run else run.figures.episode_ids(EVERYTHING, 1)
     last = run.store.episode(latest[0]) if latest else None
     usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
@@ -76,7 +76,7 @@ def facts(run: OpenedRun) -> Facts:
 
 
 def _local(written: str) -> str:
-    """A time of run.json, which has the zone of the machine that made the run, in the zone of this one."""
+    """A time of run.json in the time zone of this machine. It is written in the zone of the machine that trained."""
     try:
         return f"{datetime.fromisoformat(written).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
@@ -88,8 +88,8 @@ def _day(seconds: float) -> str:
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """The recorded answers of `path` that a run learned from, which samples none itself. `answers` and their mean
-    `tokens` are by role, over all steps; `left_out` counts answers by reason."""
+    """The recorded answers in `path` that a run learned from, instead of sampling answers itself. `answers` and their
+    mean `tokens` are by role, over all steps. `left_out` counts answers that were not used, by reason."""
 
     path: str
     answers: dict[str, int]
@@ -98,7 +98,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learned(run: OpenedRun) -> Learned | None:
-    """None for a run that samples its answers itself."""
+    """The recorded answers that a run learned from; None for a run that samples its answers itself."""
     if run.samples:
         return None
     answers: defaultdict[str, float] = defaultdict(float)
@@ -118,8 +118,8 @@ def learned(run: OpenedRun) -> Learned | None:
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something that went wrong, and how often; 0 for a remark. `kind` says where it is from, `query` leads to its
-    episodes, and `more` is the rest of an error."""
+    """A problem of a run, and how often it occurred; 0 for a remark. `kind` is its source, `query` chooses its
+    episodes, and `more` is the rest of an error after its first line."""
 
     kind: Literal["episodes", "records", "cut", "calls", "untrained", "precision", "last step"]
     text: str
@@ -129,46 +129,51 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
-    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, and the remarks of
-    the last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a
-    policy."""
+    """All problems of a run: the `most` common causes of failed episodes, lost records, and the remarks of the last
+    step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a policy."""
     store, last = run.store, next(iter(run.metrics[-1:]), {})
     shown, others = shortened(causes(store.figures().failed_episodes()), most)
-    found = [
-        Trouble(
-            "episodes",
-            f"{plural(cause.count, 'episode')} {cause.text}",
-            cause.count,
-            {"status": "error", "phase": cause.phase},
-            cause.rest,
-        )
-        for cause in shown
-    ]
-    found += [Trouble("episodes", others, 1, {"status": "error"})] if others else []
+    problems: list[Trouble] = []
+    for cause in shown:
+        text = f"{plural(cause.count, 'episode')} {cause.text}"
+        query = {"status": "error", "phase": cause.phase}
+        problems.append(Trouble("episodes", text, cause.count, query, cause.rest))
+    if others:
+        problems.append(Trouble("episodes", others, 1, {"status": "error"}))
+
     counters = store.counters()
-    wrongs = (("lost", "records were lost"), ("refused", "late rewards were refused"))
-    for name, text in (*wrongs, ("dropped", "records were dropped by applications before they reached the store")):
-        found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
+    texts = {
+        "lost": "records were lost",
+        "refused": "late rewards were refused",
+        "dropped": "records were dropped by applications before they reached the store",
+    }
+    for counter, text in texts.items():
+        if counters[counter]:
+            problems.append(Trouble("records", f"{counters[counter]:,} {text}", counters[counter]))
     if cut := store.figures().cut_feedback():
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
-        found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
+        problems.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
+
     if (precision := run.about.precision) and precision.fell_back:
         text = f"in float32, as in bfloat16 {precision.noise}"
         if not precision.noise:
             text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
-        found.append(Trouble("precision", text, 1))
-    for role, status, n in store.figures().failed_calls() if of_calls else ():
-        found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
-    for role, n in store.figures().answered_by(UNTRAINED.name) if of_calls else ():
-        answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
-        found.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
+        problems.append(Trouble("precision", text, 1))
+
+    if of_calls:
+        for role, status, n in store.figures().failed_calls():
+            problems.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
+        for role, n in store.figures().answered_by(UNTRAINED.name):
+            answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
+            problems.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
+
     notes = [*(last.get("notes") or ())]
-    notes += [f"policy {name} was not updated, {why}" for name, why in last.get("stayed", {}).items()]
-    return found + [Trouble("last step", f"last step: {note}") for note in notes]
+    notes += [f"policy {name} was not updated, {reason}" for name, reason in last.get("stayed", {}).items()]
+    return problems + [Trouble("last step", f"last step: {note}") for note in notes]
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended badly or early: in a sentence, what to do about it, and the command that continues it."""
+    """The end of a run that failed or ended early: a sentence, the remedy, and the command that continues the run."""
 
     text: str
     remedy: str
@@ -176,7 +181,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ending(run: OpenedRun) -> Ending | None:
-    """None for a run that is under way or ended well, and for records."""
+    """The end of a run that failed or ended early. None for a run that is under way or finished, and for records."""
     end, state = run.end, run.state
     if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
         return None
@@ -184,8 +189,9 @@ def ending(run: OpenedRun) -> Ending | None:
     if end is None:
         text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
     elif end.kind == "failed":
-        made = len(run.metrics)
-        text = f"{'The end of the run' if made == run.planned else f'Step {made + 1}'} failed: {end.cause}"
+        steps = len(run.metrics)
+        failed = "The end of the run" if steps == run.planned else f"Step {steps + 1}"
+        text = f"{failed} failed: {end.cause}"
     else:
         text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
     remedy = end.remedy if end else ""

@@ -1,7 +1,7 @@
 """The tasks that a run failed, the worst first, with question, answer, expected answer and error.
 
-A task is judged by the episodes that say most of the run: those of its evaluation, of the best prompts on held-out
-tasks, of its last training step, or else the latest recorded ones.
+A task is judged by the most informative episodes of the run: of its evaluation, of the best prompts on held-out tasks,
+of its last training step, or else the latest recorded ones.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cotune.storage.protocol import Store
 from cotune.tables import first_line
 
 MOST_EPISODES = 2000
-"""Episodes that are looked at, the latest ones, so that a store of millions is as quick."""
+"""Maximum number of episodes that are read, the latest ones, so that a store of millions is as quick."""
 
 NO_TASKS = ("check", JUDGING, REFLECTING)
-"""Phases of episodes that are no run of the application on a task."""
+"""Phases of episodes that do not run the application on a task."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode ended. `success` and `reward` are None where unknown; `id` is empty if it was not recorded."""
+    """The result of an episode. `success` and `reward` are None if unknown; `id` is empty if it was not recorded."""
 
     id: str
     task: str
@@ -55,9 +55,9 @@ class FailedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedTasks(msgspec.Struct, frozen=True, kw_only=True):
-    """The worst of `total` failed tasks among `known` ones. Without any `success`, `measure` is `reward`, and the tasks
-    are those that failed or have less than the highest reward. `source` names the episodes, which the run `place`
-    holds."""
+    """The worst of `total` failed tasks among `known` tasks with a result. If no episode reports `success`, `measure` is
+    `reward`, and a task counts as failed with an error or with less than the highest reward. `source` describes the
+    episodes, and `place` is the name of the run that holds them."""
 
     tasks: tuple[FailedTask, ...]
     total: int
@@ -73,7 +73,7 @@ class FailedTasks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks | None:
-    """The `most` worst tasks of a run with this headline; None for a run whose episodes say nothing of any task."""
+    """The `most` worst tasks of a run with this headline; None if its episodes have no results of tasks."""
     evaluation = headline.evaluation or most_telling(run.evaluations)
     if evaluation is not None:
         return _of_evaluation(run, evaluation, most)
@@ -83,8 +83,9 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         best = best_prompts(run.folder)
         ended = []
         if best is not None:
-            ids = {one.id for one in store.episodes(EpisodeFilters(phase=HELD_OUT_PHASE)) if one.prompts == best}
-            ended = [one for one in _latest(store, EpisodeFilters(phase=HELD_OUT_PHASE)) if one.id in ids]
+            held_out = EpisodeFilters(phase=HELD_OUT_PHASE)
+            ids = {episode.id for episode in store.episodes(held_out) if episode.prompts == best}
+            ended = [episode for episode in _latest(store, held_out) if episode.id in ids]
         source = "the best prompts on held-out tasks"
         if not ended:
             ended = _latest(store, EpisodeFilters(phase=PHASES))
@@ -96,8 +97,8 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         ended = _latest(store, EpisodeFilters())
         source = f"the latest {MOST_EPISODES:,} episodes" if len(ended) == MOST_EPISODES else "the recorded episodes"
 
-    found = _worst(ended, most, source, run.name)
-    return None if found is None else _with_texts(found, store)
+    worst = _worst(ended, most, source, run.name)
+    return None if worst is None else _with_texts(worst, store)
 
 
 def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
@@ -109,35 +110,35 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
     reports_success = bool(played.successes)
     ended = []
     for task, endings in played.by_task.items():
-        for one in endings:
-            if not one.known:
+        for ending in endings:
+            if not ending.known:
                 continue
             ended.append(
                 EndedEpisode(
                     id="",
                     task=task,
-                    success=float(one.solved) if reports_success and one.solved is not None else None,
-                    reward=played.floor if one.floored else one.reward,
-                    error="" if one.status == "ok" else first_line(one.error),
+                    success=float(ending.solved) if reports_success and ending.solved is not None else None,
+                    reward=played.floor if ending.floored else ending.reward,
+                    error="" if ending.status == "ok" else first_line(ending.error),
                 )
             )
     records = run.records_of(evaluation)
     source = f"{mode} on {evaluated_set(evaluation, run.held_out_tasks) or 'held-out tasks'}"
-    found = _worst(ended, most, source, records.name if records else "")
-    if found is None or records is None:
-        return found
+    worst = _worst(ended, most, source, records.name if records else "")
+    if worst is None or records is None:
+        return worst
 
-    # The file of an evaluation does not name its episodes. Of a task that ran several times, one that failed is shown.
-    first = first_episodes(records, evaluation, mode, [failed.task for failed in found.tasks])
+    # The file of an evaluation does not name its episodes. For a task that ran several times, show one that failed.
+    first = first_episodes(records, evaluation, mode, [failed.task for failed in worst.tasks])
     tasks = []
-    for failed in found.tasks:
+    for failed in worst.tasks:
         id = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
         tasks.append(msgspec.structs.replace(failed, episode=id or first.get(failed.task, "")))
-    return _with_texts(msgspec.structs.replace(found, tasks=tuple(tasks)), records.store)
+    return _with_texts(msgspec.structs.replace(worst, tasks=tuple(tasks)), records.store)
 
 
 def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
-    """The latest episodes that fit, without those that are no run of the application on a task."""
+    """The latest episodes that match the filters and run the application on a task."""
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line.id for line in lines])
     ended = []
@@ -158,23 +159,24 @@ def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
 
 
 def _worst(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:
-    """The worst tasks of these episodes; None if nobody knows what came of any."""
-    reports_success = any(one.success is not None for one in ended)
+    """The worst tasks of these episodes; None if no result is known."""
+    reports_success = any(episode.success is not None for episode in ended)
     by_task: dict[str, list[EndedEpisode]] = {}
-    for one in ended:
-        if reports_success and (one.error or (one.success is None and one.reward is not None)):
-            one = msgspec.structs.replace(one, success=0.0)
-        if one.error or one.success is not None or one.reward is not None:
-            by_task.setdefault(one.task, []).append(one)
+    for episode in ended:
+        # Among episodes that report success, an error or a mere reward counts as unsolved.
+        if reports_success and (episode.error or (episode.success is None and episode.reward is not None)):
+            episode = msgspec.structs.replace(episode, success=0.0)
+        if episode.error or episode.success is not None or episode.reward is not None:
+            by_task.setdefault(episode.task, []).append(episode)
     if not by_task:
         return None
 
-    every = []
+    all_tasks = []
     for task, runs in by_task.items():
-        successes = [one.success for one in runs if one.success is not None]
-        rewards = [one.reward for one in runs if one.reward is not None]
+        successes = [run.success for run in runs if run.success is not None]
+        rewards = [run.reward for run in runs if run.reward is not None]
         shown = min(runs, key=_badness)
-        every.append(
+        all_tasks.append(
             FailedTask(
                 task=task,
                 runs=len(runs),
@@ -186,30 +188,30 @@ def _worst(ended: Sequence[EndedEpisode], most: int, source: str, place: str) ->
             )
         )
     if reports_success:
-        failed = [one for one in every if one.success is not None and one.success < 1]
+        failed = [task for task in all_tasks if task.success is not None and task.success < 1]
     else:
-        highest = max((one.reward for one in every if one.reward is not None), default=0.0)
-        failed = [one for one in every if one.error or (one.reward is not None and one.reward < highest)]
-    failed.sort(key=lambda one: (*_badness(one), one.task))
+        highest = max((task.reward for task in all_tasks if task.reward is not None), default=0.0)
+        failed = [task for task in all_tasks if task.error or (task.reward is not None and task.reward < highest)]
+    failed.sort(key=lambda task: (*_badness(task), task.task))
     return FailedTasks(
         tasks=tuple(failed[:most]),
         total=len(failed),
-        known=len(every),
+        known=len(all_tasks),
         measure="success" if reports_success else "reward",
         source=source,
         place=place,
     )
 
 
-def _badness(one: EndedEpisode | FailedTask) -> tuple[float, bool, float]:
-    """A key that sorts the worst first: by success, then errors, then by reward."""
-    return one.success or 0.0, not one.error, -math.inf if one.reward is None else one.reward
+def _badness(result: EndedEpisode | FailedTask) -> tuple[float, bool, float]:
+    """A sort key that puts the worst first: by success, then errors, then by reward."""
+    return result.success or 0.0, not result.error, -math.inf if result.reward is None else result.reward
 
 
-def _with_texts(found: FailedTasks, store: Store) -> FailedTasks:
-    """The same tasks with the questions and answers of their episodes, which are in the store."""
-    texts = exchanges(store, [one.episode for one in found.tasks if one.episode])
+def _with_texts(failed: FailedTasks, store: Store) -> FailedTasks:
+    """The same tasks with the questions and answers of their episodes from the store."""
+    texts = exchanges(store, [task.episode for task in failed.tasks if task.episode])
     tasks = []
-    for one in found.tasks:
-        tasks.append(msgspec.structs.replace(one, exchange=texts.get(one.episode, Exchange())))
-    return msgspec.structs.replace(found, tasks=tuple(tasks))
+    for task in failed.tasks:
+        tasks.append(msgspec.structs.replace(task, exchange=texts.get(task.episode, Exchange())))
+    return msgspec.structs.replace(failed, tasks=tuple(tasks))

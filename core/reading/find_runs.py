@@ -1,4 +1,4 @@
-"""Runs and records files to look at: those that are named, and those in folders, also ones that come later."""
+"""Find runs and records files: the named ones, and those in named folders, including runs that appear later."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cotune.storage.run_layout import RECORDS, is_run
 log = logging.getLogger("cotune")
 
 MOST_RUNS = 200
-"""Runs that are opened of a folder, the newest ones."""
+"""Maximum number of runs that are opened in a folder, the newest ones."""
 DEPTH = 3
-"""How far below a folder runs are looked for: `runs/demo/run` is two below `runs`."""
+"""Levels of folders in which runs are searched: `runs/demo/run` is two levels below `runs`."""
 
 
 class FoundRuns:
-    """Opened runs by name. Of a folder, one that cannot be read is left out, and the log says why."""
+    """Opened runs by name. A run in a folder that cannot be read is left out, with the reason in the log."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
-        """Raises RunError when there is nothing to open, or a run that is named cannot be read."""
+        """Open runs. Raises RunError if there is nothing to open, or a named run cannot be read."""
         self._paths = list(paths)
         self._lock = threading.Lock()
-        self._known: set[Path | str] = set()
+        self._opened_paths: set[Path | str] = set()
         self._warned: set[Path | str] = set()
         self.opened: dict[str, OpenedRun] = {}
         try:
@@ -39,24 +39,24 @@ class FoundRuns:
             raise RunError("None of these runs can be read.", "The log above says why.")
 
     def look_again(self) -> None:
-        """Open the runs that are new in the folders, and leave out those that are gone. Raises nothing for either."""
+        """Open new runs in the folders, and forget removed ones. Runs that cannot be read raise no error here."""
         for name, run in list(self.opened.items()):
-            if run.gone:  # a page may still read it: it is closed with its last user
+            if run.gone:  # not closed here: a page may still read it. It is closed with its last user.
                 self.opened.pop(name, None)
-                self._known.discard(run.path)
+                self._opened_paths.discard(run.path)
         self._open(strict=False)
 
     def _open(self, *, strict: bool) -> None:
         with self._lock:
             for source, base in self._sources(strict):
                 whole = source.absolute() if isinstance(source, Path) else source
-                if whole in self._known:
+                if whole in self._opened_paths:
                     continue
                 try:
                     name = _name(source, base, self.opened)
                     self.opened[name] = OpenedRun(source, name)
-                    self._known.add(whole)
-                except (CotuneError, OSError) as error:  # just begun, or just gone: the next look tries it again
+                    self._opened_paths.add(whole)
+                except (CotuneError, OSError) as error:  # perhaps just started or removed: the next look tries again
                     if strict and base is None:
                         raise
                     if whole not in self._warned:
@@ -64,7 +64,8 @@ class FoundRuns:
                     self._warned.add(whole)
 
     def _sources(self, strict: bool) -> Iterator[tuple[Path | str, Path | None]]:
-        """What can be opened, each with the folder that it was found in, None for what was named."""
+        """The paths and addresses that can be opened, each with the named folder that holds it; None if it was named
+        itself."""
         for address in self._paths:
             if not is_path(address):
                 yield str(address), None
@@ -79,27 +80,28 @@ class FoundRuns:
                         f"There is no run at {path}.", "Name a run folder, a records file, or a folder of runs."
                     )
                 continue
-            found = sorted(_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
-            if strict and not found:
+            newest = sorted(_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
+            if strict and not newest:
                 raise RunError(
                     f"{path} and the folders in it hold no run and no records.",
                     "Name a folder that cotune train or cotune trace wrote.",
                 )
-            yield from ((one, path) for one in sorted(found))
+            for run in sorted(newest):
+                yield run, path
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all runs."""
         for run in self.opened.values():
             run.close()
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
-    """Open runs, records files, and the runs in folders of them and below; see `FoundRuns`."""
+    """Open runs, records files, and the runs in folders; see `FoundRuns`."""
     return list(FoundRuns(paths).opened.values())
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders with a run or with records, at most so far below; nothing within them."""
+    """Folders with a run or with records, at most `depth` levels below `folder`. Folders inside a run are skipped."""
     try:
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError:
@@ -114,7 +116,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def _changed(folder: Path) -> float:
     try:
         return folder.stat().st_mtime
-    except OSError:  # it is gone since
+    except OSError:  # it was removed meanwhile
         return 0.0
 
 
@@ -124,7 +126,8 @@ def holds_records(path: Path) -> bool:
 
 
 def _name(path: Path | str, base: Path | None, taken: Container[str]) -> str:
-    """The name of a folder; of one further below `base` with the names of the folders between."""
+    """A name for a run that is not `taken`: the name of its folder, after the names of the folders between it and
+    `base`."""
     plain = plain_name(path)
     if base is not None:
         plain = "-".join(Path(path).absolute().relative_to(base.absolute()).parts)

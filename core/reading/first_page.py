@@ -16,9 +16,9 @@ from cotune.tables import plural
 
 
 class FirstPage(msgspec.Struct, frozen=True, kw_only=True):
-    """`verdict` is never empty: a run that was compared with nothing says so, and `command` makes up for that.
-    `failed` is None for a run whose episodes say nothing of any task, and `none_failed` is a sentence if nothing is
-    listed."""
+    """The content of the first page. `verdict` is never empty: if a run was not compared, it says so, and `command` is
+    the command that compares it. `failed` is None if the episodes have no results of tasks. `none_failed` is a sentence
+    if no failed task is listed."""
 
     verdict: str
     command: str
@@ -47,7 +47,7 @@ def first_page(run: OpenedRun, most: int) -> FirstPage:
 
 
 def _without_comparison(run: OpenedRun, failed: FailedTasks | None) -> tuple[str, str]:
-    """Why a run has no verdict, and the command that gives it one."""
+    """The reason why a run has no verdict, and the command that gives it one."""
     if not run.is_run:
         if failed is None or failed.measure != "success":
             return "no verdict: there is nothing to compare these episodes with", ""

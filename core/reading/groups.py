@@ -1,8 +1,9 @@
-"""The groups that the recipe makes of a training step's records: rewards, advantages, candidates left out."""
+"""The groups that the recipe forms from a training step's records: rewards, advantages, candidates left out."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +22,16 @@ from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
 MOST_EPISODES = 200
-"""Episodes that are grouped where they belong to no training step, the latest ones."""
+"""Maximum number of episodes that are grouped without a training step, the latest ones."""
 AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "frozen_step", "beyond_alignment")
-"""Reasons for which samples are left out once they have advantages, except `zero_advantage`."""
+"""Reasons why samples with advantages are left out, except `zero_advantage`."""
 
 
 class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group: `rewards` are the recipe's mixed ones, aligned with `samples`, `spread` their standard deviation.
+    """A group of samples. `rewards` are mixed as the recipe says and aligned with `samples`; `spread` is their standard
+    deviation.
 
-    `reason` says why nothing of it was trained on; empty where something was.
+    `reason` is why none of its samples was trained on; empty if any was.
     """
 
     id: str
@@ -46,8 +48,8 @@ class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups that a recipe makes of the episodes of a step. `advantages` and `group_of` are by candidate id; `idle`
-    candidates have an advantage of 0 and teach nothing."""
+    """The groups that a recipe forms from the episodes of a step. `advantages` and `group_of` are by candidate id.
+    `idle` candidates have an advantage but were not trained on."""
 
     recipe: str = ""
     key: tuple[str, ...] = ()
@@ -58,10 +60,10 @@ class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int] = {}
     candidates: int = 0
     trained: int = 0
-    """Candidates that were trained on."""
+    """Number of candidates that were trained on."""
     problems: tuple[str, ...] = ()
     running: bool = False
-    """Whether advantages also depend on a baseline that earlier steps have left, which the records do not hold."""
+    """Whether advantages also depend on a baseline from earlier steps, which the records do not hold."""
     capped: bool = False
 
 
@@ -72,16 +74,16 @@ class GroupCell(msgspec.Struct, frozen=True, kw_only=True):
     means: tuple[float, ...]
     spreads: tuple[float, ...]
     flat: int
-    """Groups without spread."""
+    """Number of groups without spread."""
     trained: int
 
 
 def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
-    """Groups and advantages of a training step; with None, of the latest episodes, whatever they were run for."""
+    """Groups and advantages of a training step; with None, of the latest episodes of any phase."""
     store = run.store
     if not any(store.figures().newest()):
         return StepGroups(problems=("This run recorded no episodes.",))
-    recipes, why = recipes_of(store)
+    recipes, recipe_text = recipes_of(store)
     if training_step is None:
         episodes = [store.episode(id) for id in reversed(store.figures().episode_ids(EVERYTHING, MOST_EPISODES))]
     else:
@@ -89,55 +91,75 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
     lean: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
     roles = trained_roles(store, training_step)
-    found = regroup(lean, episodes, recipes, config_of(store), roles, training_step)
-    groups = tuple(_groups(found, recipes))
-    prepared = found.prepared
-    weighed = zip(prepared.samples, prepared.advantages.tolist(), strict=True) if prepared else ()
+    regrouped = regroup(lean, episodes, recipes, config_of(store), roles, training_step)
+    groups = tuple(_groups(regrouped, recipes))
+    group_of = {}
+    for group in groups:
+        group_of.update(dict.fromkeys((sample.id for sample in group.samples), group.id))
+
+    advantages: dict[str, float] = {}
+    idle: frozenset[str] = frozenset()
+    prepared = regrouped.prepared
+    if prepared:
+        for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
+            if not math.isnan(advantage):
+                advantages[sample.id] = advantage
+        idle = _ids_with_advantage(prepared) - {sample.id for sample in prepared.trained}
     return StepGroups(
-        recipe=why,
+        recipe=recipe_text,
         key=recipes.run.group_by,
         groups=groups,
-        advantages={sample.id: value for sample, value in weighed if value == value},
-        group_of={sample.id: group.id for group in groups for sample in group.samples},
-        idle=_weighed(prepared) - {sample.id for sample in prepared.trained} if prepared else frozenset(),
-        left_out=dict(sorted(found.left_out.items(), key=lambda item: -item[1])),
-        candidates=found.candidates,
+        advantages=advantages,
+        group_of=group_of,
+        idle=idle,
+        left_out=dict(sorted(regrouped.left_out.items(), key=lambda item: -item[1])),
+        candidates=regrouped.candidates,
         trained=len(prepared.trained) if prepared else 0,
-        problems=found.problems,
+        problems=regrouped.problems,
         running=any(recipe.remembers for recipe in recipes.every),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
     )
 
 
 def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], GroupCell]:
-    """Groups by role and turn (None where the recipe compares across turns), in this order."""
-    of: dict[tuple[str, Any], list[ShownGroup]] = {}
+    """Groups by role and turn, in this order. The turn is None if the recipe compares across turns."""
+    by_cell: dict[tuple[str, Any], list[ShownGroup]] = {}
     for group in groups:
-        of.setdefault((group.role, group.key.get("turn")), []).append(group)
-    return {
-        cell: GroupCell(
-            sizes=tuple(len(group.rewards) for group in of[cell]),
-            means=tuple(group.mean for group in of[cell]),
-            spreads=tuple(group.spread for group in of[cell]),
-            flat=sum(max(g.rewards) - min(g.rewards) <= FLAT * max(map(abs, g.rewards)) for g in of[cell]),
-            trained=sum(not group.reason for group in of[cell]),
+        by_cell.setdefault((group.role, group.key.get("turn")), []).append(group)
+    cells = {}
+    for role, turn in sorted(by_cell, key=lambda cell: (cell[0], cell[1] is None, cell[1] or 0)):
+        in_cell = by_cell[role, turn]
+        cells[role, turn] = GroupCell(
+            sizes=tuple(len(group.rewards) for group in in_cell),
+            means=tuple(group.mean for group in in_cell),
+            spreads=tuple(group.spread for group in in_cell),
+            flat=sum(_is_flat(group.rewards) for group in in_cell),
+            trained=sum(not group.reason for group in in_cell),
         )
-        for cell in sorted(of, key=lambda cell: (cell[0], cell[1] is None, cell[1] or 0))
-    }
+    return cells
 
 
-def _groups(found: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
-    if found.prepared is None:
+def _is_flat(rewards: Sequence[float]) -> bool:
+    """Whether rewards are equal, up to rounding."""
+    return max(rewards) - min(rewards) <= FLAT * max(map(abs, rewards))
+
+
+def _groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
+    if regrouped.prepared is None:
         return
-    trained = {sample.id for sample in found.prepared.trained}
-    weighed = _weighed(found.prepared)
-    for _, recipe, places in recipes.split([group.samples[0] for group, _ in found.groups]):
-        among = [found.groups[i] for i in places]
+    trained = {sample.id for sample in regrouped.prepared.trained}
+    with_advantage = _ids_with_advantage(regrouped.prepared)
+    for _, recipe, places in recipes.split([group.samples[0] for group, _ in regrouped.groups]):
+        of_recipe = [regrouped.groups[i] for i in places]
         after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
-        late = " or ".join(name for name in after if found.prepared.left_out.get(name))
-        for (group, values), reason in zip(among, _reasons(among, recipe), strict=True):
-            kept = any(s.id in trained for s in group.samples)
-            flat = "zero_advantage" if any(s.id in weighed for s in group.samples) else ""
+        late = " or ".join(name for name in after if regrouped.prepared.left_out.get(name))
+        for (group, values), reason in zip(of_recipe, _reasons(of_recipe, recipe), strict=True):
+            ids = {sample.id for sample in group.samples}
+            if ids & trained:
+                reason = ""
+            elif not reason:
+                # Not left out as a group: then each of its samples was, for a reason that only the step counts.
+                reason = "zero_advantage" if ids & with_advantage else late or "tie"
             yield ShownGroup(
                 id=group.id,
                 key=dict(zip(recipe.group_by, group.key, strict=True)),
@@ -145,11 +167,11 @@ def _groups(found: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
                 rewards=tuple(values.tolist()),
                 mean=float(values.mean()),
                 spread=float(values.std()),
-                reason="" if kept else reason or flat or late or "tie",
+                reason=reason,
             )
 
 
-def _weighed(prepared: Prepared) -> frozenset[str]:
+def _ids_with_advantage(prepared: Prepared) -> frozenset[str]:
     return frozenset(sample.id for sample in prepared.samples)
 
 

@@ -1,7 +1,8 @@
 """The figures of a run, the most telling first, and the verdict of its newest evaluation.
 
-First the held-out single samples of base and trained; then mean rewards of all candidates by role; figures of a path
-that was chosen among candidates come last, and under that name: they are no success rate of one sample.
+First come the held-out single samples of base and trained, then the mean rewards of all candidates by role. Figures of
+a path that was chosen among candidates come last, under the name of the path: they are not the success rate of one
+sample.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
 Line = Mapping[str, Any]
 
 SINGLE = "single samples"
-"""The `path` of a step whose episodes are played as the policies play them."""
+"""The `path` of a step whose episodes are single samples: nothing was selected among candidates."""
 PLAIN, PLAIN_COLUMN = "plain outcome (not what is trained on)", "plain outcome, not trained on"
-"""Names, in text and as a column, the sum of an outcome's components where the trained reward is another."""
+"""The name, in text and as a column, of the sum of an outcome's components if another reward is trained on."""
 STARTS = ("base", "start")
-"""The modes that training compares its own evaluations with: the untrained model, or the weights of `init`."""
+"""The modes with which training compares its evaluations: the untrained model, or the weights of `init`."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure of a run, at its beginning where that is known and at its end.
+    """A figure of a run, at its end and, if known, at its beginning.
 
     `kind` names its source: `held_out`: single samples on held-out tasks; `role`: all candidates of a role;
-    `loss`: of a role that learns from records (lower is better); `training`: single samples on training tasks;
+    `loss`: a role that learns from records (lower is better); `training`: single samples on training tasks;
     `selected`: paths chosen among candidates; `recorded`: episodes of records without training.
-    `tasks` is the name of the set of held-out tasks that it is of, empty for other figures.
-    `first_of` and `last_of` say whose the two are (`base`, `trained`, `step 3`); `difference` is paired by task.
+    `tasks` is the name of the set of held-out tasks, empty for other figures. `first_of` and `last_of` name the sources
+    of the two values (`base`, `trained`, `step 3`); `difference` is paired by task.
     """
 
     name: str
@@ -53,8 +54,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a run, the most telling first. `evaluation` is the one that the held-out figures are from, and
-    `verdict` its sentence on trained against base; empty where the two were not compared."""
+    """The figures of a run, the most telling first. `evaluation` is the source of the held-out figures, and `verdict`
+    its sentence on trained against base; empty if the two were not compared."""
 
     changes: tuple[Change, ...] = ()
     evaluation: StoredEvaluation | None = None
@@ -70,22 +71,31 @@ def headline(
     taught: bool = False,
     held_out_tasks: str = "",
 ) -> Headline:
-    """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records, whose failed
-    episodes count as `on_failure` says. Where all policies are `taught`, rewards count for nothing. `held_out_tasks`
-    names the tasks that training evaluates on."""
-    newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
-    held_out = [*_evaluated(newest, held_out_tasks)] if newest else [*_held_out_lines(lines, held_out_tasks)]
-    held_out += _against_untrained(lines, held_out_tasks)
-    distances = _by_role(lines, "kl", "loss", "distance of {} from the teacher", _DISTANCE) if taught else ()
-    found = [*held_out, *_losses(lines), *distances, *role_rewards(lines, trained=not taught), *_outcomes(lines)]
-    if not found and store is not None:
-        found = [*_recorded(store, on_failure)]
+    """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records.
+
+    Failed episodes of the records count as the setting `on_failure` says. `taught` is whether all policies learn from a
+    teacher, so that rewards are not trained on. `held_out_tasks` names the tasks that training evaluates on.
+    """
+    newest = next((stored for stored in reversed(evaluations) if compared_modes(stored)), None)
+    changes: list[Change] = []
+    if newest:
+        changes += _evaluated(newest, held_out_tasks)
+    else:
+        changes += _held_out_lines(lines, held_out_tasks)
+    changes += _against_untrained(lines, held_out_tasks)
+    changes += _losses(lines)
+    if taught:
+        changes += _by_role(lines, "kl", "loss", "distance of {} from the teacher", _DISTANCE)
+    changes += role_rewards(lines, trained=not taught)
+    changes += _outcomes(lines)
+    if not changes and store is not None:
+        changes += _recorded(store, on_failure)
     compared = newest.comparison(*compared_modes(newest)) if newest else None
-    return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
+    return Headline(changes=tuple(changes), evaluation=newest, verdict=compared.verdict if compared else "")
 
 
 def role_rewards(lines: Sequence[Line], *, trained: bool = True) -> Iterator[Change]:
-    """Mean reward of all candidates of each role, chosen or not, in the first and the last step that has any."""
+    """Mean reward of all candidates of each role, chosen or not, in the first and the last step with a reward."""
     what = f"mean reward of all the role's candidates{'' if trained else ', which nothing is trained on'}"
     return _by_role(lines, "reward", "role", "reward of {}", what)
 
@@ -100,7 +110,7 @@ def _roles(lines: Sequence[Line]) -> list[str]:
 
 
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
-    """The mode that a headline takes of an evaluation, and the one to compare it with; empty without one."""
+    """The mode of an evaluation that a headline shows, and the mode to compare it with; empty without one."""
     played = evaluation.evaluations
     start = next((name for name in STARTS if name in played), None)
     if "trained" in played:
@@ -147,45 +157,50 @@ def _failures(mode: EvaluatedMode | None) -> int:
 
 
 def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
-    """The same from metrics.jsonl alone, where training kept no file of its evaluations."""
+    """Held-out success and reward from metrics.jsonl, for a run without files of its evaluations."""
     success: dict[int, Interval] = {}
     for name, what in _HELD_OUT.items():
-        known = {
-            line["step"] + 1: Interval(
-                mean=own[name],
-                low=own.get(f"{name}_low"),
-                high=own.get(f"{name}_high"),
-                n=int(n) if math.isfinite(n := own.get(f"{name}_n", own.get("episodes", 0))) else 0,
+        by_step: dict[int, Interval] = {}
+        for line in lines:
+            figures = line.get("held_out") or {}
+            if name not in figures:
+                continue
+            n = figures.get(f"{name}_n", figures.get("episodes", 0))
+            by_step[line["step"] + 1] = Interval(
+                mean=figures[name],
+                low=figures.get(f"{name}_low"),
+                high=figures.get(f"{name}_high"),
+                n=int(n) if math.isfinite(n) else 0,
             )
-            for line in lines
-            if name in (own := line.get("held_out") or {})
-        }
         if name == "success":
-            success = known
-        elif name == "outcome" and known == success:
+            success = by_step
+        elif name == "outcome" and by_step == success:
             continue  # the workflow returned a bool, so both are one figure
         title = f"held-out {PLAIN if name == 'outcome' else name}"
-        yield from _change(title, "held_out", what, known, percent=name == "success", tasks=tasks)
+        yield from _change(title, "held_out", what, by_step, percent=name == "success", tasks=tasks)
 
 
 def _against_untrained(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
     """The rewards of roles that play against each other: each on held-out tasks against the untrained model."""
-    figures = {line["step"] + 1: line.get("held_out") or {} for line in lines}
-    for key in sorted({key for found in figures.values() for key in found if key.startswith("against_untrained/")}):
+    by_key: dict[str, dict[int, Interval]] = {}
+    for line in lines:
+        for key, value in (line.get("held_out") or {}).items():
+            if key.startswith("against_untrained/"):
+                by_key.setdefault(key, {})[line["step"] + 1] = Interval(mean=value)
+    for key, by_step in sorted(by_key.items()):
         name = f"held-out reward of {key.partition('/')[2]} against the untrained model"
         what = "mean reward of the role on held-out tasks, one sample each, with the untrained model in the other roles"
-        known = {step: Interval(mean=found[key]) for step, found in figures.items() if key in found}
-        yield from _change(name, "held_out", what, known, tasks=tasks)
+        yield from _change(name, "held_out", what, by_step, tasks=tasks)
 
 
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:
-    """Of roles that learn from records: the held-out loss whose weights are kept, else the loss; and the share of pairs
-    that are ranked right."""
+    """Figures of roles that learn from records: the lowest held-out loss, whose weights the policy keeps, or else the
+    loss; and the share of pairs that are ranked right."""
     for role in _roles(lines):
         held_out, loss, accuracy = (_of_role(lines, role, name) for name in ("held_out_loss", "loss", "accuracy"))
         if held_out:
             best = min(held_out, key=lambda step: (held_out[step].mean, step))
-            until = {step: found for step, found in held_out.items() if step <= best}
+            until = {step: interval for step, interval in held_out.items() if step <= best}
             what = "lowest loss on records that are not trained on: the policy ends with these weights"
             yield from _change(f"held-out loss of {role}", "loss", what, until)
         else:
@@ -203,32 +218,32 @@ def _of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
-    """Mean outcomes of training episodes, under the name of the path that they are of."""
+    """Mean outcomes of training episodes, under the name of their path."""
     if not lines:
         return
     path = lines[-1].get("path") or SINGLE
     names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
     for name in names:
         percent = name == "success"
-        known = {line["step"] + 1: _outcome(name, line) for line in lines if line["outcome"].get(name) is not None}
+        by_step = {line["step"] + 1: _outcome(name, line) for line in lines if line["outcome"].get(name) is not None}
         if path == SINGLE:
             what = "mean over a step's episodes, single samples"
-            yield from _change(f"{name} in training", "training", what, known, percent=percent)
+            yield from _change(f"{name} in training", "training", what, by_step, percent=percent)
         else:
             what = f"mean over a step's episodes of the {path}: not what one sample reaches"
-            yield from _change(f"{path}, {name}", "selected", what, known, percent=percent)
+            yield from _change(f"{path}, {name}", "selected", what, by_step, percent=percent)
 
 
 def _outcome(name: str, line: Line) -> Interval:
-    # No interval: a line does not say how many tasks its episodes are of.
+    # No interval: a line does not hold the number of tasks of its episodes.
     return Interval(mean=float(line["outcome"][name]), n=int(line.get("episodes", 0)))
 
 
 def _change(
-    name: str, kind: Kind, what: str, known: Mapping[int, Interval], *, percent: bool = False, tasks: str = ""
+    name: str, kind: Kind, what: str, by_step: Mapping[int, Interval], *, percent: bool = False, tasks: str = ""
 ) -> Iterator[Change]:
-    """From the first to the last of a figure's values by step, if there are any."""
-    steps = sorted(known)
+    """The change from the first to the last of a figure's values by step, if there are any."""
+    steps = sorted(by_step)
     if not steps:
         return
     first, last = steps[0], steps[-1]
@@ -237,16 +252,16 @@ def _change(
         kind=kind,
         what=what,
         tasks=tasks,
-        first=known[first] if first != last else None,
+        first=by_step[first] if first != last else None,
         first_of=f"step {first}" if first != last else "",
-        last=known[last],
+        last=by_step[last],
         last_of=f"step {last}",
         percent=percent,
     )
 
 
 def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
-    """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
+    """Success and rewards of recorded episodes, separately for each phase. Failed episodes count."""
     figures = store.figures()
     successes = [row for row in figures.success_counts() if row.phase != "check"]
     rewards = [row for row in figures.outcome_means(on_failure) if row.mean is not None and row.phase != "check"]

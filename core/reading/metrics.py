@@ -1,5 +1,5 @@
-"""The registry of figures by role and by policy: `metrics.toml` beside this file, which curves, tables and the
-reference read. A new figure needs the code that computes it, and its entry there."""
+"""The registry of figures by role and by policy. Curves, tables and the reference read it from `metrics.toml` in this
+folder. A new figure needs an entry there and the code that computes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     help: str = ""
     taught_title: str = ""
     taught: str = ""
-    """Title and help where the role learns from a teacher."""
+    """Title and help for a role that learns from a teacher."""
     share: bool = False
     column: str = ""
     optional: bool = False
@@ -35,6 +35,6 @@ def registry() -> Mapping[str, Mapping[str, Metric]]:
 
 
 def columns() -> dict[str, Metric]:
-    """Figures of a role that have a column in the table of training; the optional ones last."""
-    found = [(name, metric) for name, metric in registry()["roles"].items() if metric.column]
-    return dict(sorted(found, key=lambda one: one[1].optional))
+    """Figures of a role with a column in the table of training; the optional ones last."""
+    with_column = {name: metric for name, metric in registry()["roles"].items() if metric.column}
+    return dict(sorted(with_column.items(), key=lambda item: item[1].optional))

@@ -1,4 +1,4 @@
-"""The phase of a run at this moment: a small file that training writes and every screen reads."""
+"""The present phase of a run: a small file that training writes and every screen reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cotune.storage.run_layout import RunLayout
 from cotune.storage.typed_json import read_if_typed
 
 NOW = "now.json"
-"""Name of the file in a run folder; it is there while the run is under way."""
+"""Name of the file in a run folder. It exists while the run is under way."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,27 +24,32 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     """The object of the phase: the policies of an update, the weights that are loaded."""
     done: int = 0
     total: int = 0
-    """How many episodes of the phase have ended, of how many; 0 for a phase without episodes."""
+    """Finished episodes of the phase (`done`) and all its episodes (`total`); 0 for a phase without episodes."""
     step: int = 0
-    """The step in hand, from 1; 0 before the first one."""
+    """The present step, from 1; 0 before the first one."""
     steps: int = 0
     since: float = 0.0
-    """When the phase began."""
+    """The time when the phase began."""
     left: float | None = None
-    """Seconds to the end of the run when this was written, by the steps so far; None before the first."""
+    """Estimated seconds to the end of the run, from the steps so far, at the time `written`; None before the first."""
     written: float = 0.0
 
     @property
     def text(self) -> str:
         """`rollout, 37 of 64 episodes`, `update of writer`."""
-        what = f"{PHASES.get(self.phase, self.phase)}{f' of {self.of}' if self.of else ''}"
-        return f"{what}, {self.done:,} of {self.total:,} episodes" if self.total else what
+        text = PHASES.get(self.phase, self.phase)
+        if self.of:
+            text += f" of {self.of}"
+        if self.total:
+            text += f", {self.done:,} of {self.total:,} episodes"
+        return text
 
     def remaining(self, now: float | None = None) -> float | None:
-        """Seconds to the end of the run as of now."""
+        """Estimated seconds from now to the end of the run. `now` replaces the present time."""
         if self.left is None:
             return None
-        return max(self.left - ((time.time() if now is None else now) - self.written), 0.0)
+        present = time.time() if now is None else now
+        return max(self.left - (present - self.written), 0.0)
 
 
 PHASES = {
@@ -56,7 +61,7 @@ PHASES = {
     "checkpoint": "saving a checkpoint",
     "new_roles": "policies for new roles",
 }
-"""Phases whose name on screens is another than in metrics.jsonl."""
+"""Names on screens for phases that have another name in metrics.jsonl."""
 
 
 def read_now(run: Path) -> Now | None:

@@ -1,7 +1,7 @@
-"""What a search for prompts has reached: the prompts before and the best ones, on the same held-out tasks.
+"""The result of a search for prompts: the prompts before and the best ones, on the same held-out tasks.
 
-`cotune prompts improve` and `cotune prompts edit --tasks` write the comparison into prompts.json, beside the records of
-the episodes that it is of. The records hold both sides, so that a mean over them says nothing.
+`cotune prompts improve` and `cotune prompts edit --tasks` write the comparison into prompts.json, next to the records
+of its episodes. The records hold the episodes of both prompts, so a mean over them has no meaning.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cotune.storage.typed_json import read_if_typed
 from cotune.tables import figure, plural
 
 PHASES = "prompts"
-"""What the names of the phases of a search begin with."""
+"""The beginning of the names of a search's phases."""
 HELD_OUT_PHASE = "prompts-held-out"
-"""The phase in which a search compares its best prompts with those before."""
+"""The phase in which a search compares its best prompts with the prompts before."""
 _PROMPTS = "prompts.json"
 _SEARCH = "improve.json"
 
@@ -37,7 +37,7 @@ class _Evaluation(msgspec.Struct):
     records: str = ""
 
 
-class _Found(msgspec.Struct):
+class _PromptsFile(msgspec.Struct):
     id: str = ""
     evaluation: _Evaluation = msgspec.field(default_factory=_Evaluation)
 
@@ -52,12 +52,12 @@ class _Search(msgspec.Struct):
 
 
 def search_headline(folder: Path | None) -> Headline:
-    """The comparison of a search in a folder, and its verdict; where there is none, a verdict that says so."""
-    found = _prompts_of(folder)
-    if folder is None or found is None or found.evaluation.held_out is None:
+    """The comparison of a search in a folder, and its verdict. Without a comparison, the verdict says so."""
+    prompts = _prompts_of(folder)
+    if folder is None or prompts is None or prompts.evaluation.held_out is None:
         return Headline(verdict="no comparison of prompts on held-out tasks is stored here")
     search = read_if_typed(folder / _SEARCH, _Search) or _Search()
-    held_out = found.evaluation.held_out
+    held_out = prompts.evaluation.held_out
     low, mean, high = held_out.difference
     change = Change(
         name="held-out outcome",
@@ -74,21 +74,22 @@ def search_headline(folder: Path | None) -> Headline:
 
 
 def best_prompts(folder: Path | None) -> str | None:
-    """The id of the prompts that a search in a folder ended with: empty for those of the application, None where it is
-    not known."""
-    found = _prompts_of(folder)
-    return None if found is None else found.id
+    """The id of the best prompts of a search in a folder: empty for the application's prompts, None if unknown."""
+    prompts = _prompts_of(folder)
+    return None if prompts is None else prompts.id
 
 
-def _prompts_of(folder: Path | None) -> _Found | None:
-    """The prompts of a search; also those beside a folder that `prompts edit` made for the episodes of a comparison."""
+def _prompts_of(folder: Path | None) -> _PromptsFile | None:
+    """The prompts file of a search. `prompts edit` writes the records of a comparison into a folder next to it."""
     if folder is None:
         return None
-    found = read_if_typed(folder / _PROMPTS, _Found)
-    if found is not None:
-        return found
-    beside = read_if_typed(folder.parent / _PROMPTS, _Found)
-    return beside if beside is not None and Path(beside.evaluation.records).name == folder.name else None
+    prompts = read_if_typed(folder / _PROMPTS, _PromptsFile)
+    if prompts is not None:
+        return prompts
+    next_to_folder = read_if_typed(folder.parent / _PROMPTS, _PromptsFile)
+    if next_to_folder is None or Path(next_to_folder.evaluation.records).name != folder.name:
+        return None
+    return next_to_folder
 
 
 def _verdict(held_out: _HeldOut) -> str:
@@ -97,7 +98,7 @@ def _verdict(held_out: _HeldOut) -> str:
     on = f"on {plural(held_out.tasks, 'held-out task')}"
     if low is None or high is None:
         return f"no difference shown {on}"
-    said = f"({100 * held_out.level:.3g}% interval {figure(low)} to {figure(high)})"
+    interval = f"({100 * held_out.level:.3g}% interval {figure(low)} to {figure(high)})"
     if low <= 0 <= high:
-        return f"no difference shown: {figure(mean)} {said} {on}"
-    return f"the best prompts are {'better' if low > 0 else 'worse'} by {figure(abs(mean))} {said} {on}"
+        return f"no difference shown: {figure(mean)} {interval} {on}"
+    return f"the best prompts are {'better' if low > 0 else 'worse'} by {figure(abs(mean))} {interval} {on}"

@@ -1,4 +1,4 @@
-"""How many calls went out with edited prompts, and which did not though their role has some."""
+"""Count the calls that were sent with edited prompts, and the calls of the same roles that were sent unedited."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cotune.records.structs import CallRecord, Record
 from cotune.tables import plural
 
 WHY = {
-    "prompt_unmatched": "went out as asked, without the texts that the prompts edit",
-    "prompt_ambiguous": "went out as asked, as a text can be read in several ways",
+    "prompt_unmatched": "sent unedited, without the texts that the prompts edit",
+    "prompt_ambiguous": "sent unedited, as their texts fit the prompts in several ways",
 }
-"""By kind of warning."""
+"""Explanations by kind of warning."""
 
 
 class PromptUse:
-    """A sink that counts calls whose role has edited prompts, and hands all records on to another."""
+    """A sink that counts calls whose role has edited prompts, and passes all records to another sink."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._lock = threading.Lock()
         self.roles: dict[str, Counter[str]] = {}
-        """By role its calls under `calls`, and those that went out as they were asked by the reason."""
+        """Counts by role: all calls under `calls`, and the calls that were sent unedited under their reasons."""
 
     def write(self, records: Sequence[Record]) -> None:
         for call in records:
@@ -38,8 +38,8 @@ class PromptUse:
         """A line for each role, for people."""
         lines = []
         for role, counts in sorted(self.roles.items()):
-            edited = counts["calls"] - sum(counts[why] for why in WHY)
+            edited = counts["calls"] - sum(counts[kind] for kind in WHY)
             text = f"edited prompts of {role}: {edited} of {plural(counts['calls'], 'call')}"
-            left = [f"{counts[why]} {said} ({why})" for why, said in WHY.items() if counts[why]]
-            lines.append("; ".join([text, *left]))
+            unedited = [f"{counts[kind]} {reason} ({kind})" for kind, reason in WHY.items() if counts[kind]]
+            lines.append("; ".join([text, *unedited]))
         return lines

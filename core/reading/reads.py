@@ -1,18 +1,18 @@
-"""Who read whose answer in an episode: the calls that a call's prompt was made from, recorded ones and guessed ones.
+"""Which answers of an episode each call read: recorded and guessed.
 
-Certain: the recorder found the answer among the prompt's assistant messages, or the framework named it
-(`CallRecord.parents`). Guessed: the answer's text stands in a message that the role's turn before did not have, or in
-the last one,
+Certain: the recorder recognized the answer among the prompt's assistant messages, or the framework named it
+(`CallRecord.parents`). Guessed: the text of the answer occurs in a message that was not in the role's previous turn, or
+in the last message,
 
-- as the whole message, whatever its length;
-- anywhere in it, if the answer has two words and `QUOTED` characters, between the ends of words;
+- as the whole message, of any length;
+- anywhere in it as whole words, if the answer has two words and `QUOTED` characters;
 - as the rest of a line after its label (`Plan: go left`, `said up`), if the answer has a letter or three digits, and
-  each line of the episode with this label held an earlier answer.
+  each line of the episode with this label holds an earlier answer.
 
-A text is searched for the longest answers first, and what was found is taken out: a number inside a quoted answer is no
-quotation of another one. Text of the task's input is no quotation inside a message. A message that was sent before
-anybody gave the answer quotes it nowhere. Of equal answers the latest count, one for each time that the text stands
-there.
+The longest answers are searched first, and each quotation is then removed from the text: a number inside a quoted
+answer does not count as a quotation of another answer. Text from the task's input does not count inside a message. A
+message cannot quote an answer that was given after the message was sent. Of equal answers the latest count, one for
+each occurrence of the text.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from cotune.records.structs import CallRecord
 from cotune.storage.protocol import Store
 
 QUOTED = 8
-"""Characters of an answer that counts as quoted anywhere in a message."""
+"""Minimum length of an answer that may be quoted anywhere in a message, in characters."""
 LOOK_BACK = 400
-"""Calls before those of a page whose answers are searched for."""
+"""Number of calls before a page whose answers are searched for."""
 _LABEL = re.compile(r"([^:\n]{1,40}:|\S{1,40})[ \t]+(\S.*)")
 _AROUND = " \t\"'`*_.“”«»"
-"""Signs around an answer after its label."""
+"""Characters that may surround an answer after its label."""
 
 
 class Reads(msgspec.Struct, frozen=True):
-    """Steps of the calls whose answers a call was given."""
+    """Steps of the calls whose answers a call read."""
 
     certain: tuple[int, ...] = ()
     guessed: tuple[int, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All steps, in order."""
         return tuple(sorted({*self.certain, *self.guessed}))
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True):
     """An answer that the application got."""
 
     step: int
     text: str
-    at: float
-    """When it was there."""
+    time: float
+    """The time of its arrival."""
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line with a label, in the new messages of a call; `step` is the answer that its rest is, None for none."""
+    """A line with a label in the new messages of a call. `step` is the step of the answer after the label, if any."""
 
     call: str
     label: str
@@ -69,46 +69,52 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecord], task: Any) -> dict[str, Reads]:
-    """What each of `calls` read, by its id. `earlier` are the calls of the episode before them, `task` is its input."""
-    listed = [*earlier, *calls]
-    steps = {call.id: call.step for call in listed}
-    given = "\n".join(map(str, leaves(task)))
-    said = [one for call in listed if (one := _said(call))]
-    quoted: dict[str, set[int]] = {call.id: set() for call in listed}
+    """The answers that each of `calls` read, by call id. `earlier` are the calls of the episode before them, `task` is
+    the input of its task."""
+    all_calls = [*earlier, *calls]
+    steps = {call.id: call.step for call in all_calls}
+    task_text = "\n".join(map(str, leaves(task)))
+    answers = [answer for call in all_calls if (answer := _answer(call))]
+
+    # 1. Search the new messages of each call for answers that were there when the message was first sent.
+    quoted: dict[str, set[int]] = {call.id: set() for call in all_calls}
     lines: list[_Line] = []
-    sent: dict[str, float] = {}
+    first_sent: dict[str, float] = {}
     texts: dict[str, str] = {}
-    of_role: dict[str, frozenset[str]] = {}
-    for call in listed:
-        ended = [one for one in said if one.at <= call.started and one.step < call.step]
-        before = of_role.get(call.role, frozenset())
+    last_messages: dict[str, frozenset[str]] = {}
+    for call in all_calls:
+        earlier_answers = [answer for answer in answers if answer.time <= call.started and answer.step < call.step]
+        seen_by_role = last_messages.get(call.role, frozenset())
         for id in dict.fromkeys(call.messages):
-            sent.setdefault(id, call.started)
-            if id in before and id != call.messages[-1]:
+            first_sent.setdefault(id, call.started)
+            if id in seen_by_role and id != call.messages[-1]:
                 continue
             if id not in texts:
                 texts[id] = _text(store, id)
-            then = {one.text for one in ended if one.at <= sent[id]}
-            known = [one for one in ended if one.text in then]
-            quoted[call.id].update(_quoted(texts[id], known, given, call.id, lines))
-        of_role[call.role] = frozenset(call.messages)
-    broken = {line.label for line in lines if line.step is None}
+            possible = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
+            candidates = [answer for answer in earlier_answers if answer.text in possible]
+            quoted[call.id].update(_quoted(texts[id], candidates, task_text, call.id, lines))
+        last_messages[call.role] = frozenset(call.messages)
+
+    # 2. A label marks answers only if all its lines in the episode hold one.
+    other_labels = {line.label for line in lines if line.step is None}
     for line in lines:
-        if line.step is not None and line.label not in broken:
+        if line.step is not None and line.label not in other_labels:
             quoted[line.call].add(line.step)
-    found = {}
+
+    by_call = {}
     for call in calls:
         certain = {steps[id] for id in call.parents if id in steps}
-        found[call.id] = Reads(tuple(sorted(certain)), tuple(sorted(quoted[call.id] - certain)))
-    return found
+        by_call[call.id] = Reads(tuple(sorted(certain)), tuple(sorted(quoted[call.id] - certain)))
+    return by_call
 
 
-def _said(call: CallRecord) -> _Said | None:
-    """The text that the application got from a call; None where it got none."""
+def _answer(call: CallRecord) -> _Answer | None:
+    """The answer that the application got from a call; None without text."""
     for candidate in call.candidates:
         if candidate.index == call.chosen:
             text = (content_text(candidate.message.get("content")) or candidate.text).strip()
-            return _Said(call.step, text, call.started + call.latency) if text else None
+            return _Answer(call.step, text, call.started + call.latency) if text else None
     return None
 
 
@@ -121,27 +127,31 @@ def _text(store: Store, id: str) -> str:
     return content_text(body.get("content")).strip() if isinstance(body, Mapping) else ""
 
 
-def _quoted(text: str, known: Sequence[_Said], given: str, call: str, lines: list[_Line]) -> Iterator[int]:
-    """Steps of the answers that a message quotes; its lines with a label are added to `lines`."""
-    if whole := _latest(known, text):
+def _quoted(text: str, answers: Sequence[_Answer], task_text: str, call: str, lines: list[_Line]) -> Iterator[int]:
+    """Steps of the answers that a message quotes. Its lines with a label are added to `lines`."""
+    if whole := _latest(answers, text):
         yield whole.step
         return
-    by_text: dict[str, list[_Said]] = defaultdict(list)
-    for one in known:
-        by_text[one.text].append(one)
-    for answer in sorted(by_text, key=len, reverse=True):
-        if len(answer) < QUOTED or not answer.split(maxsplit=1)[1:] or answer not in text or answer in given:
+    by_text: dict[str, list[_Answer]] = defaultdict(list)
+    for answer in answers:
+        by_text[answer.text].append(answer)
+    for quotation in sorted(by_text, key=len, reverse=True):
+        has_two_words = bool(quotation.split(maxsplit=1)[1:])
+        if len(quotation) < QUOTED or not has_two_words or quotation not in text or quotation in task_text:
             continue
-        text, times = re.subn(rf"(?<!\w){re.escape(answer)}(?!\w)", "\n", text)
-        for one in by_text[answer][-times:] if times else ():
-            yield one.step
+        text, times = re.subn(rf"(?<!\w){re.escape(quotation)}(?!\w)", "\n", text)
+        for answer in by_text[quotation][-times:] if times else ():
+            yield answer.step
     for line in text.splitlines():
-        if (found := _LABEL.match(line.strip())) and (value := found[2].strip(_AROUND)):
-            held = _latest(known, value) if re.search(r"[^\W\d]|\d{3}", value) else None
-            lines.append(_Line(call, found[1], held.step if held else None))
+        match = _LABEL.match(line.strip())
+        if match and (value := match[2].strip(_AROUND)):
+            after_label = _latest(answers, value) if re.search(r"[^\W\d]|\d{3}", value) else None
+            lines.append(_Line(call, match[1], after_label.step if after_label else None))
 
 
-def _latest(known: Sequence[_Said], text: str) -> _Said | None:
-    """The latest answer with this text, without the signs around it."""
+def _latest(answers: Sequence[_Answer], text: str) -> _Answer | None:
+    """The latest answer with this text. Characters in `_AROUND` at its ends are ignored."""
     bare = text.strip(_AROUND)
-    return next((one for one in reversed(known) if one.text.strip(_AROUND) == bare), None) if bare else None
+    if not bare:
+        return None
+    return next((answer for answer in reversed(answers) if answer.text.strip(_AROUND) == bare), None)

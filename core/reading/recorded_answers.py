@@ -1,4 +1,4 @@
-"""Recorded answers to learn from: the chosen ones of calls and episodes that ended well."""
+"""Recorded answers to learn from: the chosen answers of calls and episodes that finished without an error."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class RecordedAnswer(NamedTuple):
     call: CallRecord
     messages: list[Any]
     tools: Any
-    """The tools that it offered; None for none."""
+    """The tools that the request offered; None without tools."""
     answer: dict[str, Any]
 
     @property
     def fault(self) -> str | None:
-        """Why it is nothing to learn from; see `answer_fault`. continued: it goes on from the last message."""
+        """The reason why the answer cannot be learned from, see `answer_fault`; None if it can. `continued`: the answer
+        continues the last message."""
         assert self.call.chosen is not None
         last = self.messages[-1] if self.messages else {}
         if isinstance(last, Mapping) and last.get("role") == "assistant":
@@ -47,36 +48,37 @@ def recorded_answers(
     on_failure: OnFailure = "lowest",
     asked: bool = False,
 ) -> Iterator[RecordedAnswer]:
-    """The answers of these episodes in order; `left_out` counts the other calls by reason.
+    """The answers of these episodes in order. `left_out` counts the other calls by reason.
 
-    An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
-    of the answer's own rewards, or where it has none with its value in the tree of the episodes that share it
-    (`answer_values`, with failures as `on_failure` says), which for an episode that was not forked is the sum of the
-    episode's rewards. Messages and tools are those that went out, or with `asked` those of the application, which
-    differ where prompts were edited.
+    An answer that replays have repeated is taken once. With `role`, only calls of this role are taken. `min_reward` is
+    compared with the sum of the answer's rewards. An answer without rewards has a value in the tree of the episodes
+    that share it (`answer_values`, with failures as `on_failure` says); for an episode that was not forked, this is the
+    sum of the episode's rewards. Messages and tools are the ones that were sent to the model, or with `asked` the
+    application's own, which differ if prompts were edited.
     """
-    given: set[str] = set()
+    taken: set[str] = set()
     values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
     for episode in episodes:
         for call in store.calls(episode.id):
             reason = _reason(store, episode, call, role, min_reward, values)
-            if reason is None and (call.replayed or call.id) in given:
+            if reason is None and (call.replayed or call.id) in taken:
                 reason = "replayed"
-            found = None if reason else _answer(store, episode, call, asked)
-            if found is None:
+            answer = None if reason else _answer(store, episode, call, asked)
+            if answer is None:
                 left_out[reason or "lost_message"] += 1
             else:
-                given.add(call.replayed or call.id)
-                yield found
+                taken.add(call.replayed or call.id)
+                yield answer
     if store.health.unreadable:
         left_out["unreadable"] += store.health.unreadable
 
 
 def answer_fault(candidate: Candidate) -> str | None:
-    """Why an answer is nothing to learn from, whatever the model; None if it is whole and says something.
+    """The reason why no model can learn from an answer; None if it is complete and not empty.
 
-    truncated: cut at its length limit, or only half read. filtered: cut by the provider's filter. malformed: a tool
-    call that cannot be read, or whose arguments are no JSON object. empty_answer: neither text nor tool calls.
+    truncated: cut at its length limit, or its stream was interrupted. filtered: cut by the provider's filter.
+    malformed: a tool call cannot be read, or its arguments are not a JSON object. empty_answer: neither text nor tool
+    calls.
     """
     message = candidate.message
     if candidate.finish_reason in ("length", "interrupted"):
@@ -94,21 +96,29 @@ def answer_fault(candidate: Candidate) -> str | None:
     if calls or message.get("function_call"):
         return None
     content = message.get("content")
-    texts = content if isinstance(content, list) else [content]
-    said = any(part.get("text") if isinstance(part, Mapping) else part for part in texts)
-    return None if said and (not isinstance(content, str) or content.strip()) else "empty_answer"
+    if isinstance(content, str):
+        has_text = bool(content.strip())
+    else:
+        parts = content if isinstance(content, list) else [content]
+        has_text = any(part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return None if has_text else "empty_answer"
 
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
-    """The value of each episode, by its id: the sum of its rewards. For an episode without any that the policy failed,
-    `on_failure` gives it: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
-    `exclude` failed episodes are left out.
+    """The value of each episode, by id: the sum of its rewards.
+
+    An episode without rewards that the policy failed gets the value of `on_failure`: a number, or `lowest`, the lowest
+    value of the finished episodes of its phase, but at most 0. With `exclude`, failed episodes are left out.
     """
     values: dict[str, float] = {}
     lowest: dict[str, float] = defaultdict(float)
     failed: list[tuple[str, str, float | Literal["lowest"]]] = []
-    counted = (one for one in store.episodes() if one.is_outcome and (one.status == "ok" or on_failure != "exclude"))
-    while page := list(islice(counted, 500)):
+    counted = (
+        episode
+        for episode in store.episodes()
+        if episode.is_outcome and (episode.status == "ok" or on_failure != "exclude")
+    )
+    while page := list(islice(counted, 500)):  # pages, as rewards of many episodes are read by one query
         rewards = store.rewards(episode.id for episode in page)
         for episode in page:
             if named := rewards.get(episode.id):
@@ -117,28 +127,37 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
                     lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
             elif (failure := failure_of(episode, on_failure)) is not None:
                 failed.append((episode.id, episode.phase, failure))
-    for id, phase, given in failed:
-        values[id] = lowest[phase] if given == "lowest" else given
+    for id, phase, failure in failed:
+        values[id] = lowest[phase] if failure == "lowest" else failure
     return values
 
 
 def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
-    """Values (`algorithms.tree_values`) of the answers in episodes that were forked and in their branches, by the id of
-    the call that first gave the answer. `outcomes` are the episodes' (`outcome_values`); others are left out.
+    """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call that
+    first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
     """
-    forks = {e.id: e.fork for e in store.episodes() if e.fork is not None and e.id in outcomes}
+    forks = {}
+    for episode in store.episodes():
+        if episode.fork is not None and episode.id in outcomes:
+            forks[episode.id] = episode.fork
     trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
-    steps = {call.id: call.step for calls in trunks.values() for call in calls}
+    steps: dict[str, int] = {}
+    for calls in trunks.values():
+        steps.update((call.id, call.step) for call in calls)
+
+    # The path of an episode: the answers that it shares with its trunk, in step order, then its new answers.
     paths = []
     for id in dict.fromkeys((*trunks, *forks)):
         if id not in outcomes:
             continue
-        own = trunks[id] if id in trunks else _answered(store, id)
-        shared = {call.replayed for call in own if call.replayed}
-        if fork := forks.get(id):  # also calls before the fork that a failed branch has not repeated
-            until = steps.get(fork.call, 0)
-            shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
-        path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]
+        calls = trunks[id] if id in trunks else _answered(store, id)
+        shared = {call.replayed for call in calls if call.replayed}
+        if fork := forks.get(id):
+            # A failed branch may not have repeated all calls before the fork, but it shares them.
+            fork_step = steps.get(fork.call, 0)
+            shared |= {call.id for call in trunks[fork.trunk] if call.step < fork_step}
+        path = sorted(shared, key=lambda call: steps.get(call, 0))
+        path += [call.id for call in calls if not call.replayed]
         if path:
             paths.append((path, outcomes[id]))
     return {str(answer): value for answer, value in tree_values(paths).items()}
@@ -156,6 +175,7 @@ def _reason(
     min_reward: float | None,
     values: Mapping[str, float],
 ) -> str | None:
+    """The reason why a call is left out; None if it is taken."""
     if role is not None and call.role != role:
         return "other_role"
     if episode.status != "ok":
@@ -166,11 +186,11 @@ def _reason(
         return "no_messages"
     if min_reward is None:
         return None
-    own = candidate_id(call.id, call.chosen)
-    found = store.rewards([own, episode.id])
+    answer_id = candidate_id(call.id, call.chosen)
+    stored = store.rewards([answer_id, episode.id])
     value = values.get(call.replayed or call.id)
-    if value is None or found.get(own):
-        rewards = found.get(own) or found.get(episode.id)
+    if value is None or stored.get(answer_id):
+        rewards = stored.get(answer_id) or stored.get(episode.id)
         if not rewards:
             return "no_reward"
         value = sum(rewards.values())

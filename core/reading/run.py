@@ -1,4 +1,4 @@
-"""A run or a records file to look at: opened for reading only, and read again where it has changed."""
+"""A run or a records file, opened for reading only. Files are read again when they have changed."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class OpenedRun:
-    """A run folder, or records by themselves: a file, or a database by its address. `name` is its name in addresses
-    and labels."""
+    """A run folder, or records without a run: a file, or the address of a database. `name` is its name in addresses and
+    labels."""
 
     def __init__(self, path: Path | str, name: str = "") -> None:
-        """Raises RunError where there is neither a run nor a records file, or it cannot be read."""
+        """Open a run or records. Raises RunError if `path` is neither, or cannot be read."""
         is_file = is_path(path)
         self.name = name or plain_name(path)
         self.path = Path(path).absolute() if is_file else Path(self.name)
@@ -60,13 +60,13 @@ class OpenedRun:
         self._no_records: Store | None = None
         self._lock = threading.Lock()
         self._read: dict[str, tuple[Any, Any]] = {}
-        """Values that were read, with the stamp of their files at that time."""
+        """Cached values, each with the stamp of its file when it was read."""
         self._parts: dict[str, OpenedRun] = {}
         self._folder_fd: int | None = None
-        """The folder, held open so that no other one gets its number."""
+        """The open folder: while it is open, no other folder gets its inode number."""
         if self.folder is not None:
             self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            self._let_go = weakref.finalize(self, os.close, self._folder_fd)
+            self._close_folder = weakref.finalize(self, os.close, self._folder_fd)
         self._records_stat: os.stat_result | None = None
         if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
@@ -75,7 +75,7 @@ class OpenedRun:
 
     @property
     def gone(self) -> bool:
-        """Whether its folder or file is not there any more, or another one is in its place."""
+        """Whether its folder or file was removed or replaced."""
         if self._file is None:
             return False
         if self._folder_fd is not None and not _is_same(self.path, os.fstat(self._folder_fd)):
@@ -96,7 +96,7 @@ class OpenedRun:
 
     @property
     def figures(self) -> Figures:
-        """What pages ask of the records. Raises RunError for a store without SQL."""
+        """Queries of the records. Raises RunError for a store without SQL."""
         return self.store.figures()
 
     @property
@@ -107,8 +107,8 @@ class OpenedRun:
         return self._cached("metrics", _stamp(RunLayout(self.path).metrics), self._lines)
 
     def _lines(self) -> list[dict[str, Any]]:
-        found = {line["step"]: line for line in read_metrics(self.path)}
-        return [found[step] for step in sorted(found)]
+        by_step = {line["step"]: line for line in read_metrics(self.path)}
+        return [by_step[step] for step in sorted(by_step)]
 
     @property
     def evaluations(self) -> list[StoredEvaluation]:
@@ -121,18 +121,19 @@ class OpenedRun:
 
     @property
     def notes_file(self) -> Path | None:
-        """The file with what people said of candidates and episodes; a database has none."""
+        """The file with people's notes on candidates and episodes; None for a database."""
         return notes_file(self.path) if self._file else None
 
     @property
     def notes(self) -> dict[str, Note]:
-        """These notes, by what they are of."""
+        """People's notes, by the id of their candidate or episode."""
         file = self.notes_file
         return self._cached("notes", _stamp(file), lambda: read_notes(file)) if file else {}
 
     def part(self, folder: str) -> OpenedRun | None:
-        """The records of an evaluation in this folder of the run; None where none can be read."""
-        path = next((one.records for one in self.evaluations if one.records and Path(one.records).name == folder), "")
+        """The records of an evaluation in this folder of the run; None if they cannot be read."""
+        with_records = [evaluation.records for evaluation in self.evaluations if evaluation.records]
+        path = next((records for records in with_records if Path(records).name == folder), "")
         if not path or Path(path).absolute() == self.path:
             return None
         with self._lock:
@@ -145,7 +146,7 @@ class OpenedRun:
                 return None
 
     def records_of(self, evaluation: StoredEvaluation) -> OpenedRun | None:
-        """The records with the episodes of an evaluation; None where they were not kept."""
+        """The records with the episodes of an evaluation; None without records."""
         if evaluation.records and Path(evaluation.records).absolute() == self.path:
             return self
         return self.part(Path(evaluation.records).name) if evaluation.records else None
@@ -156,7 +157,7 @@ class OpenedRun:
         return self.headline_with(self.evaluations)
 
     def headline_with(self, evaluations: list[StoredEvaluation], until: int | None = None) -> Headline:
-        """The figures of the run, or of its first `until` steps, with other evaluations than its own."""
+        """The figures of the run, or of its first `until` steps, with these evaluations instead of its own."""
         if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.figures.phases()):
             return search_headline(self.folder)
         lines = [line for line in self.metrics if until is None or line["step"] < until]
@@ -183,7 +184,7 @@ class OpenedRun:
 
     @property
     def description(self) -> dict[str, Any]:
-        """run.json without values of environment variables; empty for records by themselves."""
+        """run.json without values of environment variables; empty for records without a run."""
         if not self.is_run:
             return {}
         stamp = _stamp(RunLayout(self.path).run_json)
@@ -191,31 +192,31 @@ class OpenedRun:
 
     @property
     def about(self) -> RunDescription:
-        """The same, typed."""
+        """run.json as typed fields."""
         described = self.description
         return self._cached("about", described, lambda: msgspec.convert(described, RunDescription))
 
     @property
     def config(self) -> TrainConfig:
-        """The configuration of the run; the defaults for records by themselves."""
+        """The configuration of the run; the defaults for records without a run."""
         return self.about.config
 
     @property
     def samples(self) -> bool:
-        """Whether its policies sample answers; the others learn from records."""
+        """Whether its policies sample answers. Otherwise they learn from records."""
         return self.config.recipe not in FROM_RECORDS
 
     @property
     def planned(self) -> int | None:
-        """The steps that the run is to make; None for records by themselves."""
+        """The configured number of steps; None for records without a run."""
         return self.config.steps if "steps" in (self.description.get("config") or {}) else None
 
     @property
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
         if not self.is_run:
-            held = self._file is not None and is_held(self._file.with_name(f"{self._file.name}.lock"))
-            return "recording" if held else "records"
+            is_written = self._file is not None and is_held(self._file.with_name(f"{self._file.name}.lock"))
+            return "recording" if is_written else "records"
         end, lines = self.end, self.metrics
         if self.now is not None:
             return "under way"
@@ -229,19 +230,19 @@ class OpenedRun:
 
     @property
     def end(self) -> RunEnd | None:
-        """Why the run ended before its last step; None where nothing says so."""
+        """The reason why the run ended before its last step; None if it is unknown."""
         return read_end(self.path) if self.is_run else None
 
     @property
     def stamp(self) -> str:
-        """Changes when a step or a record is added."""
+        """A text that changes when a step or a record is added."""
         return "-".join(map(str, (*self.figures.newest(), *(_stamp(RunLayout(self.path).metrics) or ()))))
 
     def _cached(self, name: str, stamp: Any, read: Callable[[], T]) -> T:
         if name not in self._read or self._read[name][0] != stamp:
             self._read[name] = (stamp, read())
-        found: T = self._read[name][1]
-        return found
+        value: T = self._read[name][1]
+        return value
 
     def close(self) -> None:
         """Close the records."""
@@ -252,7 +253,7 @@ class OpenedRun:
                 store.close()
         if self._folder_fd is not None:
             self._folder_fd = None
-            self._let_go()
+            self._close_folder()
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +271,7 @@ def plain_name(path: Path | str) -> str:
 
 
 def _is_same(path: Path, opened: os.stat_result) -> bool:
-    """Whether a path still leads to what was opened there."""
+    """Whether a path still leads to the file or folder that was opened there."""
     try:
         return os.path.samestat(path.stat(), opened)
     except OSError:
@@ -279,7 +280,7 @@ def _is_same(path: Path, opened: os.stat_result) -> bool:
 
 def _stamp(file: Path) -> tuple[int, int] | None:
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,8 +13,8 @@ from cotune.storage.protocol import Store
 from cotune.storage.whole_file import whole_file
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines written, and the calls that were left out by reason."""
+class ExportCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of lines written, and of calls that were left out, by reason."""
 
     lines: int
     left_out: dict[str, int]
@@ -26,17 +27,19 @@ def write_supervised(
     role: str | None = None,
     min_reward: float | None = None,
     asked: bool = False,
-) -> Written:
-    """Write `{"messages": [...], "tools": [...]}`, one line per answer of `recorded_answers` that has no fault."""
+) -> ExportCounts:
+    """Write a line `{"messages": [...], "tools": [...]}` for each answer of `recorded_answers` without a fault."""
     left_out: Counter[str] = Counter()
     lines = 0
     with whole_file(path) as file:
         episodes = store.episodes()
-        for found in recorded_answers(store, episodes, left_out, role=role, min_reward=min_reward, asked=asked):
-            if found.fault is not None:
-                left_out[found.fault] += 1
+        for recorded in recorded_answers(store, episodes, left_out, role=role, min_reward=min_reward, asked=asked):
+            if recorded.fault is not None:
+                left_out[recorded.fault] += 1
                 continue
-            line = {"messages": [*found.messages, found.answer]}
-            file.write(msgspec.json.encode({**line, "tools": found.tools} if found.tools else line) + b"\n")
+            line: dict[str, Any] = {"messages": [*recorded.messages, recorded.answer]}
+            if recorded.tools:
+                line["tools"] = recorded.tools
+            file.write(msgspec.json.encode(line) + b"\n")
             lines += 1
-    return Written(lines=lines, left_out=dict(left_out))
+    return ExportCounts(lines=lines, left_out=dict(left_out))

@@ -1,4 +1,4 @@
-"""Names of the sets of tasks that figures are of: a figure on one set says nothing of another."""
+"""Names of sets of tasks. Figures on different sets cannot be compared, so each figure names its set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
 
 _NONE = "none"
-"""The value of `evaluation.tasks` that holds no task out."""
+"""The value of `evaluation.tasks` with which no tasks are held out."""
 
 
 def held_out_set(file: object, tasks: object) -> str:

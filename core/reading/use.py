@@ -13,7 +13,7 @@ from cotune.records.prices import Prices, money
 
 
 class Use(msgspec.Struct, kw_only=True):
-    """The sums over the calls of a role. `cost` is None where one of its models has no price."""
+    """The sums over the calls of a role. `cost` is None if one of its models has no price."""
 
     calls: int = 0
     failed: int = 0
@@ -27,7 +27,7 @@ class Use(msgspec.Struct, kw_only=True):
 
 
 class Totals:
-    """Sums by role and model. A call is never changed, so each is read once."""
+    """Sums by role and model. Calls never change, so each is read only once."""
 
     def __init__(self, run: OpenedRun) -> None:
         self._run = run
@@ -36,22 +36,22 @@ class Totals:
         self._lock = threading.Lock()
 
     def by_role(self, prices: Prices | None = None) -> dict[str, Use]:
-        """The use of each role, in the order of their first calls; with its cost where each of its models has a price,
-        among `prices` or those of the run's configuration."""
+        """The use of each role, in the order of their first calls. It has a cost if each of its models has a price, in
+        `prices` or in the configuration of the run."""
         with self._lock:
             self._read()
             sums = {key: msgspec.structs.replace(use) for key, use in self._sums.items()}
-        known = {**self._run.config.prices, **(prices or {})}
-        found: dict[str, Use] = {}
+        all_prices = {**self._run.config.prices, **(prices or {})}
+        uses: dict[str, Use] = {}
         for (role, model), part in sums.items():
-            use = found.setdefault(role, Use(cost=0.0))
+            use = uses.setdefault(role, Use(cost=0.0))
             _add(use, part)
             use.models[model] += part.calls
-            if model not in known:
+            if model not in all_prices:
                 use.cost = None
             elif use.cost is not None:
-                use.cost += money(known[model], part.prompt, part.completion)
-        return found
+                use.cost += money(all_prices[model], part.prompt, part.completion)
+        return uses
 
     def _read(self) -> None:
         self._until, rows = self._run.figures.use(self._until)
@@ -73,11 +73,11 @@ _SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds", "candi
 
 def _add(use: Use, part: Use) -> None:
     for name in _SUMMED:
-        one, other = getattr(use, name), getattr(part, name)
-        setattr(use, name, max(one, other) if name == "turns" else one + other)
+        before, added = getattr(use, name), getattr(part, name)
+        setattr(use, name, max(before, added) if name == "turns" else before + added)
 
 
 def total_cost(uses: Mapping[str, Use]) -> float | None:
-    """Of all roles that have one; None where none has."""
+    """The cost of all roles with a cost; None if no role has one."""
     costs = [use.cost for use in uses.values() if use.cost is not None]
     return sum(costs) if costs else None

@@ -1,4 +1,4 @@
-"""A run's figures as text, the same wherever they are printed."""
+"""A run's figures as text, the same on every screen."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cotune.reading.headline import Change
 from cotune.tables import figure, plural
 
 
-def interval_text(found: Interval | None, percent: bool = False) -> str:
-    """`41.2% [29.4%, 53.9%]`; without an interval the figure alone, and empty for None."""
-    if found is None:
+def interval_text(interval: Interval | None, percent: bool = False) -> str:
+    """`41.2% [29.4%, 53.9%]`; without bounds only the mean; empty for None."""
+    if interval is None:
         return ""
-    text = figure(found.mean, percent)
-    if found.low is None or found.high is None:
+    text = figure(interval.mean, percent)
+    if interval.low is None or interval.high is None:
         return text
-    return f"{text} [{figure(found.low, percent)}, {figure(found.high, percent)}]"
+    return f"{text} [{figure(interval.low, percent)}, {figure(interval.high, percent)}]"
 
 
 def change_text(change: Change) -> str:
@@ -34,25 +34,26 @@ def figure_name(change: Change) -> str:
     return f"{change.name} on {change.tasks}" if change.tasks else change.name
 
 
-def _end(change: Change, of: str, found: Interval, failed: int) -> str:
-    said = interval_text(found, change.percent)
-    if found.n:
-        said += f" {'of' if change.percent else 'over'} {found.n:,}"
-    said = f"{said} in {of}" if of.startswith("step ") else f"{of} {said}".strip()
-    return f"{said}, {failed:,} failed" if failed else said
+def _end(change: Change, source: str, interval: Interval, failed: int) -> str:
+    """One of the two figures of a change: `base 41.2% [29.4%, 53.9%] of 64`, or `41.2% of 64 in step 3`."""
+    text = interval_text(interval, change.percent)
+    if interval.n:
+        text += f" {'of' if change.percent else 'over'} {interval.n:,}"
+    text = f"{text} in {source}" if source.startswith("step ") else f"{source} {text}".strip()
+    return f"{text}, {failed:,} failed" if failed else text
 
 
 def stayed_reasons(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """By policy, in how many steps of metrics.jsonl it stayed as it was for which reason, the commonest first."""
-    found: dict[str, Counter[str]] = {}
+    """The reasons why each policy was not updated, with the number of steps in metrics.jsonl, the commonest first."""
+    reasons: dict[str, Counter[str]] = {}
     for line in lines:
-        for policy, why in line.get("stayed", {}).items():
-            found.setdefault(policy, Counter())[why] += 1
-    return {policy: dict(why.most_common()) for policy, why in sorted(found.items())}
+        for policy, reason in line.get("stayed", {}).items():
+            reasons.setdefault(policy, Counter())[reason] += 1
+    return {policy: dict(counts.most_common()) for policy, counts in sorted(reasons.items())}
 
 
 def stayed_text(reasons: Mapping[str, int]) -> str:
     """`no sample in 4 of 5 steps, no signal in 1`."""
-    (first, count), *rest = reasons.items()
-    said = f"{first} in {count:,} of {plural(sum(reasons.values()), 'step')}"
-    return ", ".join([said, *(f"{why} in {times:,}" for why, times in rest)])
+    (first, count), *others = reasons.items()
+    text = f"{first} in {count:,} of {plural(sum(reasons.values()), 'step')}"
+    return ", ".join([text, *(f"{reason} in {steps:,}" for reason, steps in others)])

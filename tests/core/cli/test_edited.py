@@ -40,7 +40,7 @@ def test_trace_and_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert main(words) == 0
     assert [request["messages"][0]["content"] for request in provider.requests] == [NEW, "Judge it."]
     said = " ".join(capsys.readouterr().out.split())
-    assert "edited prompts of critic: 0 of 1 call; 1 went out as asked" in said
+    assert "edited prompts of critic: 0 of 1 call; 1 sent unedited" in said
     assert "edited prompts of writer: 1 of 1 call 1 episode," in said
     with open_store("run/records.db", read_only=True) as store:
         (episode,) = [episode.id for episode in store.episodes()]

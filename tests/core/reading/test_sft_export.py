@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.cli.main import main
-from cotune.reading.sft_export import Written, write_supervised
+from cotune.reading.sft_export import ExportCounts, write_supervised
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
@@ -45,7 +45,7 @@ def lines(path: Path) -> list[Any]:
 def test_every_answer_that_went_on_is_a_line(tmp_path: Path) -> None:
     with recorded(tmp_path) as store:
         made = write_supervised(store, tmp_path / "sft.jsonl")
-    assert made == Written(lines=4, left_out={"failed_call": 2, "failed_episode": 3})
+    assert made == ExportCounts(lines=4, left_out={"failed_call": 2, "failed_episode": 3})
     assert lines(tmp_path / "sft.jsonl")[:2] == [
         {"messages": [*ASKED, {"role": "assistant", "content": "yes"}], "tools": TOOLS},
         {"messages": [*ASKED, {"role": "assistant", "content": "plain good"}]},
@@ -112,13 +112,13 @@ def test_answers_that_are_nothing_to_learn_from_are_left_out(tmp_path: Path) -> 
         store.flush()
         made = write_supervised(store, tmp_path / "sft.jsonl")
     expected = {str(reason): len(given) for reason, given in answers.items() if reason}
-    assert made == Written(lines=5, left_out={**expected, "continued": 1})
+    assert made == ExportCounts(lines=5, left_out={**expected, "continued": 1})
 
 
 def test_one_role_only(tmp_path: Path) -> None:
     with recorded(tmp_path) as store:
         made = write_supervised(store, tmp_path / "sft.jsonl", role="plain", min_reward=0.0)
-    assert made == Written(lines=2, left_out={"other_role": 3, "failed_call": 2, "failed_episode": 2})
+    assert made == ExportCounts(lines=2, left_out={"other_role": 3, "failed_call": 2, "failed_episode": 2})
 
 
 def test_nothing_to_write_is_said(tmp_path: Path, capsys: Any) -> None:
@@ -143,7 +143,7 @@ def test_an_answer_that_a_replay_repeats_is_one_line(tmp_path: Path) -> None:
         store.flush()
         for least, replayed in ((None, {"replayed": 2}), (1.0, {"below_reward": 1, "replayed": 1})):
             made = write_supervised(store, tmp_path / "sft.jsonl", min_reward=least)
-            assert made == Written(lines=1, left_out=replayed)
+            assert made == ExportCounts(lines=1, left_out=replayed)
 
 
 def test_with_edited_prompts_lines_have_what_went_out_or_what_was_asked(tmp_path: Path) -> None:
