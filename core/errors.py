@@ -206,15 +206,15 @@ class RunError(CotuneError):
 
 
 class UntrustedFolderError(RunError):
-    """A folder that this user did not make on this machine names what to run. `orders` are all that it gives, and
-    `taken` those that the command would obey."""
+    """A folder that this user did not write on this machine names code or addresses. `orders` are all its settings of
+    this kind, `taken` are the ones that the command would use."""
 
     def __init__(self, folder: Path, taken: Mapping[str, str], orders: Any) -> None:
         named = "; ".join(f"{name}: {value}" for name, value in taken.items())
         super().__init__(
-            f"{folder} was not made by you on this machine, and it decides what is run and asked: {named}.",
-            "If you trust all of this, pass --trust-folder, or set COTUNE_TRUST_FOLDERS to a folder above it. Or name "
-            "these yourself on the command line.",
+            f"{folder} was not written by you on this machine, and it chooses code or addresses: {named}.",
+            "If you trust all of them, pass --trust-folder, or set COTUNE_TRUST_FOLDERS to a folder above it. Or pass "
+            "these settings yourself on the command line.",
         )
         self.folder = str(folder)
         self.taken = dict(taken)

@@ -28,11 +28,11 @@ def arguments(command: Parser) -> None:
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     text = (
-        "what answers in place of a role: openai:NAME, a model, run or export on this machine, or prompts:FOLDER; "
-        "ROLE=... for one role alone"
+        "answer in place of a role with openai:NAME, a model, run or export on this machine, or prompts:FOLDER; "
+        "ROLE=... for one role only"
     )
     add_repeated(command, "--reference", "WHO", text)
-    text = "test whether a role earns its place: it answers nothing, or always TEXT"
+    text = "test whether a role is needed: it answers nothing, or always TEXT"
     add_repeated(command, "--without", "ROLE[=TEXT]", text)
     limits = ("max_calls", "max_cost", "limit", "runs", "concurrency")
     add_fields(command, "episodes", "out", *limits, table=BlameOptions)
@@ -57,22 +57,22 @@ def run(a: argparse.Namespace) -> int:
         from cotune.records.tasks import load_tasks
 
         tasks = len(draw_tasks(load_tasks(a.tasks), options))
-        if not _trusted_here(planned(tasks, options), options, yes=a.yes):
+        if not _agreed(planned(tasks, options), options, yes=a.yes):
             tell("nothing is run")
             return 1
         try:
-            found = blame(a.workflow, a.tasks, options)
+            result = blame(a.workflow, a.tasks, options)
         except KeyboardInterrupt:
-            tell("finished runs are kept; to continue, run the same command again")
+            tell("finished runs are stored; to continue, run the same command again")
             raise
-    a.result = found
-    print(json.dumps(found.to_json())) if a.json else terminal().print(render(found))
+    a.result = result
+    print(json.dumps(result.to_json())) if a.json else terminal().print(render(result))
     return 0
 
 
-def _trusted_here(plan: str, options: BlameOptions, *, yes: bool) -> bool:
-    """Whether the runs may begin: with `yes` or a limit, or after an answer at the terminal. Raises ConfigError where
-    there is nobody to ask."""
+def _agreed(plan: str, options: BlameOptions, *, yes: bool) -> bool:
+    """Whether the runs may begin: with `yes` or a limit, or after an answer at the terminal. Raises ConfigError if
+    there is no terminal to ask at."""
     tell(plan)
     if yes or options.max_calls is not None or options.max_cost is not None:
         return True

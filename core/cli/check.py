@@ -19,7 +19,7 @@ def arguments(command: Parser) -> None:
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     command.add_argument("--limit", type=int, default=1, metavar="N", help="take the first N tasks (default: 1)")
     command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
-    edits = "file of edited prompts, or a folder that has one: which of its parts the calls have"
+    edits = "file of edited prompts, or a folder that has one: report which of its parts occur in the calls"
     tokens = "count tokens with this model's tokenizer; it is not loaded"
     names = ("model", "policies", "plan.kind", "plan.k", "recipe", "prompts_file")
     add_fields(command, *names, model=tokens, prompts_file=edits)
@@ -27,15 +27,15 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--answers",
         metavar="WHO",
-        help="who answers: a small model (folder or Hugging Face id), provider (the application's own) or "
-        "records:ADDRESS (recorded answers); by default answers are drawn and no provider is contacted",
+        help="take answers from a small model (folder or Hugging Face id), from provider (the application's own) or "
+        "from records:ADDRESS (recorded answers); by default answers are drawn and no provider is contacted",
     )
     command.add_argument("--no-tools", action="store_true", help="drawn answers call no tool: no tool is run")
     command.add_argument(
-        "--calls", type=int, default=64, metavar="N", help="most calls of a run (default: %(default)s)"
+        "--calls", type=int, default=64, metavar="N", help="maximum calls of one run (default: %(default)s)"
     )
     command.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for one run (default: %(default)s)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="time for one run (default: %(default)s)"
     )
     command.add_argument(
         "--json",

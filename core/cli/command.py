@@ -27,9 +27,9 @@ APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder, records file, or postgresql://..."
 _NARROWEST = 20
-"""Columns of help on a narrower terminal, which breaks its lines."""
+"""Minimum width of help, in columns. A narrower terminal breaks the lines."""
 _WIDEST = 100
-"""Columns of help on a wider terminal."""
+"""Maximum width of help, in columns."""
 _FLAGS = {
     "plan.kind": ("--plan", None),
     **dict.fromkeys(("plan.k", "k"), ("-k", "K")),
@@ -47,11 +47,11 @@ _FLAGS = {
     "out": ("--out", "DIR"),
     "otlp": ("--otlp", "URL"),
 }
-"""By field, its flag and the name of its value, where these are not the field's own name."""
+"""The flag of a field and the name of its value, for fields whose flag does not have the name of the field."""
 
 
 def width() -> int:
-    """Columns of help: those of the terminal, or COLUMNS, within `_NARROWEST` and `_WIDEST`."""
+    """The width of help: the terminal's, or COLUMNS, between `_NARROWEST` and `_WIDEST`."""
     return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns) - 2)
 
 
@@ -70,14 +70,14 @@ class Formatter(argparse.HelpFormatter):
 
 
 def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
-    """A paragraph in lines that begin with `first` and `rest`; paths and flags stay whole."""
+    """A paragraph, wrapped. The first line begins with `first`, the others with `rest`. Paths and flags stay whole."""
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
     )
 
 
 def described(text: str, example: str) -> dict[str, Any]:
-    """The settings of a command's parser: one line of help, and a command line that `--help` shows."""
+    """Arguments for a command's parser: one line of help, and an example that `--help` shows."""
     return {"description": f"{text}.\n\nExample:\n  {example}", "formatter_class": Formatter}
 
 
@@ -85,19 +85,19 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # A flag in short would mean another one after the next flag is added, and a misspelt one may cost money.
+        # No abbreviations: a new flag could change their meaning, and a misspelt flag may cost money.
         super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; exit with status 2 for a flag that this command does not have, naming the nearest ones."""
-        forms = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
-        known = list(self._option_string_actions)
-        for word in () if forms or args is None else args:
+        """Parse the arguments. For a flag that this command does not have, exit with status 2 and name similar ones."""
+        has_subcommands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        flags = list(self._option_string_actions)
+        for word in () if has_subcommands or args is None else args:
             flag = word.partition("=")[0]
             if word == "--":
                 break
-            if flag.startswith("--") and flag not in known:
-                remedy = did_you_mean(near_names(flag, known)) or "--help lists the flags."
+            if flag.startswith("--") and flag not in flags:
+                remedy = did_you_mean(near_names(flag, flags)) or "--help lists the flags."
                 self.error(f"{flag} is not a flag of this command. {remedy}")
         return super().parse_known_args(args, namespace)
 
@@ -107,27 +107,27 @@ def add_trust_folder(command: Any, folder: str) -> None:
     command.add_argument(
         "--trust-folder",
         action="store_true",
-        help=f"run the application and functions that {folder} names, and use its addresses, although it was not made "
-        "by you on this machine; refused, or asked at a terminal, without",
+        help=f"run the application and functions that {folder} names, and use its addresses, although you did not "
+        "write it on this machine; without this flag a terminal asks, and a script ends with an error",
     )
 
 
 def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) -> None:
-    """Add a flag that may be given several times; its values are a list, empty without any."""
+    """Add a flag that may be repeated. Its values are a list, empty without the flag."""
     command.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; repeatable", **more)
 
 
 def add_moved(command: Any, whose: str) -> None:
-    """Add `--model` of a command that opens a run or an export whose base models may lie elsewhere by now."""
-    text = f"base model, where it lies elsewhere than the {whose} says; OLD=NEW if there are several"
+    """Add `--model` of a command that opens a run or an export whose base models may have moved."""
+    text = f"base model, if it is not where the {whose} says; OLD=NEW if there are several"
     add_repeated(command, "--model", "BASE", text)
 
 
 def add_use(command: Any, other: str) -> None:
-    """Add `--use` of a command that puts policies of several runs together, in place of `other`."""
+    """Add `--use` of a command that combines policies of several runs, instead of `other`."""
     text = (
-        f"in place of {other}: who plays a role (without ROLE= all other roles): a run (RUN#STEP: one of its "
-        "checkpoints), an export, or an untrained model"
+        f"instead of {other}: the source of a role's policy (without ROLE= of all other roles): a run (RUN#STEP: one "
+        "of its checkpoints), an export, or an untrained model"
     )
     add_repeated(command, "--use", "ROLE=SOURCE", text)
 
@@ -137,12 +137,12 @@ def add_prompts(command: Any, default: str) -> None:
     command.add_argument(
         "--prompts", metavar="FILE", help=f"prompts.json, or a folder that has one (default: {default})"
     )
-    text = "allow others than the weights were trained with"
+    text = "allow other prompts than the weights were trained with"
     command.add_argument("--any-prompts", action="store_true", help=text)
 
 
 def moved(texts: Sequence[str]) -> str | dict[str, str] | None:
-    """The values of `--model`: the place of the only base model, or places by the old ones. Raises ConfigError."""
+    """The values of `--model`: the new path of the only base model, or new paths by old paths. Raises ConfigError."""
     if len(texts) == 1 and "=" not in texts[0]:
         return texts[0]
     return pairs("--model", texts, "OLD=NEW", "For example: --model Qwen3-1.7B=models/qwen") or None
@@ -155,38 +155,46 @@ def add_address(command: Any, port: int) -> None:
         default="127.0.0.1",
         help="address to listen on (default: %(default)s); any other than loopback needs a token",
     )
-    command.add_argument("--port", type=int, default=port, help="0 takes a free one (default: %(default)s)")
-    command.add_argument("--token", help="bearer token that clients must send (or the environment's COTUNE_TOKEN)")
+    command.add_argument("--port", type=int, default=port, help="0 takes a free port (default: %(default)s)")
+    command.add_argument("--token", help="bearer token that clients must send (default: COTUNE_TOKEN)")
 
 
 def add_records(command: Any, default: str | None = None) -> None:
     """Add `--records` and `--app` of a server that records."""
-    text = "where calls are recorded: a run folder, a records file, or the address of cotune collect"
-    said = f" (default: {default})" if default else ""
-    command.add_argument("--records", default=default, metavar="ADDRESS", help=text + said)
-    text = "name of the application, for a collector (default: the environment's COTUNE_APP)"
+    text = "record calls here: a run folder, a records file, or the address of cotune collect"
+    if default:
+        text += f" (default: {default})"
+    command.add_argument("--records", default=default, metavar="ADDRESS", help=text)
+    text = "name of the application, for a collector (default: COTUNE_APP)"
     command.add_argument("--app", default="", metavar="NAME", help=text)
 
 
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
-    """Add the flags of these fields of `table` (default: a run's configuration), with the field's type, choices,
-    default and text. A text that `table` lacks is that of a run's configuration; `texts` replace some."""
+    """Add flags for these fields of `table` (default: a run's configuration), with the field's type, choices, default
+    and help.
+
+    The help is the documentation of the field in `table`, or else in a run's configuration. `texts` replace it.
+    """
     from cotune.config.train import TrainConfig
 
     for name in names:
         kind, default, text = _field(table or TrainConfig, name)
-        text = text or _field(TrainConfig, name)[2]
-        own = name.rpartition(".")[2]
-        flag, metavar = _FLAGS.get(name) or (f"--{own.replace('_', '-')}", None)
-        text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
-        unsaid = name in texts or default is False or default in (None, "", (), msgspec.NODEFAULT)
-        text += "" if unsaid else f" (default: {default})"
-        command.add_argument(flag, dest=name, help=text, **_reading(kind, metavar, own))
+        if name in texts:
+            text = texts[name]
+        else:
+            text = (text or _field(TrainConfig, name)[2]).rstrip(".")
+            if not text[1:2].isupper():  # an acronym stays as it is
+                text = f"{text[:1].lower()}{text[1:]}"
+            if default is not False and default not in (None, "", (), msgspec.NODEFAULT):
+                text += f" (default: {default})"
+        last_part = name.rpartition(".")[2]
+        flag, metavar = _FLAGS.get(name) or (f"--{last_part.replace('_', '-')}", None)
+        command.add_argument(flag, dest=name, help=text, **_argument_options(kind, metavar, last_part))
     command.set_defaults(fields=(*(command.get_default("fields") or ()), *names))
 
 
-def _reading(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
-    """How argparse reads a field of this type."""
+def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
+    """The options of `add_argument` for a field of this type."""
     if kind is bool:
         return {"action": "store_true", "default": None}
     parts = (kind, *get_args(kind))
@@ -202,18 +210,22 @@ def _reading(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
 
 def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
     """Type, default and documentation of a field by its dotted name."""
-    first, _, rest = name.partition(".")
+    first, _, further = name.partition(".")
     field = next(field for field in msgspec.structs.fields(table) if field.name == first)
-    return _field(field.type, rest) if rest else (field.type, field.default, documentation(table).get(first, ""))
+    if further:
+        return _field(field.type, further)
+    return field.type, field.default, documentation(table).get(first, "")
 
 
 @cache
 def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
-    """The text below each field of a class, on one line."""
+    """The text below each field of a class, on one line, by the name of the field."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
     assert isinstance(definition, ast.ClassDef)
-    bases = [documentation(base) for base in table.__bases__ if base is not msgspec.Struct]
-    texts = {name: text for base in bases for name, text in base.items()}
+    texts: dict[str, str] = {}
+    for base in table.__bases__:
+        if base is not msgspec.Struct:
+            texts.update(documentation(base))
     for line, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             texts[ast.unparse(line.target)] = " ".join(str(below.value.value).split())
@@ -221,7 +233,7 @@ def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
 
 
 def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) -> dict[str, Any]:
-    """The fields that the command line sets, by their dotted names: all, or those of `table`."""
+    """The fields that the command line sets, by their dotted names. With `table`, only fields of this class."""
     values: dict[str, Any] = {}
     for name in a.fields:
         value = getattr(a, name)
@@ -232,20 +244,21 @@ def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) 
 
 @contextmanager
 def printing_aside() -> Iterator[None]:
-    """Send standard output to standard error in here: of this process, also at its exit, and of its children."""
+    """Send standard output to standard error inside this context, for this process and its children. Output at the
+    exit of the process goes there too."""
     sys.stdout.flush()
     try:
-        kept = os.dup(1)
+        stdout = os.dup(1)
         os.dup2(2, 1)
     except OSError:
-        kept = None
+        stdout = None
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
+        if stdout is not None:
+            os.dup2(stdout, 1)
+            os.close(stdout)
         atexit.register(_aside)
 
 
@@ -261,7 +274,7 @@ def tell_left_out(left_out: Mapping[str, int]) -> None:
 
 
 def pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
-    """The values of a repeatable flag by name; the last one of a name. Raises ConfigError."""
+    """The values of a repeatable flag by name. If a name is repeated, its last value counts. Raises ConfigError."""
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -285,7 +298,7 @@ def prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 def settings(texts: Sequence[str]) -> dict[str, Any]:
-    """The values of `--set FIELD=VALUE`, read as TOML, or else text. Raises ConfigError."""
+    """The values of `--set FIELD=VALUE`, read as TOML, or as text if they are not TOML. Raises ConfigError."""
     values: dict[str, Any] = {}
     for name, text in pairs("--set", texts, "FIELD=VALUE", "For example: --set lora.rank=8").items():
         try:

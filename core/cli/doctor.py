@@ -23,21 +23,20 @@ def arguments(command: Parser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="longest prompt that memory and seconds are estimated for (default: %(default)s)",
+        help="length of the longest prompt, to estimate memory and seconds (default: %(default)s)",
     )
     command.add_argument(
         "--calls",
         type=int,
         default=0,
         metavar="N",
-        help="calls of an episode that seconds are estimated for (default: one for each role that the configuration "
-        "names)",
+        help="calls of an episode, to estimate seconds (default: one for each role that the configuration names)",
     )
     command.add_argument(
         "--gpu",
         type=float,
         metavar="GB",
-        help="forecast for one GPU of so many GB in place of the GPUs of this machine",
+        help="forecast for one GPU with this much memory instead of the GPUs of this machine",
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 

@@ -31,10 +31,10 @@ def arguments(command: Parser) -> None:
     command.add_argument("workflow", nargs="?", help=f"{APP} (default: the workflow of --run)")
     command.add_argument("--tasks", metavar="FILE", help=f"{TASKS} (default: the tasks that --run held out)")
     command.add_argument("--run", metavar="RUN", help="run folder (RUN#STEP: one of its checkpoints) or export")
-    text = "compare --run with another run (RUN#STEP: one of its checkpoints), export or model, in place of the modes"
+    text = "compare --run with another run (RUN#STEP: one of its checkpoints), export or model, instead of the modes"
     command.add_argument("--against", metavar="RUN", help=text)
     add_use(command, "--run")
-    text = "in place of --run: an untrained model, which plays every role. Several are compared with the first"
+    text = "instead of --run: an untrained model, which plays every role. Several are compared with the first"
     add_repeated(command, "--base", "FOLDER_OR_ID", text)
     command.add_argument(
         "--pairs",
@@ -43,7 +43,7 @@ def arguments(command: Parser) -> None:
         const=EvaluationOptions().max_episodes,
         metavar="N",
         help="with --base: evaluate all assignments of the models to roles, if that takes at most N episodes (default: "
-        "%(const)s); says first how much it takes",
+        "%(const)s); prints the number first",
     )
     command.add_argument(
         "--modes",
@@ -79,7 +79,7 @@ def run(a: argparse.Namespace) -> int:
     for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
         if value is None and a.run is None:
             remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"
-            raise ConfigError(name, None, f"is missing, which {named[0]} needs", remedy)
+            raise ConfigError(name, None, f"is missing: {named[0]} needs it", remedy)
     tell(f"loading {a.workflow or 'the workflow'} and {a.run or ', '.join(a.use or a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render

@@ -23,8 +23,7 @@ def arguments(command: Parser) -> None:
         type=int,
         const=0,
         metavar="VERSION",
-        help="instead of exporting, bring back an earlier version of --out (default: the one that the present one "
-        "replaced)",
+        help="instead of exporting, restore an earlier version of --out (default: the version before the present one)",
     )
     add_use(command, "RUN")
     add_moved(command, "run")
@@ -43,7 +42,8 @@ def arguments(command: Parser) -> None:
         nargs="?",
         const="f16",
         choices=("f16", "bf16", "f32", "q8_0"),
-        help="the same as one GGUF file each, for llama.cpp, Ollama and LM Studio, in this precision (default: f16)",
+        help="like --merge, but one GGUF file for each policy, for llama.cpp, Ollama and LM Studio, in this precision "
+        "(default: f16)",
     )
     command.add_argument(
         "--evaluation",
@@ -52,7 +52,7 @@ def arguments(command: Parser) -> None:
     )
     add_prompts(command, "what the run was trained with")
     command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
-    command.add_argument("--private", action="store_true", help="make that repository private, if it is new")
+    command.add_argument("--private", action="store_true", help="make the repository of --push private, if it is new")
 
 
 def _step(text: str) -> int | str:
@@ -65,7 +65,7 @@ def run(a: argparse.Namespace) -> int:
     if a.roll_back is not None:
         return _roll_back(a)
     if a.run is None and not a.use:
-        remedy = "Name a run folder, or a team (--use ROLE=SOURCE), or go back to an earlier export: --roll-back."
+        remedy = "Name a run folder, or a team (--use ROLE=SOURCE), or restore an earlier export: --roll-back."
         raise ConfigError("run", None, "is missing", remedy)
     if a.run is not None and a.use:
         raise ConfigError("run", a.run, "cannot be combined with --use", f"Write --use {a.run} for its other roles.")

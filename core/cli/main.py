@@ -52,8 +52,8 @@ COMMANDS = {
         "otel": "Exchange records with tracing tools: export, import",
     },
 }
-"""By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs
-packages beyond the base install (`EXTRA_FOR` names the flag without which it does not)."""
+"""The commands by group, each with a line of help. The module of a command has `EXAMPLE`, `arguments` and `run`, and
+`EXTRA` if it needs packages beyond the base install. `EXTRA_FOR` names a flag if only this flag needs them."""
 _SERVERS = ("collect", "gateway", "serve", "view")
 
 _START = """Train the agents you already have.
@@ -67,7 +67,7 @@ With a function `solve` in app.py, decorated with @cotune.workflow:
 
 
 def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or for a command `line`, of which only the commands named there are loaded."""
+    """The parser of all commands. With a command `line`, only the modules of commands that it names are loaded."""
     lists = []
     for group, commands in COMMANDS.items():
         lists.append(f"{group}:")
@@ -86,27 +86,30 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     below = top.add_subparsers(
         prog="cotune", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, parser_class=Parser
     )
-    for name, text in (entry for commands in COMMANDS.values() for entry in commands.items()):
-        if line is not None and name not in line:
-            below.add_parser(name)
-            continue
-        module = import_module(f"cotune.cli.{'servers.' if name in _SERVERS else ''}{name}")
-        command = below.add_parser(name, **described(text, module.EXAMPLE))
-        command.set_defaults(
-            run_command=module.run, extra=getattr(module, "EXTRA", None), extra_for=getattr(module, "EXTRA_FOR", None)
-        )
-        module.arguments(command)
+    for commands in COMMANDS.values():
+        for name, text in commands.items():
+            if line is not None and name not in line:
+                below.add_parser(name)
+                continue
+            folder = "cotune.cli.servers" if name in _SERVERS else "cotune.cli"
+            module = import_module(f"{folder}.{name}")
+            command = below.add_parser(name, **described(text, module.EXAMPLE))
+            extra, extra_for = getattr(module, "EXTRA", None), getattr(module, "EXTRA_FOR", None)
+            command.set_defaults(run_command=module.run, extra=extra, extra_for=extra_for)
+            module.arguments(command)
     return top
 
 
 def reject_unknown_words(line: Sequence[str]) -> None:
-    """Exit with status 2 if the command of `line` does not exist, naming the nearest ones, or if it or one of its flags
-    was removed, naming what to use instead."""
+    """Exit with status 2 if the command of `line` does not exist, or if it or one of its flags was removed. The message
+    names similar commands or the replacement."""
     # No flag before the command takes a value, so the first word that is not a flag is the command.
     name = next((word for word in line if not word.startswith("-")), None)
-    commands = [command for group in COMMANDS.values() for command in group]
     if name is None:
         return
+    commands: list[str] = []
+    for group in COMMANDS.values():
+        commands.extend(group)
     if name in REMOVED_COMMANDS:
         parser([]).error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
     if name not in commands:
@@ -116,9 +119,9 @@ def reject_unknown_words(line: Sequence[str]) -> None:
         parser([]).error(fault)
 
 
-def of_use(record: logging.LogRecord) -> bool:
-    """Whether a log line tells something: not the lines of an application whose episode was stopped, whose calls all
-    fail then, each with its retries. `-v` shows all."""
+def is_worth_showing(record: logging.LogRecord) -> bool:
+    """Whether a log line is shown without `-v`. Hidden are the lines of an application whose episode was stopped: all
+    its calls fail then, each with its retries."""
     episode = current_episode.get()
     return episode is None or not episode.interrupted or record.name.partition(".")[0] == "cotune"
 
@@ -138,11 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     reject_unknown_words(argv)
     arguments = parser(argv).parse_args(argv)
-    shown = logging.StreamHandler()
-    shown.setFormatter(LogFormat())
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormat())
     if not arguments.verbose:
-        shown.addFilter(of_use)
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
+        handler.addFilter(is_worth_showing)
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[handler])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     try:
@@ -173,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_trusted(arguments: argparse.Namespace) -> int:
-    """Run the command. If it would obey a folder that the user did not make, go on only if the user trusts that: by
-    --trust-folder, or by an answer at the terminal."""
+    """Run the command. If it would use code or addresses from a folder that this user did not write, continue only if
+    the user trusts the folder: with --trust-folder, or by an answer at the terminal."""
     while True:
         try:
             status: int = arguments.run_command(arguments)
@@ -183,7 +186,7 @@ def _run_trusted(arguments: argparse.Namespace) -> int:
             if not arguments.trust_folder:
                 if not sys.stdin.isatty():
                     raise
-                tell(f"{error.folder} was not made by you on this machine. It decides what is run and asked:")
+                tell(f"{error.folder} was not written by you on this machine. It chooses code or addresses:")
                 for name, value in error.taken.items():
                     tell(f"  {name}: {value}")
                 if not agrees("Trust it? [y/N] ", unsaid=False):
@@ -202,11 +205,11 @@ def _failed(arguments: argparse.Namespace, message: str) -> int:
 
 
 def run() -> NoReturn:
-    """The process of the command line: run the command, and end whatever the application has left running."""
+    """The process of the command line: run the command, then end everything that the application has left running."""
     interrupt_ends()
     own_process()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters of an answer
+        if isinstance(stream, io.TextIOWrapper):  # an answer may have characters that the locale cannot encode
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     status = main()
     interrupt_ends()

@@ -65,12 +65,12 @@ def _import(a: argparse.Namespace) -> int:
     with open_store(RunLayout(a.out).records) as store:
         for file in a.files:
             imported = import_file(file, store)
-            calls, bare = imported.calls, imported.without_tokens
-            read = (plural(imported.episodes, "episode"), plural(calls, "call"), plural(imported.spans, "span"))
-            tell(f"{file}: {read[0]} with {read[1]} from {read[2]}")
-            if bare:
+            episodes, spans = plural(imported.episodes, "episode"), plural(imported.spans, "span")
+            tell(f"{file}: {episodes} with {plural(imported.calls, 'call')} from {spans}")
+            if imported.without_tokens:
                 tell(
-                    f"{bare} of {calls} calls have no token ids or log-probabilities: you can show, score and "
+                    f"{imported.without_tokens} of {imported.calls} calls have no token ids or log-probabilities: you "
+                    "can show, score and "
                     "fine-tune on them, but not use them for a policy gradient"
                 )
             tell_left_out(imported.left_out)

@@ -1,4 +1,4 @@
-"""Commands and flags that earlier versions had, and what to use instead."""
+"""Commands and flags of earlier versions, and their replacements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMOVED_COMMANDS: Mapping[str, str] = {
     "score": "Use cotune records score.",
     "sft": "Use cotune records sft.",
 }
-"""By command, a sentence that tells the user what to do."""
+"""A sentence for each removed command that tells the user what to do."""
 
 _SEARCH_FIRST = "Run cotune prompts improve, which has it, then cotune train --prompts FOLDER."
 _TRUST = "Set COTUNE_TRUST_REMOTE_CODE=1 in the environment."
@@ -87,13 +87,13 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "serve --trust-remote-code": _TRUST,
     "prompts improve --trust-remote-code": _TRUST,
 }
-"""By command and flag, a sentence that tells the user what to do. Add a row when you remove a flag."""
+"""A sentence for each removed flag of a command that tells the user what to do. Add a row when you remove a flag."""
 
 
 def removed_flag(words: Sequence[str]) -> str:
     """The error for the first removed flag of a command line without its program, or an empty text.
 
-    It is asked before argparse reads the line, which may take a removed flag for the abbreviation of another one.
+    Call it before argparse parses the line, which may take a removed flag for the abbreviation of another one.
     """
     for word in words:
         if word == "--":  # only positional arguments follow

@@ -26,20 +26,20 @@ _FILTERS = ("task", "role", "status", "min_reward", "max_reward")
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("run", nargs="?", default="runs", metavar="RUN", help=f"{RUNS}: its runs are listed")
+    command.add_argument("run", nargs="?", default="runs", metavar="RUN", help=f"{RUNS}, whose runs are listed")
     view = command.add_mutually_exclusive_group()
     view.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
     view.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
     view.add_argument("--groups", action="store_true", help="groups by role and turn; samples left out, with reasons")
     view.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page of the run, to send to somebody")
-    view.add_argument("--by", metavar="SETTING", help="of a folder of runs: a table by this setting, over their seeds")
+    view.add_argument("--by", metavar="SETTING", help="for a folder of runs: a table by this setting, over their seeds")
     command.add_argument("--explain", action="store_true", help="with --steps: explain each curve and column")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
-    command.add_argument("--role", help="episodes in which this role had a call")
-    command.add_argument("--status", choices=("ok", "error", "cancelled"), help="episodes that ended like this")
-    command.add_argument("--min-reward", type=float, metavar="X", help="least sum of an episode's rewards")
-    command.add_argument("--max-reward", type=float, metavar="X", help="greatest sum of an episode's rewards")
+    command.add_argument("--role", help="episodes with a call of this role")
+    command.add_argument("--status", choices=("ok", "error", "cancelled"), help="episodes with this status")
+    command.add_argument("--min-reward", type=float, metavar="X", help="minimum sum of an episode's rewards")
+    command.add_argument("--max-reward", type=float, metavar="X", help="maximum sum of an episode's rewards")
     command.add_argument(
         "--limit", type=int, default=20, metavar="N", help="episodes or steps listed (default: %(default)s)"
     )
@@ -81,7 +81,7 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _list(a: argparse.Namespace) -> int:
-    """List the runs of a folder, or group them by a setting. Raises RunError if it has none."""
+    """List the runs of a folder, or group them by a setting. Raises RunError if the folder has no runs."""
     from cotune.cli.printing.runs import list_runs
     from cotune.reading.find_runs import open_runs
 
@@ -126,7 +126,7 @@ def _write_page(a: argparse.Namespace) -> None:
 
 
 def _first_flag(a: argparse.Namespace, names: tuple[str, ...]) -> str:
-    """The first flag among these that the command line has, or an empty text."""
+    """The first of these flags on the command line, or an empty text."""
     for name in names:
         value = getattr(a, name)
         if value is not None and value is not False and value != []:

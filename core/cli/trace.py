@@ -33,23 +33,23 @@ EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
 
 
 class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How `cotune trace` records. `redact` and `roles_by` are as in a run's configuration."""
+    """Options of `cotune trace`. `redact` and `roles_by` are as in a run's configuration."""
 
     concurrency: int = 8
-    """Episodes in flight."""
+    """Episodes that run at the same time."""
     limit: int | None = None
     """Take only the first N tasks."""
     timeout: float = 600.0
     """Seconds for one episode."""
     record: Literal["tools", "frozen"] | None = None
-    """What cotune replay returns again. tools: the results of a framework's tools | frozen: these, and the values of
-    clock, uuid and random."""
+    """Also record values for cotune replay. tools: the results of a framework's tools | frozen: these, and the values
+    of clock, uuid and random."""
     otlp: str | None = None
     """Also send each episode's spans to this OTLP/HTTP endpoint."""
     redact: str | None = None
     roles_by: str | None = None
     prompts: str | None = None
-    """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md."""
+    """File of edited prompts, or a folder that has one: calls are sent with them; see docs/how-to/prompts.md."""
 
 
 def arguments(command: Parser) -> None:
@@ -72,8 +72,10 @@ def run(a: argparse.Namespace) -> int:
 def trace(
     workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None
 ) -> tuple[int, int]:
-    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost, and how many
-    episodes failed."""
+    """Run every task once and record it in `out`.
+
+    Returns the exit status (1 if every episode failed or records were lost) and the number of failed episodes.
+    """
     from cotune.integrations.exchange.otel.exporter import LiveExport, otlp_exporter
     from cotune.trainer.reporting.progress import episode_bar
 
@@ -81,7 +83,7 @@ def trace(
         start_freezing()
     flow = load_workflow(workflow).redacted(options.redact).named_by(options.roles_by)
     flow = flow.prompted(options.prompts)
-    listed = load_tasks(tasks)[: options.limit]
+    task_list = load_tasks(tasks)[: options.limit]
     console = console or terminal()
     exporter = otlp_exporter(options.otlp) if options.otlp else None
     folder = Path(out).absolute()
@@ -92,16 +94,16 @@ def trace(
         functions = {"redact": options.redact, "roles_by": options.roles_by}
         write_trace(folder, workflow, functions, holds_records=holds_records)
     except OSError as error:
-        why = error.strerror or str(error)
+        cause = f"{folder} cannot be written: {error.strerror or error}."
         remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."
-        raise RunError(f"{folder} cannot be written: {why}.", remedy) from None
+        raise RunError(cause, remedy) from None
     live = LiveExport(store, exporter) if exporter else None
-    use = PromptUse(live or store)
+    prompt_use = PromptUse(live or store)
     try:
-        with episode_bar(console, len(listed)) as advance:
+        with episode_bar(console, len(task_list)) as advance:
             batch = EpisodeBatch(
-                tasks=listed,
-                sink=use,
+                tasks=task_list,
+                sink=prompt_use,
                 phase="trace",
                 concurrency=options.concurrency,
                 timeout=options.timeout,
@@ -112,7 +114,7 @@ def trace(
             episodes = run_sync(rollout(flow, batch))
         store.flush()
         lost = store.health.lost
-        # Where records were lost, the share of those that remain would mislead.
+        # If records were lost, the share of solved episodes among the others would mislead.
         solved = [] if lost else store.figures().success_counts(episode.id for episode in episodes)
     finally:
         if live is not None:
@@ -120,7 +122,7 @@ def trace(
             sent, unsent = plural(live.spans, "span"), plural(live.failed, "episode")
             console.print(f"{sent} sent to {options.otlp}, {unsent} could not be sent")
         store.close()
-    for line in use.lines():
+    for line in prompt_use.lines():
         print_line(console, line)
     return _report(episodes, solved, lost, out, console)
 

@@ -30,16 +30,16 @@ def arguments(command: Parser) -> None:
         "--resume",
         metavar="RUN",
         help="continue a stopped, killed or finished run under its own configuration; runs the application and the "
-        "functions that the run names. Settings that are safe to change "
-        "(--steps, --tasks-per-step, memory, machines, ...) may be given; see docs/reference/run-folder.md",
+        "functions that the run names. You may change settings that are safe to change (--steps, --tasks-per-step, "
+        "memory, machines, ...); see docs/reference/run-folder.md",
     )
     command.add_argument(
         "--profile",
         action="store_true",
-        help="write a trace of one step by torch's profiler, and print its path; see docs/how-to/profile.md",
+        help="write a trace of one step with torch's profiler, and print its path; see docs/how-to/profile.md",
     )
     command.add_argument(
-        "--explain", action="store_true", help="explain each column and figure of a step, and train nothing"
+        "--explain", action="store_true", help="explain each column and figure of a step, without training"
     )
     add_trust_folder(command, "the run of --resume")
 
@@ -84,12 +84,15 @@ def run(a: argparse.Namespace) -> int:
 
 
 def never_updated(summary: RunSummary) -> list[str]:
-    """Policies that no step has updated, with the reasons, and a remedy for those without a signal."""
+    """Texts about policies that no step has updated: the reasons, and a remedy for policies without a signal."""
     from cotune.reading.words import stayed_text
     from cotune.trainer.reporting.summary import NO_SIGNAL
 
     if not summary.stayed:
         return []
-    silent = [policy for policy, reasons in summary.stayed.items() if next(iter(reasons)) == "no signal"]
-    told = ", ".join(f"{policy} ({stayed_text(reasons)})" for policy, reasons in summary.stayed.items())
-    return [f"never updated: {told}", *([f"{', '.join(silent)}: {NO_SIGNAL}"] if silent else [])]
+    policies = ", ".join(f"{policy} ({stayed_text(reasons)})" for policy, reasons in summary.stayed.items())
+    texts = [f"never updated: {policies}"]
+    without_signal = [policy for policy, reasons in summary.stayed.items() if next(iter(reasons)) == "no signal"]
+    if without_signal:
+        texts.append(f"{', '.join(without_signal)}: {NO_SIGNAL}")
+    return texts

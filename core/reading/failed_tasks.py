@@ -55,8 +55,8 @@ class FailedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedTasks(msgspec.Struct, frozen=True, kw_only=True):
-    """The worst of `total` failed tasks among `known` tasks with a result. If no episode reports `success`, `measure` is
-    `reward`, and a task counts as failed with an error or with less than the highest reward. `source` describes the
+    """The worst of `total` failed tasks among `known` tasks with a result. If no episode reports `success`, `measure`
+    is `reward`, and a task counts as failed with an error or with less than the highest reward. `source` describes the
     episodes, and `place` is the name of the run that holds them."""
 
     tasks: tuple[FailedTask, ...]

@@ -133,8 +133,8 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
 
 
 def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
-    """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call that
-    first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
+    """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call
+    that first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
     """
     forks = {}
     for episode in store.episodes():

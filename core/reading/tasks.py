@@ -61,10 +61,10 @@ class GridCell(msgspec.Struct, frozen=True):
 
 
 class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of tasks. `measure` is the averaged figure: `success`, or the sum of an episode's rewards. `counts` are the
-    numbers of tasks by kind. `adaptive` is whether the run draws its tasks from an adaptive pool. `grid` has the first
-    `MOST_CELLS` of the `total` chosen tasks. `sparse` is whether most tasks have episodes in only one step: then a map
-    of steps shows nothing."""
+    """A page of tasks. `measure` is the averaged figure: `success`, or the sum of an episode's rewards. `counts` are
+    the numbers of tasks by kind. `adaptive` is whether the run draws its tasks from an adaptive pool. `grid` has the
+    first `MOST_CELLS` of the `total` chosen tasks. `sparse` is whether most tasks have episodes in only one step: then
+    a map of steps shows nothing."""
 
     rows: tuple[TaskRow, ...]
     measure: str

@@ -59,8 +59,8 @@ def write_token_figures(run: Path, step: int, candidates: Mapping[str, Candidate
 def read_token_figures(run: Path, step: int, later: int = 0) -> TokenFigures | None:
     """The figures of a step's tokens; None if there are none or they cannot be read.
 
-    `later` is the number of following steps to read too: under staleness, a step's candidates may be trained on in them.
-    """
+    `later` is the number of following steps to read too: under staleness, a step's candidates may be trained on in
+    them."""
     candidates: dict[str, CandidateTokens] = {}
     for number in range(step, step + later + 1):
         in_file: dict[str, CandidateTokens] = {}

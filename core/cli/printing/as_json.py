@@ -1,4 +1,4 @@
-"""`cotune show --json`: the same for programs, one JSON value a line."""
+"""`cotune show --json`: episodes and steps for programs, one JSON value per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cotune.storage.protocol import Store
 
 
 def line(value: Any) -> str:
-    """A value on one line; NaN is null."""
+    """A value as one line of JSON. NaN becomes null."""
     return msgspec.json.encode(value).decode()
 
 
@@ -24,11 +24,11 @@ def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Itera
     ids = store.figures().episode_ids(filters, limit)[::-1]
     rewards, feedback = store.rewards(ids), store.feedback(ids)
     for id in ids:
-        given = {"rewards": rewards[id], "feedback": feedback[id]}
         try:
-            yield line({**msgspec.to_builtins(store.episode(id)), **given})
+            episode = msgspec.to_builtins(store.episode(id))
         except RecordError:
-            yield line({"id": id, "status": "broken row", **given})
+            episode = {"id": id, "status": "broken row"}
+        yield line({**episode, "rewards": rewards[id], "feedback": feedback[id]})
 
 
 def episode_as_json(store: Store, id: str) -> str:
@@ -36,29 +36,25 @@ def episode_as_json(store: Store, id: str) -> str:
     id = store.figures().episode_named(id)
     calls = store.calls(id)
     try:
-        about = msgspec.to_builtins(store.episode(id))
+        episode = msgspec.to_builtins(store.episode(id))
     except RecordError:
         if not calls:
             raise
-        about = {"id": id, "status": "unfinished"}
-    given = {"rewards": store.rewards([id])[id], "feedback": store.feedback([id])[id]}
-    return line({**about, **given, "calls": [_call(store, call) for call in calls]})
+        episode = {"id": id, "status": "unfinished"}
+    rewards, feedback = store.rewards([id])[id], store.feedback([id])[id]
+    details = [_call(store, call) for call in calls]
+    return line({**episode, "rewards": rewards, "feedback": feedback, "calls": details})
 
 
 def _call(store: Store, call: CallRecord) -> dict[str, Any]:
     ids = [candidate_id(call.id, c.index) for c in call.candidates]
     rewards, feedback = store.rewards(ids), store.feedback(ids)
-    candidates = [
-        {
-            **msgspec.to_builtins(msgspec.structs.replace(c, token_ids=(), logprobs=(), shown=None)),
-            "tokens": len(c.token_ids),
-            "rewards": rewards[id],
-            "feedback": feedback[id],
-        }
-        for id, c in zip(ids, call.candidates, strict=True)
-    ]
-    for candidate in candidates:
-        del candidate["token_ids"], candidate["logprobs"], candidate["shown"]
+    candidates = []
+    for id, candidate in zip(ids, call.candidates, strict=True):
+        fields = msgspec.to_builtins(msgspec.structs.replace(candidate, token_ids=(), logprobs=(), shown=None))
+        del fields["token_ids"], fields["logprobs"], fields["shown"]
+        fields |= {"tokens": len(candidate.token_ids), "rewards": rewards[id], "feedback": feedback[id]}
+        candidates.append(fields)
     messages = [_message(store, id) for id in call.messages]
     about = msgspec.to_builtins(msgspec.structs.replace(call, candidates=()))
     sent = [_message(store, id) for id in call.sent]

@@ -35,8 +35,9 @@ def show_by_setting(grouped: BySetting) -> RenderableType:
     return Group(title, table, "", *lines, *(Text(note) for note in grouped.notes))
 
 
-def _difference(found: Interval | None, percent: bool) -> str:
-    """A difference with its sign; empty without one."""
-    if found is None:
+def _difference(interval: Interval | None, percent: bool) -> str:
+    """A difference with its sign; empty for None."""
+    if interval is None:
         return ""
-    return interval_text(found, percent) if found.mean < 0 else f"+{interval_text(found, percent)}"
+    text = interval_text(interval, percent)
+    return text if interval.mean < 0 else f"+{text}"

@@ -19,11 +19,11 @@ from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, first_line, plural, scores, snippet
 
 _REWARDS = 30
-"""Signs of a candidate's rewards that leave room for its answer on the same line."""
+"""Maximum length of a candidate's rewards that leave room for its answer on the same line, in characters."""
 
 
 def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[RenderableType]:
-    """An episode as a tree of its calls, and before it, in one line, why it failed (with `full`, all of its error)."""
+    """An episode as a tree of its calls, after a line with the reason if it failed (with `full`, the whole error)."""
     calls = store.calls(id)
     if cause := _cause(store, id, calls, full):
         yield Text(cause, style=BAD)
@@ -31,7 +31,7 @@ def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[Rendera
 
 
 def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
-    """Why an episode did not end well; empty where it did, or has no end yet."""
+    """The reason why an episode failed or was cancelled; empty for other episodes."""
     try:
         episode = store.episode(id)
     except RecordError:
@@ -40,28 +40,31 @@ def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> st
         return ""
     failed = next((call for call in reversed(calls) if call.status != "ok"), None)
     error = (episode.error or "").strip() or (failed.error if failed else None)
-    at = f" (call {failed.step}, {failed.role}: {failed.status})" if failed else ""
-    return f"{episode.status}{at}: {error if full and error else first_line(error)}"
+    status = episode.status
+    if failed:
+        status += f" (call {failed.step}, {failed.role}: {failed.status})"
+    return f"{status}: {error if full and error else first_line(error)}"
 
 
 def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
-    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
+    """An episode as a tree: each call is below the latest call whose output it read. A chain of calls stays on one
+    level."""
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
     for text in _feedback(store.feedback([id])[id], full):
         root.add(text)
-    known = {call.id: call for call in calls}
-    below: dict[str | None, list[CallRecord]] = {}
+    by_id = {call.id: call for call in calls}
+    readers_of: dict[str | None, list[CallRecord]] = {}
     for call in calls:
-        parents = [known[p] for p in call.parents if p in known]
-        nearest = max(parents, key=lambda parent: parent.step, default=None)
-        below.setdefault(nearest.id if nearest else None, []).append(call)
-    open_calls = [(root, call) for call in reversed(below.get(None, []))]
+        parents = [by_id[parent] for parent in call.parents if parent in by_id]
+        latest = max(parents, key=lambda parent: parent.step, default=None)
+        readers_of.setdefault(latest.id if latest else None, []).append(call)
+    open_calls = [(root, call) for call in reversed(readers_of.get(None, []))]
     while open_calls:
         level, call = open_calls.pop()
-        branch = level.add(_call_line(call, known))
+        branch = level.add(_call_line(call, by_id))
         for text in _call_details(store, call, full):
             branch.add(text)
-        readers = below.get(call.id, [])
+        readers = readers_of.get(call.id, [])
         inside = level if len(readers) == 1 else branch
         open_calls.extend((inside, reader) for reader in reversed(readers))
     return root
@@ -90,17 +93,17 @@ def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
     return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
 
 
-def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
+def _call_line(call: CallRecord, by_id: Mapping[str, CallRecord]) -> Text:
     line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
-    read = sorted(known[parent].step for parent in call.parents if parent in known)
-    if read:
-        line.append(f" reads {', '.join(map(str, read))}", style=QUIET)
+    steps_read = sorted(by_id[parent].step for parent in call.parents if parent in by_id)
+    if steps_read:
+        line.append(f" reads {', '.join(map(str, steps_read))}", style=QUIET)
     line.append(f" · {call.prompt_length}+{call.answer_length} tokens · {call.latency:.3f} s")
     line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
     if call.replayed:
         line.append(" · from the record", style=QUIET)
     if call.unedited:
-        line.append(f" · {call.unedited}: sent as asked", style=BAD)
+        line.append(f" · {call.unedited}: sent unedited", style=BAD)
     elif call.edited:
         line.append(f" · edited prompts {call.prompts[:8]}", style=QUIET)
     if call.attempts:
@@ -111,7 +114,7 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
 
 
 def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
-    """The message asked last (with `full` the whole prompt), an error, and every candidate."""
+    """The last message of the prompt (with `full` the whole prompt), an error, and every candidate."""
     last = len(call.messages) - 1
     for place, id in enumerate(call.messages):
         if not full and place < last:
@@ -130,18 +133,18 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
         line.append_text(scores(rewards[target]))
-        said = _whole(candidate.message) if full else answer_line(candidate)
+        answer = _whole(candidate.message) if full else answer_line(candidate)
         if len(line) > 2:
             line.append("  " if len(line) < _REWARDS else "\n  ")
         if candidate.finish_reason == "length":
             line.append("[cut at the length limit] ", style=BAD)
-        line.append(said, style="" if chosen else QUIET)
+        line.append(answer, style="" if chosen else QUIET)
         yield _line(line, full)
         yield from _feedback(feedback[target], full)
 
 
 def _asked(store: Store, id: str, full: bool) -> str:
-    """A message: the whole of it, or its beginning."""
+    """The text of a message, or its beginning."""
     try:
         message = store.message(id)
     except RecordError:
@@ -150,7 +153,7 @@ def _asked(store: Store, id: str, full: bool) -> str:
 
 
 def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:
-    """The texts beside the rewards of an episode or a candidate."""
+    """The texts given with the rewards of an episode or a candidate."""
     for name, text in texts.items():
         label = f"why {name}" if len(texts) > 1 else "why"
         yield _line(Text(f"  {label}: {text if full else snippet(text)}", style=QUIET), full)
@@ -161,8 +164,10 @@ def _whole(message: Any) -> str:
     if not isinstance(message, Mapping):
         return json.dumps(message, ensure_ascii=False, indent=2)
     text = content_text(message.get("content"))
-    rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
-    parts = [part for part in (text, json.dumps(rest, ensure_ascii=False, indent=2) if rest else "") if part]
+    others = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+    parts = [text] if text else []
+    if others:
+        parts.append(json.dumps(others, ensure_ascii=False, indent=2))
     return f"{message.get('role', 'message')}: " + "\n".join(parts)
 
 

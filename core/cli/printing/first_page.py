@@ -13,7 +13,7 @@ from cotune.reading.words import change_text
 from cotune.tables import BAD, NAME, QUIET, figure, plural, snippet
 
 FAILED_TASKS = 5
-"""Failed tasks that are shown."""
+"""Maximum number of failed tasks that are shown."""
 
 
 def first_page_parts(page: FirstPage) -> Iterator[RenderableType]:
@@ -33,22 +33,22 @@ def first_page_parts(page: FirstPage) -> Iterator[RenderableType]:
     shown = f", {len(failed.tasks)} shown" if len(failed.tasks) < failed.total else ""
     counts = f" ({failed.source}: {failed.total:,} of {plural(failed.known, 'task')}{shown})"
     yield Text.assemble((failed.title, "bold"), (counts, QUIET))
-    for one in failed.tasks:
-        yield from _failed_task(one)
+    for task in failed.tasks:
+        yield from _failed_task(task)
 
 
-def _failed_task(one: FailedTask) -> Iterator[Text]:
-    head = Text.assemble((one.task, NAME))
-    if one.runs > 1 and one.success is not None:
-        head.append(f"  solved in {figure(one.success, True)} of {one.runs} runs", style=QUIET)
-    elif one.reward is not None:
-        head.append(f"  reward {figure(one.reward)}", style=QUIET)
+def _failed_task(task: FailedTask) -> Iterator[Text]:
+    head = Text.assemble((task.task, NAME))
+    if task.runs > 1 and task.success is not None:
+        head.append(f"  solved in {figure(task.success, True)} of {task.runs} runs", style=QUIET)
+    elif task.reward is not None:
+        head.append(f"  reward {figure(task.reward)}", style=QUIET)
     yield _one_line(head)
     lines = (
-        ("asked", one.exchange.question, ""),
-        ("answered", one.exchange.answer, ""),
-        ("expected", one.exchange.expected, ""),
-        ("error", one.error, BAD),
+        ("asked", task.exchange.question, ""),
+        ("answered", task.exchange.answer, ""),
+        ("expected", task.exchange.expected, ""),
+        ("error", task.error, BAD),
     )
     for name, text, style in lines:
         if text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,24 +18,27 @@ from cotune.tables import BAD, QUIET, grid, plural, warn
 
 
 def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
-    """Groups of the latest `limit` training steps; of the recorded episodes where there was no training."""
+    """Groups of the latest `limit` training steps; without training, of the recorded episodes."""
     steps = run.figures.steps("train")
     shown = [step_groups(run, step) for step in steps[-limit:]] or [step_groups(run, None)]
-    latest = f"the latest {MOST_EPISODES}" if shown[0].capped else "all"
-    found = plural(len(shown), "training step") if steps else f"{latest} episodes, none of them training"
-    if len(shown) < len(steps):
-        found = f"the latest {len(shown)} of {plural(len(steps), 'training step')}"
+    if not steps:
+        latest = f"the latest {MOST_EPISODES}" if shown[0].capped else "all"
+        source = f"{latest} episodes, none of them training"
+    elif len(shown) < len(steps):
+        source = f"the latest {len(shown)} of {plural(len(steps), 'training step')}"
+    else:
+        source = plural(len(shown), "training step")
     yield Text.assemble(
-        ("groups ", "bold"), f"of {found}\n", (f"{shown[0].recipe}; key {', '.join(shown[0].key)}\n", QUIET)
+        ("groups ", "bold"), f"of {source}\n", (f"{shown[0].recipe}; key {', '.join(shown[0].key)}\n", QUIET)
     )
-    yield _table(by_role_and_turn(group for step in shown for group in step.groups))
+    yield _table(by_role_and_turn(chain.from_iterable(step.groups for step in shown)))
     trained, candidates = sum(step.trained for step in shown), sum(step.candidates for step in shown)
     yield Text(f"\n{trained:,} of {plural(candidates, 'candidate')} trained on; left out:\n", style="bold")
     left_out: Counter[str] = Counter()
     for step in shown:
         left_out.update(step.left_out)
     yield _reasons(left_out, candidates)
-    for problem in dict.fromkeys(problem for step in shown for problem in step.problems):
+    for problem in dict.fromkeys(chain.from_iterable(step.problems for step in shown)):
         yield Text(problem, style=BAD)
 
 

@@ -1,7 +1,7 @@
-"""What to type after each command, where a person reads its output: a table of commands.
+"""The commands to type after each command, which `main` prints on a terminal.
 
-`main` prints it on a terminal. `a` is what the command was called with; where the next command depends on the result,
-`run` has left that in `a.result`.
+`a` are the arguments of the command. If the next command depends on the result, `run` has stored the result in
+`a.result`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cotune.storage.open_store import without_password
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json
 
 APP, TASKS, HELD_OUT, MODEL = "app:solve", "tasks.jsonl", "held_out.jsonl", "Qwen/Qwen3-1.7B"
-"""What a command names that nobody has named yet."""
+"""Placeholders for an application, files and a model that the user has not named yet."""
 _OF_TRAINING = {
     "config": "--config", "policies": "--policies", "plan.kind": "--plan", "plan.k": "-k", "recipe": "--recipe",
     "cluster.address": "--cluster",
@@ -27,7 +27,7 @@ _OF_TRAINING = {
 def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
     """The commands to continue with, the usual one first.
 
-    None for a command without an entry in the table, and after an error or an interruption that names its own.
+    Empty for a command without an entry in the table, and after an error or interruption whose message names a command.
     """
     name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
     suggest = _NEXT.get(name, _nothing)
@@ -38,7 +38,7 @@ Words = Sequence[str | None]
 
 
 def _check(a: argparse.Namespace, status: int) -> list[Words]:
-    if status == 1:  # what blocks is to be mended first
+    if status == 1:  # the user must fix the application first
         return []
     return [["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL, *_same(a)]]
 
@@ -51,10 +51,15 @@ def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _same(a: argparse.Namespace) -> list[str]:
-    """The settings of training that this command was given."""
-    given = [(flag, getattr(a, name, None)) for name, flag in _OF_TRAINING.items()]
-    found = [part for flag, value in given if value is not None for part in (flag, str(value))]
-    return [*found, *(part for text in a.set for part in ("--set", text))]
+    """The flags of this command that set fields of training, to pass to the next command."""
+    words: list[str] = []
+    for name, flag in _OF_TRAINING.items():
+        value = getattr(a, name, None)
+        if value is not None:
+            words += [flag, str(value)]
+    for text in a.set:
+        words += ["--set", text]
+    return words
 
 
 def _train(a: argparse.Namespace, status: int) -> list[Words]:
@@ -100,28 +105,28 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
     report = a.result
     if a.out:
         return [["cotune", "show", a.out]]
-    seen = ((one.old.episode.id, again.episode) for one in report.repetitions for again in one.new)
-    bad = next((id for id, episode in seen if episode.status != "ok"), None)
-    if bad and a.all:
-        return [["cotune", "replay", a.run, "--episode", bad]]
+    if a.all:
+        for repetition in report.repetitions:
+            if any(new.episode.status != "ok" for new in repetition.new):
+                return [["cotune", "replay", a.run, "--episode", repetition.old.episode.id]]
     return [["cotune", "show", a.run, "--episode", a.episode]] if a.episode else []
 
 
 def _blame(a: argparse.Namespace, status: int) -> list[Words]:
-    found = getattr(a, "result", None)
-    if found is None or a.json:
+    result = getattr(a, "result", None)
+    if result is None or a.json:
         return []
     again = ["cotune", "blame", a.workflow, "--tasks", a.tasks]
-    if found.verdict == "named":
-        role = found.at_fault[0]
+    if result.verdict == "named":
+        role = result.at_fault[0]
         improve = ["prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]
         return [
             ["cotune", *improve, "--set", f'roles=["{role}"]', "--out", "runs/prompts"],
             ["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL],
         ]
-    if found.verdict == "untested" and not a.without:
+    if result.verdict == "untested" and not a.without:
         return [[*again, "--reference", "openai:gpt-5", "--out", "runs/swapped"]]
-    return [["cotune", "show", _near(found.path)]]
+    return [["cotune", "show", _near(result.path)]]
 
 
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
@@ -184,14 +189,14 @@ def _prompts_diff(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _nothing(a: argparse.Namespace, status: int) -> list[Words]:
-    """A server names its address when it starts; a page, a list or a folder of texts is the end of the way."""
+    """No command follows: a server names its address when it starts; a page, a list or a folder of texts is an end."""
     return []
 
 
 def _near(path: str) -> str:
-    """A path as one types it here."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
+    """A path relative to the current folder, if it is below it."""
+    current = Path.cwd()
+    return str(Path(path).relative_to(current) if Path(path).is_relative_to(current) else path)
 
 
 def _workflow_of(run: str) -> str:

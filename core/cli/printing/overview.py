@@ -23,11 +23,11 @@ from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, warn
 
 MOST_OPEN = 1_000_000
-"""Unfinished episodes that are counted."""
+"""Maximum number of unfinished episodes that are counted."""
 CAUSES = 3
-"""Causes of failed episodes that are shown."""
+"""Maximum number of causes of failed episodes that are shown."""
 SHOWN_ID = 8
-"""Last letters of an episode's id that are shown."""
+"""Number of last letters of an episode's id that are shown."""
 
 
 def show_run(
@@ -39,11 +39,10 @@ def show_run(
     full: bool = False,
     limit: int = 20,
 ) -> Group:
-    """The parts to print of the run or records file at `path`: an overview and the latest `limit` episodes that fit.
+    """The text to print for the run or records file at `path`: an overview and the latest `limit` episodes that match.
 
-    With `episode`, that episode as a tree of calls, whose prompts and answers are whole with `full`; with `groups`, the
-    groups of the latest `limit` training steps.
-    Raises RunError when there are no records, RecordError for an unknown episode.
+    With `episode`, this episode as a tree of calls (with `full`, whole prompts and answers). With `groups`, the groups
+    of the latest `limit` training steps. Raises RunError without records, RecordError for an unknown episode.
     """
     with OpenedRun(path) as run:
         if recorded := learned(run):
@@ -51,27 +50,28 @@ def show_run(
                 cause = f"{path}/run.json is broken: it has no config.records.path."
                 raise RunError(cause, "Restore it, or start a new run.")
             if episode or groups:
-                cause = f"{path} learns from records and has no episode of its own."
-                raise RunError(cause, f"Those are in {recorded.path}.")
+                cause = f"{path} learned from records and recorded no episodes."
+                raise RunError(cause, f"The episodes are in {recorded.path}.")
             return Group(*_learned(run, recorded))
         if episode is not None:
             return Group(*episode_parts(run.store, run.figures.episode_named(episode), full))
         if groups:
             return Group(*show_groups(run, limit))
-        still = run.figures.open_episodes(MOST_OPEN)
+        unfinished = run.figures.open_episodes(MOST_OPEN)
         head = Text.assemble(("records ", "bold"), run.store.address, "\n")
         page = first_page_parts(first_page(run, FAILED_TASKS))
-        tables = _overview(run, len(still))
-        return Group(head, *page, "", *tables, *_episodes(run.store, still[:limit], filters, limit))
+        tables = _overview(run, len(unfinished))
+        return Group(head, *page, "", *tables, *_episodes(run.store, unfinished[:limit], filters, limit))
 
 
 def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     """Troubles, episodes by phase, calls by role."""
     store = run.store
-    wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
-    bases = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
-    if told := [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]:
-        yield Text.assemble(*told)
+    problems = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
+    lines = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
+    lines += _lines(problems, "episodes", "untrained", "cut", "precision")
+    if lines:
+        yield Text.assemble(*lines)
     means: dict[str, dict[str, float | None]] = {}
     for component in run.figures.outcome_means(run.config.on_failure):
         means.setdefault(component.phase, {})[component.name] = component.mean
@@ -82,9 +82,9 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
         counts.add_row(*cells(columns), scores(means.get(phase.phase, {})))
     yield counts
     yield ""
-    own: dict[str, dict[str, float]] = {}
+    rewards: dict[str, dict[str, float]] = {}
     for role, name, value in run.figures.rewards_by_role():
-        own.setdefault(role, {})[name] = value
+        rewards.setdefault(role, {})[name] = value
     calls = grid(
         *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),
         "mean reward",
@@ -94,7 +94,7 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     for role, use in used.items():
         row = (role, use.calls, warn(use.failed) if failed else "", use.turns, use.candidates)
         calls.add_row(
-            *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {}))
+            *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(rewards.get(role, {}))
         )
     yield calls
     counters = store.counters()
@@ -105,31 +105,33 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
         missing += [(f"{plural(counters['dropped'], 'record')} dropped by applications", counters["dropped"])]
     if counters["sampled"]:
         missing += [(f"{plural(counters['sampled'], 'call')} left out by sampling", 0)]
-    counted = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
-    yield Text("\n").append_text(counted).append("\n").append_text(Text.assemble(*_lines(wrong, "calls")))
+    line = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
+    yield Text("\n").append_text(line).append("\n").append_text(Text.assemble(*_lines(problems, "calls")))
 
 
-def _lines(wrong: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
-    """Troubles of these kinds, a line each."""
+def _lines(problems: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
+    """Problems of these kinds, each a line with its style."""
     for kind in kinds:
-        yield from ((f"{one.text}\n", BAD if one.count else "yellow") for one in wrong if one.kind == kind)
+        for problem in problems:
+            if problem.kind == kind:
+                yield f"{problem.text}\n", BAD if problem.count else "yellow"
 
 
 def _episodes(
-    store: Store, still: Sequence[tuple[str, int]], filters: EpisodeFilters, limit: int
+    store: Store, unfinished: Sequence[tuple[str, int]], filters: EpisodeFilters, limit: int
 ) -> Iterable[RenderableType]:
-    """The latest episodes that fit, newest last, and then those that are `still` open, with their calls."""
+    """The latest episodes that match, newest last, then the `unfinished` ones with their numbers of calls."""
     filtered = filters != EVERYTHING
     total = store.figures().episode_count(filters)
-    found = store.figures().episode_ids(filters, limit)
+    ids = store.figures().episode_ids(filters, limit)
     of_task = f" of task {filters.task}" if filters.task else ""
-    left = f"the latest {len(found)} of " if len(found) < total else ""
-    yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not found and (filtered or not still):
+    latest = f"the latest {len(ids)} of " if len(ids) < total else ""
+    yield Text(f"{latest}{plural(total, 'episode')}{of_task}\n", style="bold")
+    if not ids and (filtered or not unfinished):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
-    rewards, texts = store.rewards(found), exchanges(store, found)
-    for id in reversed(found):
+    rewards, texts = store.rewards(ids), exchanges(store, ids)
+    for id in reversed(ids):
         if exchange := texts.get(id):
             table.below[table.row_count] = exchange_lines(exchange)
         try:
@@ -141,7 +143,7 @@ def _episodes(
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (_short(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if filtered else still[::-1]:
+    for id, calls in [] if filtered else unfinished[::-1]:
         table.add_row(_short(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
@@ -157,12 +159,13 @@ def exchange_lines(exchange: Exchange) -> list[Text]:
 
 
 def _short(id: str) -> Text:
-    """The end of an episode's id, which names it in commands: ids of one moment begin alike. Other ids are whole."""
+    """The end of an episode's id, which commands accept as its name. Ids of about the same time begin with the same
+    letters. Ids in another form are shown whole."""
     return Text(id[-SHOWN_ID:] if ID.fullmatch(id) else id, style=NAME)
 
 
 def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
-    """A run that learns from records: these, its losses, and the answers left out."""
+    """A run that learns from records: the records, its losses, and the answers left out."""
     lines, about = run.metrics, facts(run)
     yield Text.assemble(("run ", "bold"), f"{run.path}: recipe {about.recipe}, learns from {recorded.path}")
     steps = f"{about.steps or 0} {'step' if about.steps == '1' else 'steps'}"

@@ -1,4 +1,4 @@
-"""The prompts of an application's roles for people: parts with their slots, and what was changed in them."""
+"""The prompts of an application's roles as text for people: parts with their slots, and edits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from cotune.prompts.wording import Wording
 from cotune.tables import BAD, GOOD, NAME, QUIET, plural, snippet
 
 _LINES = 24
-"""Lines of a part that are shown."""
+"""Maximum number of lines of a part that are shown."""
 _VALUE = 58
-"""Characters of an example that are shown."""
+"""Maximum length of an example that is shown, in characters."""
 _WORDS = re.compile(r"\s|\S+")
 
 
 def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False) -> Group:
-    """Roles with their parts of these kinds, the values of slots, and what is too little."""
+    """Roles with their parts of these kinds, examples of the values of slots, and the number of calls left out."""
     wording = Wording(one.part for one in found.parts)
     calls = sum(role.calls for role in found.roles)
     head = [found.workflow, plural(calls, "call"), plural(len(found.roles), "role"), ", ".join(found.models)]
@@ -36,8 +36,9 @@ def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False)
     for role in found.roles:
         lines += ["", *_role(role, found, kinds, wording, full)]
     if found.left_out:
-        left = ", ".join(f"{count:,} {why}" for why, count in sorted(found.left_out.items()))
-        lines += ["", Text(f"calls left out: {left}", style=BAD if set(found.left_out) - {_ENOUGH} else QUIET)]
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.left_out.items()))
+        is_loss = bool(set(found.left_out) - {_ENOUGH})
+        lines += ["", Text(f"calls left out: {counts}", style=BAD if is_loss else QUIET)]
     return Group(*lines)
 
 
@@ -52,24 +53,24 @@ def _role(
     )
     parts = found.of(role.name)
     if role.bare:
-        yield _note("sends nothing but the task and what others answered: no prompt to improve")
-    for one in parts:
-        if one.part.kind not in kinds:
+        yield _note("sends only the task and the answers of others: no prompt to improve")
+    for found_part in parts:
+        if found_part.part.kind not in kinds:
             continue
-        if one.part.roles[0] != role.name:
-            yield _note(f"has {one.part.name}, too")
+        if found_part.part.roles[0] != role.name:
+            yield _note(f"has {found_part.part.name}, too")
         else:
-            yield from _part(one, role, wording, full)
+            yield from _part(found_part, role, wording, full)
     if role.inputs:
-        yield _note(f"{plural(role.inputs, 'user message')} of one task alone: input, no prompt")
-    hidden = Counter(one.part.kind for one in parts if one.part.kind not in kinds)
+        yield _note(f"{plural(role.inputs, 'user message')} of only one task: input, not a prompt")
+    hidden = Counter(found_part.part.kind for found_part in parts if found_part.part.kind not in kinds)
     if hidden:
         counts = " and ".join(plural(count, *KIND_NAMES[kind]) for kind, count in hidden.items())
         yield _note(f"{counts}: --part {','.join(hidden)} shows them")
 
 
-def _part(one: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iterable[RenderableType]:
-    part = one.part
+def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iterable[RenderableType]:
+    part = found_part.part
     line = Text("  ").append(part.name, style="bold")
     about = [plural(part.now.constant, "character")]
     if part.old.slots:
@@ -79,12 +80,12 @@ def _part(one: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iter
     yield line.append(f"  {', '.join(about)}", style=QUIET)
     if len(part.roles) > 1:
         yield _note(f"the same in {', '.join(part.roles[1:])}")
-    if one.why:
-        yield _note(f"cannot be edited: {one.why}", BAD)
+    if found_part.why:
+        yield _note(f"cannot be edited: {found_part.why}", BAD)
     if part.edited:
-        yield _note("edited: cotune prompts diff shows what was changed", f"not bold {NAME}")
+        yield _note("edited: cotune prompts diff shows the changes", f"not bold {NAME}")
     yield Padding(_template(part.now, wording, full), (0, 0, 0, 4))
-    for slot, values in zip(part.old.slots, one.examples, strict=True):
+    for slot, values in zip(part.old.slots, found_part.examples, strict=True):
         for number, value in enumerate(values):
             mark = wording.mark(slot) if not number else " " * len(wording.mark(slot))
             example = Text("      ").append(mark, style=NAME).append(" ")
@@ -108,15 +109,19 @@ def _note(text: str, style: str = QUIET) -> Padding:
 
 
 def found_of(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
-    """The parts of a file of prompts, of all roles or some, as `shown_parts` takes them: without values of slots."""
-    roles = dict.fromkeys(role for part in prompts.parts for role in part.roles if not only or role in only)
-    supports = {name: [part.support for part in prompts.parts if name in part.roles] for name in roles}
+    """The parts of a file of prompts in the form for `shown_parts`, without values of slots. `only` are the roles to
+    show, empty for all."""
+    names: dict[str, None] = {}
+    for part in prompts.parts:
+        names.update(dict.fromkeys(role for role in part.roles if not only or role in only))
+    roles = []
+    for name in names:
+        supports = [part.support for part in prompts.parts if name in part.roles]
+        calls = max(support.calls for support in supports)
+        roles.append(FoundRole(name=name, calls=calls, tasks=max(support.tasks for support in supports)))
     return FoundParts(
         parts=tuple(FoundPart(part=part, examples=((),) * len(part.old.slots)) for part in prompts.parts),
-        roles=tuple(
-            FoundRole(name=name, calls=max(one.calls for one in of), tasks=max(one.tasks for one in of))
-            for name, of in supports.items()
-        ),
+        roles=tuple(roles),
         workflow=prompts.workflow,
         models=prompts.models,
     )
@@ -126,18 +131,18 @@ def parts_as_json(found: FoundParts) -> dict[str, Any]:
     """The parts and roles as one JSON value: texts as lists of constant texts and slot numbers."""
     parts = [
         {
-            "name": one.part.name,
-            "roles": one.part.roles,
-            "kind": one.part.kind,
-            "key": one.part.key,
-            "old": one.part.old.pieces,
-            "calls": one.part.support.calls,
-            "tasks": one.part.support.tasks,
-            "examples": one.examples,
-            "editable": not one.why,
-            "why_not": one.why,
+            "name": item.part.name,
+            "roles": item.part.roles,
+            "kind": item.part.kind,
+            "key": item.part.key,
+            "old": item.part.old.pieces,
+            "calls": item.part.support.calls,
+            "tasks": item.part.support.tasks,
+            "examples": item.examples,
+            "editable": not item.why,
+            "why_not": item.why,
         }
-        for one in found.parts
+        for item in found.parts
     ]
     roles = [
         {"name": role.name, "calls": role.calls, "tasks": role.tasks, "inputs": role.inputs, "bare": role.bare}
@@ -148,7 +153,7 @@ def parts_as_json(found: FoundParts) -> dict[str, Any]:
 
 
 def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
-    """What was changed in parts, old lines against new ones, with changed words in bold."""
+    """The changes of parts: old lines against new ones, with changed words in bold."""
     wording = Wording(PromptPart(name="", roles=(), kind="user", old=old, new=new) for _, old, new in pairs)
     lines: list[RenderableType] = []
     for part, old, new in pairs:
@@ -165,22 +170,27 @@ def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
 
 
 def _changed(old: str, new: str) -> Iterable[tuple[str, Text]]:
-    """Lines with a sign before each; of many that are equal, few."""
+    """The lines of a diff, each with its sign. A long run of equal lines is shortened."""
     a, b = old.splitlines(), new.splitlines()
     for tag, i, to_i, j, to_j in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag == "equal":
-            same = a[i:to_i]
-            if len(same) > 4:
-                same = [*same[:2], f"… {plural(len(same) - 3, 'equal line')}", same[-1]]
-            yield from ((" ", Text(line, style=QUIET)) for line in same)
+            equal = a[i:to_i]
+            if len(equal) > 4:
+                equal = [*equal[:2], f"… {plural(len(equal) - 3, 'equal line')}", equal[-1]]
+            for line in equal:
+                yield " ", Text(line, style=QUIET)
             continue
-        gone, come = "\n".join(a[i:to_i]), "\n".join(b[j:to_j])
-        yield from (("-", line) for line in _marked(gone, come, BAD) if to_i > i)
-        yield from (("+", line) for line in _marked(come, gone, GOOD) if to_j > j)
+        removed, added = "\n".join(a[i:to_i]), "\n".join(b[j:to_j])
+        if to_i > i:
+            for text in _marked(removed, added, BAD):
+                yield "-", text
+        if to_j > j:
+            for text in _marked(added, removed, GOOD):
+                yield "+", text
 
 
 def _marked(text: str, other: str, style: str) -> Iterable[Text]:
-    """The lines of a text, in bold the words that `other` does not have."""
+    """The lines of a text, with the words that `other` does not have in bold."""
     words, others = _WORDS.findall(text), _WORDS.findall(other)
     marked = Text(style=style)
     for tag, i, to_i, _, _ in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():

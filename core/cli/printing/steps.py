@@ -20,18 +20,18 @@ _COLUMNS = {
     "failed": "Episodes that ended in an error.",
     "held-out success, reward": "Single samples on held-out tasks, after steps with an evaluation.",
     "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
-    "loss, held-out loss": "Of roles that learn from records.",
-    "success, team, ...": "Mean outcome of the step's episodes, by name, where these are single samples; failed ones "
+    "loss, held-out loss": "Losses of roles that learn from records.",
+    "success, team, ...": "Mean outcome of the step's episodes, by name, if these are single samples; failed ones "
     "count. The outcome of paths chosen among candidates (best of 8) is a curve only.",
     "trained": "Candidates that the update learned from.",
-    "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
-    "seconds": "The whole step.",
+    "left out": "Candidates that the update did not learn from. cotune show RUN --groups gives the reasons.",
+    "seconds": "Time of the whole step.",
 }
 """Columns of the table of steps, explained."""
 _SHARES = ("held-out success", "success in training")
 """Titles of columns that are in percent."""
 _ROLES = 3
-"""Roles that have a column of their own in the table of steps."""
+"""Maximum number of roles with a column in the table of steps."""
 
 
 def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
@@ -41,47 +41,68 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
     """
     with OpenedRun(path) as run:
         if not run.metrics:
-            raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
+            raise RunError(f"{path} has no metrics yet.", "cotune train writes them, a line for each step.")
         curves = grid("curve", "of", "first>", "last>", "steps")
-        found = charts([run])
-        for chart in found:
+        all_charts = charts([run])
+        for chart in all_charts:
             for place, line in enumerate(chart.series):
-                known = [value for value in line.values if value is not None]
+                values = [value for value in line.values if value is not None]
                 title = Text(chart.title if place == 0 else "", style="bold")
-                numbers = (figure(value, chart.percent) for value in (known[0], known[-1]))
-                curves.add_row(title, *cells((line.label, *numbers)), Text(sparkline(line.values), style=NAME))
+                first, last = figure(values[0], chart.percent), figure(values[-1], chart.percent)
+                curves.add_row(title, *cells((line.label, first, last)), Text(sparkline(line.values), style=NAME))
         parts: list[RenderableType] = [curves, "", *_steps(run, limit)]
         if explain:
-            parts += ["", definitions("curve", {chart.title: chart.help for chart in found})]
+            parts += ["", definitions("curve", {chart.title: chart.help for chart in all_charts})]
             parts += ["", definitions("column", _COLUMNS)]
         return Group(*parts)
 
 
 def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     lines = run.metrics[-limit:]
-    left = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
-    yield Text(f"{left}{plural(len(run.metrics), 'step')}\n", style="bold")
-    columns = {title: values for title, values in _columns(lines).items() if any(v is not None for v in values)}
-    failed, out = ([line.get("failed", 0) for line in lines], [sum(line["left_out"].values()) for line in lines])
-    heads = [*(["failed"] if any(failed) else []), *columns, "trained", *(["left out"] if any(out) else []), "seconds"]
-    table = grid("step>", *(f"{title}>" for title in heads))
+    latest = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
+    yield Text(f"{latest}{plural(len(run.metrics), 'step')}\n", style="bold")
+    columns = _columns(lines)
+    any_failed = any(line.get("failed", 0) for line in lines)
+    any_left_out = any(sum(line["left_out"].values()) for line in lines)
+
+    titles = [*columns, "trained"]
+    if any_failed:
+        titles.insert(0, "failed")
+    if any_left_out:
+        titles.append("left out")
+    table = grid("step>", *(f"{title}>" for title in titles), "seconds>")
     for place, line in enumerate(lines):
-        row: list[Any] = [line["step"] + 1, *([warn(failed[place])] if any(failed) else [])]
-        values = ((column[place], title in _SHARES) for title, column in columns.items())
-        row += ["" if value is None else figure(value, percent) for value, percent in values]
-        row += [line.get("rows", 0), *([out[place]] if any(out) else [])]
+        row: list[Any] = [line["step"] + 1]
+        if any_failed:
+            row.append(warn(line.get("failed", 0)))
+        for title, values in columns.items():
+            value = values[place]
+            row.append("" if value is None else figure(value, title in _SHARES))
+        row.append(line.get("rows", 0))
+        if any_left_out:
+            row.append(sum(line["left_out"].values()))
         table.add_row(*cells((*row, f"{sum(line.get('seconds', {}).values()):.1f}")))
     yield table
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Figures of steps by the title of their column. Those of chosen paths are curves alone."""
-    found: dict[str, list[float | None]] = {}
+    """Figures of steps by the title of their column, without columns that are empty. Figures of chosen paths have only
+    curves."""
+    columns: dict[str, list[float | None]] = {}
     for name in ("success", "reward"):
-        found[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
-    roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
+        columns[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
+
+    all_roles: set[str] = set()
+    for line in lines:
+        all_roles.update(line["roles"])
     for key, title in (("reward", "reward"), ("held_out_loss", "held-out loss"), ("loss", "loss")):
-        found |= {f"{title} of {role}": [line["roles"].get(role, {}).get(key) for line in lines] for role in roles}
+        for role in sorted(all_roles)[:_ROLES]:
+            columns[f"{title} of {role}"] = [line["roles"].get(role, {}).get(key) for line in lines]
+
     single = [line["outcome"] if line.get("path", SINGLE) == SINGLE else {} for line in lines]
-    names = sorted({name for outcome in single for name in outcome}, key=lambda name: (name != "success", name))
-    return found | {f"{name} in training": [outcome.get(name) for outcome in single] for name in names[:2]}
+    names: set[str] = set()
+    for outcome in single:
+        names.update(outcome)
+    for name in sorted(names, key=lambda name: (name != "success", name))[:2]:
+        columns[f"{name} in training"] = [outcome.get(name) for outcome in single]
+    return {title: values for title, values in columns.items() if any(value is not None for value in values)}

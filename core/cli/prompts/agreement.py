@@ -1,4 +1,4 @@
-"""A yes before a search asks models that may cost money."""
+"""Ask the user before a search sends requests that may cost money."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REMEDY = "Name a limit, --max-cost or --max-calls, or agree with --yes."
 
 def add_yes(command: Any) -> None:
     """Add `--yes`."""
-    command.add_argument("--yes", action="store_true", help="ask models without a question, up to max_calls")
+    command.add_argument("--yes", action="store_true", help="ask models without confirmation, up to max_calls")
 
 
 def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> bool:
     """Whether the search may begin.
 
-    It may with `yes`, where the user has `limited` it, and where all models are on this machine (`here`: those of the
-    application are). Otherwise the person at the terminal is asked. Raises ConfigError where there is nobody to ask.
+    It may with `yes`, with a limit of the user's (`limited`), and if all models are on this machine (`here`: the models
+    of the application are). Otherwise the user at the terminal is asked. Raises ConfigError without a terminal.
     """
     if yes or limited or options.reflection is None or (here and _on_this_machine(options)):
         return True
@@ -40,7 +40,7 @@ def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> 
 
 
 def _on_this_machine(options: ImproveOptions) -> bool:
-    """Whether the reflection model is."""
+    """Whether the reflection model is on this machine."""
     from cotune.integrations.web.http.requests import is_loopback
 
     url = options.reflection_url or os.environ.get("OPENAI_BASE_URL", "")

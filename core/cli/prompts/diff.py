@@ -7,14 +7,14 @@ import argparse
 from cotune.cli.command import Parser
 from cotune.terminal import tell, terminal
 
-TEXT = "Show what was changed in prompts, part by part"
+TEXT = "Show the changes of prompts, part by part"
 EXAMPLE = "cotune prompts diff prompts.json"
 
 
 def arguments(command: Parser) -> None:
     command.add_argument("prompts", metavar="PROMPTS", help="prompts.json, or a folder that has one")
     command.add_argument(
-        "other", metavar="OTHER", nargs="?", help="a later one to compare with (default: the old texts)"
+        "other", metavar="OTHER", nargs="?", help="a later file to compare with (default: the old texts)"
     )
 
 
@@ -24,10 +24,14 @@ def run(a: argparse.Namespace) -> int:
 
     first = read_prompts(a.prompts)
     if a.other:
-        later = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
-        both = [(part, later.get((part.kind, part.key, part.old, part.roles))) for part in first.parts]
-        pairs = [(part, part.now, other.now) for part, other in both if other is not None and other.now != part.now]
-        missing = [part.name for part, other in both if other is None]
+        others = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
+        pairs, missing = [], []
+        for part in first.parts:
+            other = others.get((part.kind, part.key, part.old, part.roles))
+            if other is None:
+                missing.append(part.name)
+            elif other.now != part.now:
+                pairs.append((part, part.now, other.now))
         if missing:
             tell(f"not in {a.other}: {', '.join(missing)}")
     else:

@@ -28,10 +28,12 @@ def arguments(command: Parser) -> None:
     from cotune.cli.prompts.sources import SOURCE
 
     command.add_argument("source", metavar="PROMPTS", help=SOURCE)
-    command.add_argument("--part", required=True, metavar="NAME", help="such as writer.system: cotune prompts show")
-    command.add_argument("--out", metavar="FILE", help="file of prompts to write (default: the one that was read)")
+    command.add_argument(
+        "--part", required=True, metavar="NAME", help="part to change, such as writer.system (see cotune prompts show)"
+    )
+    command.add_argument("--out", metavar="FILE", help="file of prompts to write (default: the file that was read)")
     command.add_argument("--text", metavar="FILE", help="take the new text from FILE, or - for standard input")
-    command.add_argument("--undo", action="store_true", help="say again what the application says")
+    command.add_argument("--undo", action="store_true", help="restore the application's own text")
     add_repeated(command, "--keep", "REGEX", "with records: text that stays as it is")
     command.add_argument("--app", metavar="APP", help=f"compare before and after with it: {APP}")
     command.add_argument("--tasks", metavar="FILE", help=f"with --app: {TASKS}; each is run twice")
@@ -45,23 +47,23 @@ def run(a: argparse.Namespace) -> int:
 
     if bool(a.app) != bool(a.tasks):
         raise ConfigError("--app", a.app, "and --tasks belong together", "For example: --app app:solve --tasks t.jsonl")
-    prompts, kept, found = source(a.source, keep=a.keep)
-    file = prompts_path(a.out) if a.out else kept
-    if found is not None and file.is_file():
-        raise ConfigError("--out", str(file), "is there already", f"Edit it: cotune prompts edit {file} --part ...")
+    prompts, source_file, recorded = source(a.source, keep=a.keep)
+    file = prompts_path(a.out) if a.out else source_file
+    if recorded is not None and file.is_file():
+        raise ConfigError("--out", str(file), "exists already", f"Edit it: cotune prompts edit {file} --part ...")
     part = part_named(prompts, a.part)
-    reasons = [one.why for one in found.parts if one.part == part] if found else []
-    if why := next(filter(None, reasons), "") or why_not(part.kind, part.old, part.support.tasks):
-        raise ConfigError("--part", part.name, f"cannot be edited: {why}", "Record more tasks that differ.")
+    reasons = [found.why for found in recorded.parts if found.part == part] if recorded else []
+    if reason := next(filter(None, reasons), "") or why_not(part.kind, part.old, part.support.tasks):
+        raise ConfigError("--part", part.name, f"cannot be edited: {reason}", "Record more tasks that differ.")
     before = part.now
-    new = part.old if a.undo else _asked(a, part, prompts)
+    new = part.old if a.undo else _new_text(a, part, prompts)
     a.result = ""
     if new == before:
         tell(f"{part.name} is as it was; nothing is written")
         return 0
     changed = msgspec.structs.replace(part, new=None if new == part.old else new)
-    parts = tuple(changed if one is part else one for one in prompts.parts)
-    # Figures of other texts say nothing of these.
+    parts = tuple(changed if each is part else each for each in prompts.parts)
+    # The stored evaluation is of the old texts.
     after = msgspec.structs.replace(prompts, parts=parts, evaluation={})
     write_prompts(file, after)
     terminal().print(shown_diff([(changed, before, new)]))
@@ -73,33 +75,33 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path) -> None:
-    """Run both, say what came of it, and keep it with the prompts."""
+    """Run the application with both prompts, print the result, and store it with the prompts."""
     from cotune.prompts.file import write_prompts
     from cotune.trainer.prompts.by_hand import compare, result
 
     folder = file.parent / f"compared-{new_id()}"
-    held = compare(a.app, a.tasks, before, after, folder)
-    if held is None:
+    comparison = compare(a.app, a.tasks, before, after, folder)
+    if comparison is None:
         tell(f"nothing to compare: the workflow gave no outcome; its episodes: cotune show {folder}")
         return
-    evaluation = {"verdict": held.verdict, "held_out": held.to_json(), "records": str(folder)}
+    evaluation = {"verdict": comparison.verdict, "held_out": comparison.to_json(), "records": str(folder)}
     write_prompts(file, msgspec.structs.replace(after, evaluation=evaluation))
-    tell(f"{result(held)}; episodes: cotune show {folder}")
+    tell(f"{result(comparison)}; episodes: cotune show {folder}")
 
 
-def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:
+def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:
     """The new text, with every slot. Raises ConfigError."""
     wording = Wording(prompts.parts)
     old = wording.text(part.now)
     if a.text:
         text = sys.stdin.read() if a.text == "-" else _text_of(Path(a.text))
         return _read(part, wording, text, old, a.text)
-    with tempfile.NamedTemporaryFile("w", suffix=".md", prefix="prompt-", delete=False, encoding="utf-8") as made:
-        made.write(old)
-    path = Path(made.name)
+    with tempfile.NamedTemporaryFile("w", suffix=".md", prefix="prompt-", delete=False, encoding="utf-8") as draft:
+        draft.write(old)
+    path = Path(draft.name)
     if part.old.slots:
         marks = ", ".join(map(wording.mark, part.old.slots))
-        tell(f"{marks}: what differs from call to call; each stays in the text, once, at any place")
+        tell(f"{marks}: text that differs from call to call; each mark must stay in the text, once, at any place")
     while True:
         _open_editor(path)
         try:
@@ -118,10 +120,10 @@ def _read(part: PromptPart, wording: Wording, text: str, old: str, where: str) -
         text = text.removesuffix("\n").removesuffix("\r")
     new = wording.template(text)
     if not text.strip():
-        raise ConfigError("text", where, "is empty", "A prompt says something; --undo takes an edit back.")
+        raise ConfigError("text", where, "is empty", "Write a text, or use --undo to restore the application's own.")
     if fault := fault_of(part.old, new):
         marks = ", ".join(map(wording.mark, part.old.slots)) or "none"
-        raise ConfigError("text", where, f"cannot stand for {part.name}: {fault}", f"Its slots, once each: {marks}.")
+        raise ConfigError("text", where, f"cannot replace {part.name}: {fault}", f"Use its slots once each: {marks}.")
     return new
 
 
@@ -135,9 +137,9 @@ def _text_of(path: Path) -> str:
 def _open_editor(path: Path) -> None:
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     try:
-        done = subprocess.run([*shlex.split(editor), str(path)], check=False)
+        process = subprocess.run([*shlex.split(editor), str(path)], check=False)
     except (OSError, ValueError) as error:
-        remedy = "Set EDITOR to one, or give the text: --text FILE."
+        remedy = "Set EDITOR to an editor, or pass the text: --text FILE."
         raise ConfigError("EDITOR", editor, f"cannot be started ({error})", remedy) from None
-    if done.returncode:
-        raise ConfigError("EDITOR", editor, f"failed with status {done.returncode}", f"Your text is in {path}.")
+    if process.returncode:
+        raise ConfigError("EDITOR", editor, f"failed with status {process.returncode}", f"Your text is in {path}.")

@@ -16,7 +16,7 @@ EXAMPLE = "cotune prompts export prompts.json --out prompts/"
 def arguments(command: Parser) -> None:
     command.add_argument("prompts", metavar="PROMPTS", help="prompts.json, or a folder that has one")
     command.add_argument(
-        "--out", default="prompts", metavar="DIR", help="folder for one page a role (default: %(default)s)"
+        "--out", default="prompts", metavar="DIR", help="folder for a page of each role (default: %(default)s)"
     )
 
 
@@ -25,12 +25,12 @@ def run(a: argparse.Namespace) -> int:
     from cotune.prompts.markdown import pages
     from cotune.storage.whole_file import whole_file
 
-    made = pages(read_prompts(a.prompts))
-    if not made:
+    page_texts = pages(read_prompts(a.prompts))
+    if not page_texts:
         raise ConfigError("prompts", a.prompts, "has no edited part", "Edit one: cotune prompts edit FILE --part NAME.")
     folder = Path(a.out)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in made.items():
+    for name, text in page_texts.items():
         with whole_file(folder / name) as file:
             file.write(text.encode())
         tell(f"written: {folder / name}")

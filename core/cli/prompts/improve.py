@@ -23,7 +23,7 @@ EXAMPLE = (
     "cotune prompts improve app:solve --tasks train.jsonl --eval-tasks held.jsonl --reflection gpt-5-mini --out runs/p1"
 )
 NOT_SHOWN = 3
-"""Exit status where the held-out tasks show no improvement."""
+"""Exit status if the held-out tasks show no improvement."""
 
 
 def arguments(command: Parser) -> None:
@@ -32,11 +32,13 @@ def arguments(command: Parser) -> None:
 
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", metavar="FILE", help=TASKS)
-    command.add_argument("--out", required=True, metavar="DIR", help="new folder; with --resume that of the search")
+    command.add_argument(
+        "--out", required=True, metavar="DIR", help="new folder; with --resume the folder of the search"
+    )
     command.add_argument(
         "--resume",
         action="store_true",
-        help="continue a search that was interrupted, or whose limits were raised; runs the application that it names",
+        help="continue a search that was interrupted, or with higher limits; runs the application that it names",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
     names = ("eval_tasks", "reflection", "max_calls", "max_cost", "run", "model")
@@ -56,32 +58,34 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.prompts.options import LIMITS, load_options, named_options, orders_of_search, read_search
     from cotune.trainer.prompts.outcome import render
 
-    given = {**fields_of(a), **settings(a.set)}
+    fields = {**fields_of(a), **settings(a.set)}
     if a.price:
-        given["prices"] = prices(a.price)
+        fields["prices"] = prices(a.price)
     workflow, tasks, table = a.workflow, a.tasks, {}
     trusted = False
     if a.resume:
         search = read_search(a.out)
-        own = {*named_options(a.config, given), *(["workflow"] if a.workflow else [])}
+        set_by_user = set(named_options(a.config, fields))
+        if a.workflow:
+            set_by_user.add("workflow")
         orders = orders_of_search(a.out)
-        trusted = check_trusted(orders, orders.named.keys() - own - {FOLDER})
+        trusted = check_trusted(orders, orders.named.keys() - set_by_user - {FOLDER})
         workflow, tasks, table = workflow or search.app, tasks or search.tasks, search.options
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
-    options = load_options(a.config, given, table)
-    limited = trusted or not LIMITS.isdisjoint(named_options(a.config, given))
+    options = load_options(a.config, fields, table)
+    limited = trusted or not LIMITS.isdisjoint(named_options(a.config, fields))
     if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
         tell("nothing is asked")
         return 1
     try:
         report = improve(workflow, tasks, options, out=a.out, resume=a.resume)
     except KeyboardInterrupt:
-        tell(f"what is done is kept; to go on: cotune prompts improve --out {a.out} --resume")
+        tell(f"finished runs are stored; to continue: cotune prompts improve --out {a.out} --resume")
         raise
     terminal().print(render(report))
     tell(f"written: {report.path}/prompts.json")
     if report.ended:
-        tell(f"to go on: cotune prompts improve --out {a.out} --resume, with a higher limit")
+        tell(f"to continue: cotune prompts improve --out {a.out} --resume, with a higher limit")
     return 0 if report.verdict == "better" else NOT_SHOWN

@@ -13,7 +13,7 @@ from cotune.terminal import tell, terminal
 TEXT = "Show the constant text of each role's prompts, and the slots that vary"
 EXAMPLE = "cotune prompts show runs/traced"
 RECORDED = "runs/prompts"
-"""Run folder in which an application is recorded."""
+"""Run folder for the records of an application."""
 _KINDS = ("system", "user", "assistant", "tool", "format")
 
 
@@ -27,9 +27,9 @@ def arguments(command: Parser) -> None:
     )
     add_repeated(command, "--role", "NAME", "parts of this role only")
     command.add_argument(
-        "--part", default="system,user", metavar="KINDS", help=f"of {','.join(_KINDS)} (default: %(default)s)"
+        "--part", default="system,user", metavar="KINDS", help=f"any of {','.join(_KINDS)} (default: %(default)s)"
     )
-    add_repeated(command, "--keep", "REGEX", "text that stays as it is: it becomes a slot")
+    add_repeated(command, "--keep", "REGEX", "text that must not change: it becomes a slot")
     command.add_argument("--out", metavar="FILE", help="also write the parts as a file of prompts, to edit")
     command.add_argument("--full", action="store_true", help="whole texts")
     command.add_argument("--json", action="store_true", help="the parts as one JSON value")
@@ -37,12 +37,12 @@ def arguments(command: Parser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     from cotune.cli.printing.prompts import found_of, parts_as_json, shown_parts
-    from cotune.cli.prompts.sources import found_in, has_prompts, made
+    from cotune.cli.prompts.sources import found_in, has_prompts, provenance
     from cotune.prompts.file import read_prompts, write_prompts
 
     kinds = tuple(a.part.split(","))
     if unknown := [kind for kind in kinds if kind not in _KINDS]:
-        raise ConfigError("--part", unknown[0], "is no kind of part", f"There are: {', '.join(_KINDS)}.")
+        raise ConfigError("--part", unknown[0], "is not a kind of part", f"Kinds: {', '.join(_KINDS)}.")
     records = a.source
     if ":" in a.source and not Path(a.source).exists():
         records = _recorded(a)
@@ -55,15 +55,15 @@ def run(a: argparse.Namespace) -> int:
     else:
         terminal().print(shown_parts(found, kinds, full=a.full))
     if a.out:
-        file = write_prompts(a.out, found.prompts(**made(records)))
+        file = write_prompts(a.out, found.prompts(**provenance(records)))
         if not a.json:
             tell(f"written: {file}")
-    a.result = next((one.part.name for one in found.parts if not one.why), "")
+    a.result = next((item.part.name for item in found.parts if not item.why), "")
     return 0 if found.editable else 1
 
 
 def _recorded(a: argparse.Namespace) -> str:
-    """Record the application on its tasks, with its own model; the folder of its records."""
+    """Record the application on its tasks, with its own model. Returns the folder of the records."""
     from cotune.cli.trace import TraceOptions, trace
     from cotune.storage.run_layout import RunLayout
 
@@ -72,6 +72,6 @@ def _recorded(a: argparse.Namespace) -> str:
         raise ConfigError("--tasks", None, "is missing: the application is run to record its prompts", example)
     with printing_aside():
         if RunLayout(Path(RECORDED)).records.exists():
-            tell(f"{RECORDED} has earlier records, which count too; for those of now alone, move it away first")
+            tell(f"{RECORDED} has earlier records, which count too. To count only the new ones, move it away first")
         trace(a.source, a.tasks, RECORDED, TraceOptions(limit=a.limit), terminal(stderr=True))
     return RECORDED

@@ -1,4 +1,4 @@
-"""Where the commands for prompts take them from: a file of prompts, records, or an application that is recorded."""
+"""The sources of prompts for the commands: a file of prompts, records, or an application that is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "prompts.json, or a run folder or records file"
 
 
 class Source(NamedTuple):
-    """Prompts, and the file that keeps them, or would. `found` is set where they come from records."""
+    """Prompts, and the file to write them to. `found` are the recorded parts if the prompts come from records."""
 
     prompts: Prompts
     file: Path
@@ -24,20 +24,21 @@ class Source(NamedTuple):
 
 
 def has_prompts(path: str) -> bool:
-    """Whether a file of prompts is meant: it is one by its name, or the folder has one."""
+    """Whether a path is a file of prompts, by its name, or a folder with such a file."""
     return path.endswith(".json") or (Path(path).is_dir() and prompts_path(path).is_file())
 
 
 def found_in(records: str, *, roles: Sequence[str] = (), keep: Sequence[str] = ()) -> FoundParts:
-    """The parts of recorded calls. Raises RunError where there are no records, ConfigError for an unknown role."""
+    """The parts of recorded calls. Raises RunError without records, ConfigError for an unknown role."""
     from cotune.storage.open_store import open_store
 
     with open_store(records, read_only=True) as store:
         found = find_parts(store, roles=roles, keep=patterns(keep, "--keep"))
-        named = {role.name for role in found.roles}
-        for role in (role for role in roles if role not in named):
-            known = [one.name for one in find_parts(store).roles]
-            raise ConfigError("--role", role, "made no recorded call", _there_are(role, known))
+        recorded_roles = {role.name for role in found.roles}
+        for role in roles:
+            if role not in recorded_roles:
+                names = [recorded.name for recorded in find_parts(store).roles]
+                raise ConfigError("--role", role, "made no recorded call", _there_are(role, names))
     return found
 
 
@@ -47,11 +48,11 @@ def source(path: str, *, keep: Sequence[str] = ()) -> Source:
         return Source(read_prompts(path), prompts_path(path), None)
     found = found_in(path, keep=keep)
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return Source(found.prompts(**made(path)), folder / NAME, found)
+    return Source(found.prompts(**provenance(path)), folder / NAME, found)
 
 
-def made(records: str) -> dict[str, Any]:
-    """What a file of prompts says of how it came about."""
+def provenance(records: str) -> dict[str, Any]:
+    """The fields of a file of prompts about its origin."""
     from datetime import UTC, datetime
     from importlib.metadata import version
 
@@ -60,15 +61,18 @@ def made(records: str) -> dict[str, Any]:
 
 
 def part_named(prompts: Prompts, name: str) -> PromptPart:
-    """A part by its name, or by that which it would have under another of its roles. Raises ConfigError."""
+    """A part by its name. If several roles share the part, its name may begin with any of them. Raises ConfigError."""
     for part in prompts.parts:
         names = {part.name, *(part.name.replace(part.roles[0], role, 1) for role in part.roles)}
         if name in names:
             return part
     remedy = _there_are(name, [part.name for part in prompts.parts])
-    raise ConfigError("--part", name, "is no part of these prompts", remedy)
+    raise ConfigError("--part", name, "is not a part of these prompts", remedy)
 
 
-def _there_are(name: str, known: Sequence[str]) -> str:
-    near = did_you_mean(near_names(name, known))
-    return near or (f"There are: {', '.join(known)}." if known else "There are none.")
+def _there_are(name: str, names: Sequence[str]) -> str:
+    """A remedy for an unknown name: similar names, or all names."""
+    suggestion = did_you_mean(near_names(name, names))
+    if suggestion:
+        return suggestion
+    return f"There are: {', '.join(names)}." if names else "There are none."

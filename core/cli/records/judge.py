@@ -11,7 +11,7 @@ from cotune.judging.labels import CALLS, write_blanks
 from cotune.tables import plural
 from cotune.terminal import tell
 
-TEXT = "Measure how often a judge, or any scorer, prefers what people prefer"
+TEXT = "Measure how often a judge, or any scorer, agrees with people's preferences"
 EXAMPLE = "cotune records judge runs/r1 --labels labels.jsonl"
 
 
@@ -24,7 +24,7 @@ def arguments(command: Parser) -> None:
         help='JSON lines such as {"id": "<call id>.<candidate>", "score": 3}, or with the id of an episode; a higher '
         "score is better, null is no label",
     )
-    command.add_argument("--app", help=f"{APP}; default: the one that the run trained")
+    command.add_argument("--app", help=f"{APP}; default: the application that the run trained")
     command.add_argument(
         "--to-label",
         metavar="FILE",
@@ -39,10 +39,10 @@ def run(a: argparse.Namespace) -> int:
         fault = "is missing" if a.labels is None else "cannot be used with --to-label"
         raise ConfigError("--labels", a.labels, fault, "Pass one of --labels and --to-label.")
     if a.labels:
-        found = judge_agreement(a.run, a.labels, a.app)
-        in_groups = f"{plural(found.pairs, 'pair')} in {plural(found.groups, 'group')}"
-        tell(f"agreement with people: {found.share:.1%} of {in_groups} (chance: 50%)")
-        tell_left_out(found.left_out)
+        agreement = judge_agreement(a.run, a.labels, a.app)
+        in_groups = f"{plural(agreement.pairs, 'pair')} in {plural(agreement.groups, 'group')}"
+        tell(f"agreement with people: {agreement.share:.1%} of {in_groups} (chance: 50%)")
+        tell_left_out(agreement.left_out)
         return 0
     try:
         lines = write_blanks(a.run, a.to_label, role=a.role)

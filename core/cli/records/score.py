@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-TEXT = "Score recorded calls with the scorers and judge of today"
+TEXT = "Score recorded calls with the application's present scorers and judge"
 EXAMPLE = "cotune records score runs/traced app:solve --write"
 
 
@@ -30,9 +30,10 @@ def arguments(command: Parser) -> None:
     command.add_argument("run", metavar="RUN", help=RECORDS)
     command.add_argument("workflow", help=APP)
     command.add_argument("--role", help="calls of this role only, and no episodes")
-    add_fields(command, "redact", redact="a redactor of feedback, in addition to those of the workflow and the run")
+    text = "a redactor of feedback, in addition to the redactors of the workflow and the run"
+    add_fields(command, "redact", redact=text)
     command.add_argument(
-        "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
+        "--write", action="store_true", help="store the rewards: each replaces the reward of its name, others stay"
     )
     add_trust_folder(command, "RUN")
 
@@ -43,8 +44,8 @@ def run(a: argparse.Namespace) -> int:
         remedy = f"Add @{flow.name}.scorer(role) or @{flow.name}.judge."
         raise ConfigError("workflow", a.workflow, "has no scorer and no judge", remedy)
     if a.role is not None and a.role not in flow.scorers:
-        known = ", ".join(sorted(flow.scorers)) or "none"
-        raise ConfigError("--role", a.role, f"has no scorer; roles with one: {known}")
+        roles = ", ".join(sorted(flow.scorers)) or "none"
+        raise ConfigError("--role", a.role, f"has no scorer; roles with one: {roles}")
     if a.write and is_path(a.run) and not Path(a.run).exists():
         raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
     folder = folder_of(a.run)
@@ -61,23 +62,24 @@ def run(a: argparse.Namespace) -> int:
         tell(f"{plural(lost, 'record')} could not be stored")
     if not a.write:
         tell("nothing was stored: --write stores the rewards")
-    scored = sum(of.candidates for of in rescored.roles.values())
+    scored = sum(counts.candidates for counts in rescored.roles.values())
     return 0 if scored and not lost else 1
 
 
-def _table(found: Rescoring) -> Group:
+def _table(rescored: Rescoring) -> Group:
     from rich.console import Group
     from rich.text import Text
 
     table = grid("role", "groups>", "scored>", "failed>", "another is best>", "before", "now")
-    for role, of in sorted(found.roles.items()):
-        counts = map(str, (of.groups, of.candidates, of.failed, of.others_best))
-        table.add_row(role, *counts, _means(of.before, of.had), _means(of.after, of.have))
-    said = [f"{count} x {text}" for text, count in found.errors.most_common(5)]
-    if found.without_scorer:
-        roles = ", ".join(f"{role} ({plural(count, 'call')})" for role, count in sorted(found.without_scorer.items()))
-        said.append(f"no scorer: {roles}")
-    return Group(table, *map(Text, said))
+    for role, counts in sorted(rescored.roles.items()):
+        numbers = map(str, (counts.groups, counts.candidates, counts.failed, counts.others_best))
+        table.add_row(role, *numbers, _means(counts.before, counts.had), _means(counts.after, counts.have))
+    lines = [f"{count} x {text}" for text, count in rescored.errors.most_common(5)]
+    if rescored.without_scorer:
+        calls_of = sorted(rescored.without_scorer.items())
+        roles = ", ".join(f"{role} ({plural(count, 'call')})" for role, count in calls_of)
+        lines.append(f"no scorer: {roles}")
+    return Group(table, *map(Text, lines))
 
 
 def _means(sums: Mapping[str, float], counts: Mapping[str, int]) -> str:

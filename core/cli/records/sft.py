@@ -17,14 +17,15 @@ def arguments(command: Parser) -> None:
     command.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
     command.add_argument("--role", help="calls of this role only")
     command.add_argument(
-        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
+        "--min-reward", type=float, metavar="X", help="minimum sum of the answer's rewards, or else of the episode's"
     )
     command.add_argument(
         "--messages",
         choices=("sent", "asked"),
         default="sent",
-        help="where prompts were edited: the messages that went out, or those of the application. Answers to better "
-        "prompts under the application's own teach a model to do without them (default: %(default)s)",
+        help="if prompts were edited: write the messages that were sent to the model, or the application's own "
+        "(asked). Answers to better prompts, written below the application's own, teach a model to do without the better ones "
+        "(default: %(default)s)",
     )
 
 

@@ -1,4 +1,4 @@
-"""`cotune records list | prune | delete | copy | upgrade`: what a store holds, and its upkeep."""
+"""`cotune records list | prune | delete | copy | upgrade`: the content of a store, and its maintenance."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def add_list(forms: Forms) -> None:
     text = "Count episodes and calls by application, role, version and day"
     form = forms.add_parser("list", help=text, **described(text, "cotune records list runs/r1 --by role,day"))
     form.add_argument("store", metavar="RECORDS", help=RECORDS)
-    form.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, with commas between")
+    form.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, separated by commas")
     form.add_argument("--app", default="", help="this application only")
     form.set_defaults(run_subcommand=_list)
 
 
 def add_changes(forms: Forms) -> None:
     """Add the forms of `cotune records` that delete, copy or rewrite records."""
-    text = "Delete what is older than a time, with the messages that nothing else uses"
+    text = "Delete episodes that are older than a time, with the messages that nothing else uses"
     example = "cotune records prune postgresql://localhost/cotune --older-than 30d --keep-trained"
     form = forms.add_parser("prune", help=text, **described(text, example))
     form.add_argument("store", metavar="RECORDS", help=RECORDS)
     form.add_argument(
-        "--older-than", required=True, metavar="TIME", help="a time ago, such as 30d, 12h or 8w, or a day: 2026-11-30"
+        "--older-than", required=True, metavar="TIME", help="an age, such as 30d, 12h or 8w, or a day: 2026-11-30"
     )
     form.add_argument("--app", default="", help="this application only")
     form.add_argument("--keep-trained", action="store_true", help="keep episodes that a run was trained on")
@@ -62,7 +62,7 @@ def add_changes(forms: Forms) -> None:
     form.add_argument("target", metavar="TO", help=RECORDS)
     form.set_defaults(run_subcommand=_copy)
 
-    text = "Bring the tables of a database that an older cotune made up to date"
+    text = "Update the tables of a database that an older cotune created"
     example = "cotune records upgrade postgresql://localhost/cotune"
     form = forms.add_parser("upgrade", help=text, **described(text, example))
     form.add_argument("store", metavar="ADDRESS", help="postgresql://...")
@@ -74,7 +74,7 @@ def _list(a: argparse.Namespace) -> int:
 
     names = a.by.split(",") if a.by else []
     if unknown := [name for name in names if name not in _BY]:
-        raise ConfigError("--by", unknown[0], f"is none of {', '.join(_BY)}", "For example: --by role,day")
+        raise ConfigError("--by", unknown[0], f"is not one of {', '.join(_BY)}", "For example: --by role,day")
     with open_store(a.store, read_only=True) as store:
         figures = store.figures()
         terminal().print(_calls_by(figures.by_day(a.app), names) if names else _apps(figures.apps(), a.app))
@@ -109,7 +109,7 @@ def _moment(seconds: float | None) -> str:
         return "-"
     try:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
-    except (ValueError, OverflowError, OSError):  # of a clock that was wrong
+    except (ValueError, OverflowError, OSError):  # the clock of the recording machine was wrong
         return "no date"
 
 
@@ -119,10 +119,10 @@ def _prune(a: argparse.Namespace) -> int:
 
     before = moment("--older-than", a.older_than)
     counts: Counter[str] = Counter()
-    with open_store(a.store) as store, _bar("episodes", None) as told:
-        for found in prune(store, before, app=a.app, keep_trained=a.keep_trained):
-            counts.update(found)
-            told(count=found.get("episodes", 0))
+    with open_store(a.store) as store, _bar("episodes", None) as advance:
+        for deleted in prune(store, before, app=a.app, keep_trained=a.keep_trained):
+            counts.update(deleted)
+            advance(count=deleted.get("episodes", 0))
     tell(f"deleted {_deleted(counts)}")
     return 0
 
@@ -142,7 +142,8 @@ def _delete(a: argparse.Namespace) -> int:
 
 def _deleted(counts: Any) -> str:
     names = {"episodes": "episode", "calls": "call", "messages": "message", "images": "image", "segments": "segment"}
-    return ", ".join(plural(counts[name], one) for name, one in names.items() if counts.get(name)) or "nothing"
+    texts = [plural(counts[name], singular) for name, singular in names.items() if counts.get(name)]
+    return ", ".join(texts) or "nothing"
 
 
 def _copy(a: argparse.Namespace) -> int:
@@ -151,18 +152,18 @@ def _copy(a: argparse.Namespace) -> int:
 
     with open_store(a.store, read_only=True) as source, open_store(a.target) as target:
         total = sum(size(source, table) for table in COPIED)
-        with _bar("records", total) as told:
-            copied = copy(source, target, lambda _, rows: told(count=rows))
+        with _bar("records", total) as advance:
+            copied = copy(source, target, lambda _, rows: advance(count=rows))
     left_out = copied.lost + copied.forged
-    tell(
-        f"copied {plural(copied.stored, 'record')} of {total:,}; the others were there{' or left out' * bool(left_out)}"
-    )
+    others = "the others were there or left out" if left_out else "the others were there"
+    tell(f"copied {plural(copied.stored, 'record')} of {total:,}; {others}")
     if copied.lost:
         tell(f"{plural(copied.lost, 'record')} could not be stored")
     if copied.forged:
-        one = copied.forged == 1
-        ids = "its id is not the hash of its content" if one else "their ids are not the hashes of their contents"
-        tell(f"{plural(copied.forged, 'message or image', 'messages or images')} left out: {ids}")
+        reason = "their ids are not the hashes of their contents"
+        if copied.forged == 1:
+            reason = "its id is not the hash of its content"
+        tell(f"{plural(copied.forged, 'message or image', 'messages or images')} left out: {reason}")
     return 1 if left_out else 0
 
 

@@ -22,8 +22,8 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--tokens",
         metavar="FILE",
-        help='TOML file with a token for each application, in lines such as: desk = "TOKEN"; it writes the records of '
-        "its application only, --token those of any",
+        help='TOML file with a token for each application, in lines such as: desk = "TOKEN"; such a token allows only '
+        "the records of its application, --token the records of all",
     )
     add_fields(command, "max_body", table=BodyLimits)
 

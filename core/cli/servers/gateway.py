@@ -27,26 +27,31 @@ def arguments(command: Parser) -> None:
         "--roles-by",
         metavar="WHO",
         help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
-        "model, for the name of the model that it asks; see docs/how-to/roles.md",
+        "model, to use the name of the requested model; see docs/how-to/roles.md",
     )
     command.add_argument(
-        "--prompts", metavar="FILE", help="prompts.json, or a folder that has one: calls go out with its edited prompts"
+        "--prompts", metavar="FILE", help="prompts.json, or a folder that has one: calls are sent with these prompts"
     )
     command.add_argument(
         "--role-header", default="", metavar="NAME", help="header of the application's requests that names the role"
     )
     command.add_argument(
-        "--episode-by", choices=("connection",), help="calls that name no episode: one for each connection"
+        "--episode-by",
+        choices=("connection",),
+        help="episodes of calls that name none: one for each connection",
     )
     command.add_argument(
-        "--episode-header", default="", metavar="NAME", help="the same: one for each value of this header"
+        "--episode-header",
+        default="",
+        metavar="NAME",
+        help="episodes of calls that name none: one for each value of this header",
     )
     command.add_argument(
         "--episode-idle",
         type=float,
         metavar="SECONDS",
-        help="an episode ends after this time without a call (default with --episode-header: 300); alone, one at a "
-        "time",
+        help="an episode ends after this time without a call (default with --episode-header: 300); without the two "
+        "flags above, one episode at a time",
     )
     add_fields(command, "max_body", "timeout", table=Limits)
     add_fields(command, "redact")

@@ -28,7 +28,7 @@ def arguments(command: Parser) -> None:
     command.add_argument("source", metavar="DIR", help="export, or model: folder, GGUF file or Hugging Face id")
     add_address(command, port=8000)
     add_moved(command, "export")
-    add_repeated(command, "--role", "NAME", "further model name for a plain model")
+    add_repeated(command, "--role", "NAME", "additional model name for a plain model")
     text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
     add_repeated(command, "--as", "NAME=ROLE", text, dest="aliases")
     command.add_argument(

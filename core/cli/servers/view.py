@@ -29,14 +29,14 @@ def run(a: argparse.Namespace) -> int:
     from cotune.integrations.web.viewer.viewer import KnownField
 
     token = a.token or os.environ.get("COTUNE_TOKEN")
-    known = {name: KnownField(default, text) for name, default, text in documented_fields()}
-    view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price), fields=known)
+    known_fields = {name: KnownField(default, text) for name, default, text in documented_fields()}
+    view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price), fields=known_fields)
     return 0
 
 
 def documented_fields() -> Iterator[tuple[str, str, str]]:
-    """The fields of a run's configuration as the documentation lists them: dotted name, default as the viewer shows
-    values, and help."""
+    """The fields of a run's configuration in the order of the documentation: dotted name, default as the viewer shows
+    it, and help."""
     from cotune.config.train import TrainConfig
 
     yield from _fields(TrainConfig, "")

@@ -179,8 +179,8 @@ class Transactions:
         return []
 
     def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
-        """The latest row of each target and name, from rows of rewards or of their texts. Older rows, stored or new, are
-        added to `replaced`."""
+        """The latest row of each target and name, from rows of rewards or of their texts. Older rows, stored or new,
+        are added to `replaced`."""
         time = COLUMNS[table].index("at")
         stored: dict[tuple[str, str], list[Any]] = {}
         latest: dict[tuple[str, str], list[Any]] = {}

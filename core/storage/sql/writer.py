@@ -66,8 +66,8 @@ class Batch:
 
 
 class Act:
-    """A function to run in a separate transaction, after everything queued before. After `flush`, `result` is its return
-    value, or `failure` the reason why it failed."""
+    """A function to run in a separate transaction, after everything queued before. After `flush`, `result` is its
+    return value, or `failure` the reason why it failed."""
 
     count, retained, bytes, puts = 0, 0, 400, 1
 
@@ -85,8 +85,8 @@ class Writer:
         """Write to `database`, which nobody else may use from now on."""
         self._db = database
         self._stored_ids: set[str] = set()
-        """Content addresses known to be stored, collected since `_stored_ids_since`. Empty if other processes may delete
-        them."""
+        """Content addresses known to be stored, collected since `_stored_ids_since`. Empty if other processes may
+        delete them."""
         self._stored_ids_since = time.monotonic()
         self._queue: deque[Batch | Act] = deque()
         self._lock = threading.RLock()

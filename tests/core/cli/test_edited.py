@@ -48,7 +48,7 @@ def test_trace_and_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["show", "run", "--episode", episode, "--full"]) == 0
     shown = capsys.readouterr().out
     assert f"edited prompts {given.id[:8]}" in shown
-    assert "prompt_unmatched: sent as asked" in shown
+    assert "prompt_unmatched: sent unedited" in shown
     assert f"< system: {OLD}" in shown
     assert f"< sent instead, by edited prompts: system: {NEW.splitlines()[0]}" in shown
     assert main(["show", "run", "--episode", episode, "--json"]) == 0

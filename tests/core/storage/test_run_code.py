@@ -104,7 +104,7 @@ def test_a_run_of_somebody_else_is_refused_before_its_code_runs(
     monkeypatch.setattr("cotune.trainer.evaluation.subject.open_evaluated_policies", lambda *a, **b: _Anything())
     assert main([word.format(run=sent) for word in words]) == 1
     said = capsys.readouterr().err
-    assert "was not made by you on this machine" in said and "redact: sent_app:hide" in said, said
+    assert "was not written by you on this machine" in said and "redact: sent_app:hide" in said, said
     assert "--trust-folder" in said and "COTUNE_TRUST_FOLDERS" in said
     assert not (sent / "code_ran").exists() and str(sent) not in sys.path
 
@@ -180,7 +180,7 @@ def test_at_a_terminal_the_user_is_asked(
     monkeypatch.setattr("builtins.input", lambda question: reply)
     assert main(["replay", str(sent), "--all"]) == 1
     said, error = capsys.readouterr()
-    assert "It decides what is run and asked:\n  workflow: sent_app:solve\n" in said
+    assert "It chooses code or addresses:\n  workflow: sent_app:solve\n" in said
     assert "distill.teacher" not in said  # replay asks no teacher
     assert (sent / "code_ran").exists() == runs
     assert ("The records have no episode" in error) == runs  # which replay says once the application is loaded
@@ -209,7 +209,7 @@ def test_a_search_of_somebody_else_chooses_no_address_and_no_key(
     mine = ["own_app.py:solve", "--set", "reflection_url=http://mine/v1", "--set", "reflection_key_env=MINE"]
     assert main([*again, *mine]) == 1
     said = capsys.readouterr().err
-    assert "it decides what is run and asked: redact:" in said and "elsewhere" not in said
+    assert "it chooses code or addresses: redact:" in said and "elsewhere" not in said
     assert not (sent / "code_ran").exists()
     (sent / "improve.json").write_text(json.dumps({name: about[name] for name in about if name != "task_ids"}))
     assert main(again) == 1

@@ -96,7 +96,7 @@ def test_the_run_says_what_is_not_named(here: Path, capsys: pytest.CaptureFixtur
     assert "a does not name it. Name it: cotune eval app:solve" in capsys.readouterr().err
     (here / "a" / "run.json").write_text(json.dumps({**described, "workflow": f"{ME}:SOLVE"}))
     words = ["eval", "--run", str(here / "a"), "--against", str(here / "b")]
-    assert main(words) == 1 and "was not made by you on this machine" in capsys.readouterr().err
+    assert main(words) == 1 and "was not written by you on this machine" in capsys.readouterr().err
     assert main([*words, "--trust-folder"]) == 0
     assert re.search("between a and b|than b", capsys.readouterr().out)
     assert main(["eval", "--base", str(here / "one")]) == 1

@@ -300,7 +300,8 @@ def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys
     steps = capsys.readouterr().out
     assert "reward" not in steps.replace("below_reward", "") and "failed" not in steps and "held-out" in steps
     assert main(["show", str(tmp_path / "run"), "--groups"]) == 1
-    assert f"learns from records and has no episode of its own. Those are in {records}." in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"learned from records and recorded no episodes. The episodes are in {records}." in error
 
 
 # Bad input

@@ -17,7 +17,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_openai import ChatOpenAI
 
 from cotune.algorithms.collect import collect
-from cotune.cli.main import of_use
+from cotune.cli.main import is_worth_showing
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, completion, event, json_reply, serving
 from tests.integrations.provider import said as answered
@@ -399,7 +399,7 @@ def test_a_stopped_episode_tells_its_calls_why_and_what_it_still_says_is_not_sho
             shown.append(record.name)
 
     handler = Shown()
-    handler.addFilter(of_use)
+    handler.addFilter(is_worth_showing)
 
     def solve(task: Any) -> float:
         client = openai.OpenAI(api_key="none", max_retries=0)
