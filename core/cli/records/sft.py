@@ -24,7 +24,7 @@ def arguments(command: Parser) -> None:
         choices=("sent", "asked"),
         default="sent",
         help="if prompts were edited: write the messages that were sent to the model, or the application's own "
-        "(asked). Answers to better prompts, written below the application's own, teach a model to do without the better ones "
+        "(asked). Answers to better prompts, written below the application's own, teach a model to do without them "
         "(default: %(default)s)",
     )
 
