@@ -11,43 +11,44 @@ PartKind = Literal["node", "member", "agent", "method", "agent type"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A graph's node, a team's member, a crew's agent, a flow's method, a runtime's type of agents. Its calls
-    would have the role `role`."""
+    """A graph's node, a team's member, a crew's agent, a flow's method or a runtime's type of agents. Calls of the part
+    have the role `role`."""
 
     role: str
     kind: PartKind
     of: str
     """Name of the graph, team, crew or flow."""
     name: str
-    """How prompts call it."""
+    """The name of the part in prompts."""
     waits: str = ""
-    """The setting by which its graph stops before it for a person."""
+    """The setting that stops the graph before this node to wait for a person; empty without one."""
 
 
 class Parts:
-    """The parts of an application that ran, and of those around them that did not. Safe from any thread."""
+    """The parts of the graphs, teams, crews and flows that ran, and which of the parts began to work. Safe from any
+    thread."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Part] = {}
+        self._parts: dict[str, Part] = {}
         self._entered: set[str] = set()
         self._words: dict[str, None] = {}
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Add the parts of a graph, team, crew or flow that runs; the first of a role stands."""
+        """Add the parts of a graph, team, crew or flow that runs. If two parts have the same role, the first stays."""
         for part in parts:
-            self._known.setdefault(part.role, part)
+            self._parts.setdefault(part.role, part)
 
     def enter(self, role: str) -> None:
-        """A part begins to work."""
+        """Note that a part begins to work."""
         self._entered.add(role)
 
     def add_words(self, words: Iterable[str]) -> None:
-        """Add words that the application waits for in an answer, for example those that end a team's chat."""
+        """Add words that the application waits for in an answer, for example the words that end a team's chat."""
         self._words.update(dict.fromkeys(words))
 
     @property
     def known(self) -> list[Part]:
-        return list(self._known.values())
+        return list(self._parts.values())
 
     @property
     def words(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A call: who makes it, its request, and the records that are made of it when it has ended.
+"""A call: its caller, its request, and its records when it has ended.
 
 An episode stores each message, and each segment of a prompt's tokens, once.
 """
@@ -24,16 +24,17 @@ from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segm
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
-"""Bytes of a message, or characters of a text, from which on it is remembered by its address: looking that up costs
-more, keeping it less."""
+"""Size of a message in bytes, or of a text in characters, from which it is remembered by its hash. A hash takes more
+time but less memory."""
 OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
-"""Most answers that are kept, and most bytes of all of them."""
+"""Maximum number of answers that are remembered, and their maximum size in bytes."""
 _OVERHEAD = 200
-"""About the bytes of an entry apart from its key and value."""
+"""Estimated size in bytes of an entry without its key and value."""
 HISTORIES = 16
-"""Roles whose last messages are kept, to know them again in the next call."""
+"""Maximum number of roles whose last messages are remembered, to recognize them in the next call."""
 NAMES, NAME_BYTES = 100_000, 8 << 20
-"""Most messages that are remembered as stored, and bytes of all of them; others are stored again when met."""
+"""Maximum number of messages that are remembered as stored, and their maximum size in bytes. Other messages are stored
+again when they occur again."""
 _FORGOTTEN = (
     f"The answers of one episode take more than {OUTPUT_BYTES >> 20} MiB: the least recently read are forgotten. "
     "A call that reads one of them is recorded without that parent."
@@ -41,7 +42,7 @@ _FORGOTTEN = (
 
 
 class CallerContext(msgspec.Struct):
-    """Who is about to make an LLM call. Scorers see `state` as `call.state`.
+    """The caller of an LLM call that is about to be made. Scorers see `state` as `call.state`.
 
     A framework may leave a caller's context in a copy of the ContextVars, where a reset would be lost; so `done` is a
     flag on the shared object.
@@ -51,33 +52,34 @@ class CallerContext(msgspec.Struct):
     integration: str
     state: Any = None
     read: tuple[str, ...] = ()
-    """Ids that name earlier outputs this call reads (LangChain message ids); resolved to parent calls."""
+    """Ids of earlier outputs that this call reads (LangChain message ids); resolved to parent calls."""
     output: str | None = None
-    """Id under which the framework will know this call's output."""
+    """Id that the framework will give to this call's output."""
     scope_id: Hashable = None
-    """Identity of the enclosing scope that this context stands for, where it does: equal for one scope's contexts."""
+    """Identity of the enclosing scope, if this context stands for one. All contexts of a scope have the same."""
     given: bool = False
-    """Whether the application itself names the role (`role`, the gateway's header): nothing overrules it."""
+    """Whether the application itself names the role (`role`, the gateway's header). Then nothing overrides it."""
     thread: str | None = None
-    """The LangGraph thread of the node around it, where its graph has a checkpointer."""
+    """The LangGraph thread of the enclosing node, if its graph has a checkpointer."""
     nameless: tuple[object, str] | None = None
-    """The agent, and where it is run, where it has no name and the role is that of every such agent."""
+    """For an agent without a name, whose role all agents without a name share: the agent, and the place that runs
+    it."""
     model: Any = None
     """The model object whose method makes the call, if the framework's models call each other. Calls of other models
-    inside are part of that call."""
+    inside are part of this call."""
     done: bool = False
     calls: int = 0
-    """Calls that were made in this context."""
+    """Number of calls that were made in this context."""
 
 
 class SentMessage(msgspec.Struct, eq=False):
-    """A message of a request, and what was found out about it when it was first sent."""
+    """A message of a request, with values that were computed when it was first sent."""
 
     message: Any
     address: str | None = None
-    """Its content address, once a call with it has been recorded."""
+    """Its content address, after a call with it has been recorded."""
     key: Hashable = None
-    """Of an assistant message: its key among the answers."""
+    """For an assistant message, its key among the answers."""
 
 
 class PendingCall:
@@ -99,19 +101,19 @@ class PendingCall:
         self.started = time.time()
         """Seconds since the epoch."""
         self.began = time.monotonic()
-        """The same moment by a clock that never steps back: the latency is measured from it."""
+        """The start by a clock that never steps back, to measure the latency."""
         self.attempts: list[str] = []
         """Requests that failed before the client's retry, each as `<status>: <cause>`."""
         self.parents: tuple[str, ...] = ()
-        """Calls whose outputs the messages contain, if they had ended when this one started."""
+        """Calls whose outputs the messages contain, if they ended before this call started."""
         self.prompts = ""
-        """Id of the prompts that edit its role; empty where none do."""
+        """Id of the prompts that edit its role; empty without edits."""
         self.unedited = ""
-        """The kind of warning for which it goes out as it was asked all the same."""
+        """The kind of warning if the call is sent unedited although its role has edits; else empty."""
         self.edits: RoleEdits | None = None
-        """The edits by which it was rewritten."""
+        """The edits that changed the request."""
         self.rewritten: Outgoing | None = None
-        """What goes out, to a provider or to a policy, where prompts have changed the request."""
+        """The request that is sent to a provider or a policy, if edits changed it."""
         self._take(body)
 
     def _take(self, body: Mapping[str, Any]) -> None:
@@ -124,7 +126,7 @@ class PendingCall:
 
 
 def _key(message: Mapping[str, Any]) -> Hashable:
-    """Key of an assistant message: its content and tool calls, without the optional fields that clients add or drop."""
+    """The key of an assistant message: its content and tool calls, without optional fields that clients add or drop."""
     content, tools = message.get("content") or None, message.get("tool_calls")
     if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
         return (content,)
@@ -134,21 +136,25 @@ def _key(message: Mapping[str, Any]) -> Hashable:
 
 
 def _is_short(key: Hashable) -> bool:
-    """Whether the key is of a short text, which several roles may have said: each first knows its own."""
+    """Whether the key is of a short text. Several roles may give the same short answer; a role then reads its own."""
     return isinstance(key, tuple)
 
 
 def _exact(value: Any) -> bool:
-    """Whether a value that equals this one is the same JSON: not so for numbers, as 1, 1.0 and True are equal."""
+    """Whether every value that equals this one has the same JSON. Not if it holds numbers: 1, 1.0 and True are
+    equal."""
     if isinstance(value, Mapping):
         return all(map(_exact, value.values()))
-    return all(map(_exact, value)) if isinstance(value, list) else value is None or isinstance(value, str)
+    if isinstance(value, list):
+        return all(map(_exact, value))
+    return value is None or isinstance(value, str)
 
 
 class CallRecords:
-    """Makes the records of calls that have ended, in the form in which they may be stored.
+    """Creates the records of calls that have ended, in the form that may be stored.
 
-    Safe from any thread. `lock` is the episode's: a call may end in the midst of either's work (garbage collection).
+    Safe from any thread. `lock` is the lock of the episode: the garbage collector may end a call during the work of
+    either.
     """
 
     def __init__(
@@ -158,41 +164,44 @@ class CallRecords:
         self._lock = lock
         self._warn = warn
         self._answers: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
-        """The calls that have ended, by what they answered (`_key`; a short text also with the role) and by the name
-        that a framework gives it."""
+        """The calls that have ended, by their answers (`_key`; for a short text also with the role) and by the ids that
+        a framework gives to the answers."""
         self._prompts = PromptTree()
         self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
         self._histories: dict[str, list[SentMessage]] = {}
-        """By role, the messages of its last call."""
+        """The messages of each role's last call."""
 
     def link(self, call: PendingCall) -> None:
-        """Find what the call has read, and which of its messages were sent before: of a history that only grew, just
-        the new ones are looked at again. A fault of the messages costs the call its parents."""
+        """Find the parents of a call, the answers that it read, and its messages that were sent before.
+
+        If a role's history has only grown, only the new messages are examined. If a message is broken, the call is
+        recorded without parents.
+        """
         try:
             with self._lock:
                 earlier = self._histories.pop(call.role, ())
-                for position, (known, sent) in enumerate(zip(earlier, call.sent, strict=False)):
-                    if known.address is None or known.message != sent.message:
+                for position, (before, sent) in enumerate(zip(earlier, call.sent, strict=False)):
+                    if before.address is None or before.message != sent.message:
                         break
-                    call.sent[position] = known
+                    call.sent[position] = before
                 self._histories[call.role] = call.sent
                 if len(self._histories) > HISTORIES:
                     del self._histories[next(iter(self._histories))]
                 if self._answers.bytes:
-                    # The outputs that it reads: by the framework's names, else by the assistant messages of its prompt.
+                    # The outputs that it reads: by the framework's ids, else by the assistant messages of its prompt.
                     calls = dict.fromkeys(map(self._answers.get, call.caller.read))
                     if not any(calls):
                         for sent in call.sent:
                             if sent.message.get("role") == "assistant":
                                 sent.key = sent.key or _key(sent.message)
-                                own = self._answers.get((call.role, sent.key)) if _is_short(sent.key) else None
-                                calls[own or self._answers.get(sent.key)] = None
+                                of_role = self._answers.get((call.role, sent.key)) if _is_short(sent.key) else None
+                                calls[of_role or self._answers.get(sent.key)] = None
                     call.parents = tuple(filter(None, calls))
         except Exception as error:  # noqa: BLE001
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
     def paths(self, role: str) -> list[bytes]:
-        """Token paths of a role so far, packed: prompts, and prompts with the reply that was chosen."""
+        """Token paths of a role so far, packed: prompts, and prompts followed by the chosen reply."""
         with self._lock:
             return self._prompts.paths(role)
 
@@ -225,9 +234,11 @@ class CallRecords:
                 prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen, redacted.tokens_withheld)
                 records.extend(segments)
             if answer and answer.candidates:
-                said = _key(answer.candidates[answer.chosen].message)
-                own = (call.role, said) if _is_short(said) else None
-                for key in filter(None, (call.caller.output, said, own)):
+                answer_key = _key(answer.candidates[answer.chosen].message)
+                keys: list[Hashable] = [call.caller.output, answer_key]
+                if _is_short(answer_key):
+                    keys.append((call.role, answer_key))
+                for key in filter(None, keys):
                     for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
                         self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, redacted, status, names, tools, sampling, prompt, out))
@@ -238,7 +249,7 @@ class CallRecords:
         return records
 
     def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:
-        """What is recorded of a call whose content could not be."""
+        """The record of a call whose content could not be recorded."""
         if self._redaction is not None:
             redacted = RedactedCall(error=f"not recorded: {type(broken).__name__}", changed=True, tokens_withheld=True)
         else:
@@ -246,23 +257,25 @@ class CallRecords:
         return [_call(call, redacted, "malformed")]
 
     def _addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
-        """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
+        """The content addresses of a call's messages in the form in which they are `stored`. Messages that are not
+        stored yet are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._named(records, list(map(canonical, stored)), stored)
-        known: list[str] = []
-        for one in sent:  # the first ones, which `link` has found
-            if one.address is None:
+        addresses: list[str] = []
+        for message in sent:  # `link` has recognized the first ones
+            if message.address is None:
                 break
-            known.append(one.address)
-        new = stored[len(known) :]
+            addresses.append(message.address)
+        new = stored[len(addresses) :]
         names = self._named(records, list(map(canonical, new)), new)
-        for one, name in zip(sent[len(known) :], names, strict=True):
-            if _exact(one.message):
-                one.address = name
-        return (*known, *names)
+        for message, name in zip(sent[len(addresses) :], names, strict=True):
+            if _exact(message.message):
+                message.address = name
+        return (*addresses, *names)
 
     def _named(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
-        """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""
+        """The content addresses of bodies, which are passed with their JSON (`encoded`). Bodies that are not stored yet
+        are added to `records` as messages."""
         names = []
         for raw, body in zip(encoded, bodies, strict=True):
             key = raw if len(raw) < _SHORT else address(raw)
@@ -321,18 +334,18 @@ def _call(
 
 
 class _Path(msgspec.Struct, eq=False):
-    """A known path in packed form. That of a reply is made, and becomes a segment, when a later prompt continues it;
-    until then it is among the `replies` of its prompt."""
+    """A token path in packed form. A reply stays among the `replies` of its prompt until a later prompt continues it:
+    then it gets a path and becomes a segment."""
 
     packed: bytes
     base: _Path | None
     replies: list[bytes] = []
     id: str = ""
     digest: Any = None
-    """BLAKE2b over the whole path, once it is a segment."""
+    """BLAKE2b over the whole path, after it became a segment."""
 
     def segment(self) -> Segment:
-        """Take `id`, hashing only what this path adds to its base."""
+        """Turn this path into a segment and set its `id`. Only the tokens after its base are hashed."""
         parent: str | None = None
         added, digest = self.packed, ROOT
         if self.base is not None and self.base.digest is not None:
@@ -344,7 +357,7 @@ class _Path(msgspec.Struct, eq=False):
 
 
 class PromptTree:
-    """Known token paths by role. Not thread-safe: the episode's lock guards it."""
+    """The token paths of each role. Not thread-safe: the episode's lock guards it."""
 
     def __init__(self) -> None:
         self._paths: dict[str, list[_Path]] = {}
@@ -354,21 +367,21 @@ class PromptTree:
     def add(
         self, role: str, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], withheld: bool = False
     ) -> tuple[str | None, list[Segment]]:
-        """Extend the longest known path of `role` that `prompt_ids` starts with; remember the reply that follows.
+        """Extend the longest path of `role` with which `prompt_ids` starts, and remember the reply.
 
-        Returns the segment id of the whole prompt and the segments that are new. A reply is among them when the
-        first prompt extends it: until then its candidate is all that is needed of it. Segments that are `withheld`, or
-        extend one that was, may not be stored: they are left out, and so is the id of a prompt that needs them.
+        Returns the segment id of the whole prompt and the new segments. A reply becomes a segment when the first prompt
+        extends it; until then its candidate is enough. If the segments are `withheld`, or extend a withheld segment,
+        they may not be stored: they are left out, and so is the id of a prompt that needs them.
         """
-        known = self._paths.setdefault(role, [])
+        paths = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
         base: _Path | None = None
-        for path in known:  # replies join it while it is read
+        for path in paths:  # the loop also visits the replies that it appends
             if packed.startswith(path.packed):
                 if base is None or len(path.packed) > len(base.packed):
                     base = path
                 if path.replies and len(path.packed) < len(packed):
-                    known.extend([_Path(reply, path) for reply in path.replies])
+                    paths.extend([_Path(reply, path) for reply in path.replies])
                     path.replies.clear()
         segments: list[Segment] = []
         prompt = base
@@ -377,7 +390,7 @@ class PromptTree:
         if prompt is None or len(prompt.packed) < len(packed):
             prompt = _Path(packed, base)
             segments.append(prompt.segment())
-            known.append(prompt)
+            paths.append(prompt)
         if reply_ids and (reply := packed + pack_ids(reply_ids)) not in prompt.replies:
             prompt.replies.append(reply)
         for segment in segments if withheld or self._withheld else ():
@@ -388,7 +401,8 @@ class PromptTree:
         return prompt.id, segments
 
     def paths(self, role: str) -> list[bytes]:
-        """The known paths of `role`, packed, longest first."""
-        known = self._paths.get(role, ())
-        found = {packed for path in known for packed in (path.packed, *path.replies)}
-        return sorted(found, key=len, reverse=True)
+        """The paths of `role`, packed, longest first."""
+        packed: set[bytes] = set()
+        for path in self._paths.get(role, ()):
+            packed.update((path.packed, *path.replies))
+        return sorted(packed, key=len, reverse=True)

@@ -17,11 +17,11 @@ from cotune.runtime.callers import functions_around, started_by
 
 
 def carry_context(*, callers: bool = False) -> None:
-    """Make threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
+    """Let threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
 
     Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
-    `multiprocessing.pool.ThreadPool`, also of pools made before. With `callers`, for an episode whose roles a function
-    names, tasks of asyncio know who started them. Outside an episode nothing changes.
+    `multiprocessing.pool.ThreadPool`, including existing pools. With `callers`, for an episode whose roles a function
+    names, asyncio's tasks remember the functions that started them. Outside an episode nothing changes.
     """
     _carry_into_threads()
     if callers:
@@ -30,7 +30,7 @@ def carry_context(*, callers: bool = False) -> None:
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 _QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
-"""By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""
+"""The methods through which all jobs enter a `multiprocessing.pool.ThreadPool`: its other methods call these."""
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _carry_into_threads() -> None:
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
         in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
         if current_episode.get() is not None and not in_pool:
-            context, run = _told(contextvars.copy_context()), self.run
+            context, run = _with_callers(contextvars.copy_context()), self.run
 
             def run_in_context() -> None:
                 del self.__dict__["run"]
@@ -62,9 +62,9 @@ def _carry_into_threads() -> None:
         inner = fn.func if type(fn) is functools.partial else fn
         context = getattr(inner, "__self__", None)
         if type(context) is contextvars.Context:  # as asyncio and LangChain submit
-            _told(context)
+            _with_callers(context)
             return submit(self, fn, *args, **kwargs)
-        return submit(self, _told(contextvars.copy_context()).run, fn, *args, **kwargs)
+        return submit(self, _with_callers(contextvars.copy_context()).run, fn, *args, **kwargs)
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
@@ -74,9 +74,9 @@ def _carry_into_threads() -> None:
 
 @functools.cache
 def tell_tasks(loops: Any) -> None:
-    """Let the tasks of a class of event loops know who started them. Raises TypeError if it cannot be patched.
+    """Let the tasks of a class of event loops remember who started them. Raises TypeError if it cannot be patched.
 
-    The copy of the context that asyncio makes is not enough: see `_told`.
+    The copy of the context that asyncio makes is not enough: see `_with_callers`.
     """
     owner: Any = next(cls for cls in loops.__mro__ if "create_task" in vars(cls))
     if owner is not loops:
@@ -88,18 +88,18 @@ def tell_tasks(loops: Any) -> None:
     def create_task(self: Any, coro: Any, *, context: contextvars.Context | None = None, **options: Any) -> Any:
         episode = current_episode.get()
         if episode is not None and (episode.roles is not None or generator_roles):
-            context = _told(contextvars.copy_context() if context is None else context)
+            context = _with_callers(contextvars.copy_context() if context is None else context)
         return create(self, coro, context=context, **options)
 
     owner.create_task = create_task
 
 
-def _told(context: contextvars.Context) -> contextvars.Context:
-    """`context`, in which a task or thread will run, with what only the stack around this point knows: the functions
-    that start it, for roles functions, and the role of a generator that starts it."""
+def _with_callers(context: contextvars.Context) -> contextvars.Context:
+    """Add to `context`, in which a task or thread will run, facts that only the stack around this point holds: the
+    functions that start it, for roles functions, and the role of a generator that starts it."""
     episode = current_episode.get()
     caller = sys._getframe(1)
-    with suppress(RuntimeError):  # entered already
+    with suppress(RuntimeError):  # raised for a context that is already entered
         if episode is not None and episode.roles is not None:
             context.run(started_by.set, functions_around(caller))
         if generator_roles:
@@ -112,11 +112,11 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
     def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)
-        context = _told(contextvars.copy_context())
+        context = _with_callers(contextvars.copy_context())
 
         @functools.wraps(func, updated=())
-        def in_context(*given: Any, **named: Any) -> Any:
-            return context.copy().run(func, *given, **named)  # a copy each: several workers may run it at once
+        def in_context(*job_args: Any, **job_kwargs: Any) -> Any:
+            return context.copy().run(func, *job_args, **job_kwargs)  # several workers may run it at the same time
 
         return original(self, in_context, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What clock, uuid and random gave to an episode, so that a replay can give it again."""
+"""The values that clock, uuid and random returned in an episode, so that a replay can return them again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from cotune.records.ids import address, canonical
 from cotune.records.structs import Message
 
 KEPT = 50_000
-"""Values that are kept of one episode; further ones are not given again."""
+"""Maximum number of values that are recorded in an episode. A replay cannot return later ones."""
 
 
 def start_freezing() -> None:
-    """Hook clock, uuid and random for all frozen episodes to come. Raises ConfigError where that cannot be."""
+    """Hook clock, uuid and random for all later frozen episodes. Raises ConfigError if they cannot be hooked."""
     for hook in hooks.freezers:
         hook()
 
 
 wall_ns = time.time_ns
-"""The real clock, whatever is given to an application."""
+"""The real clock, even while the application sees another time."""
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True):
-    """A value that an episode was given: of which kind, asked where, and when (seconds since the epoch)."""
+    """A value that an episode got: its kind, the place in the code that asked, and the time (seconds since the
+    epoch)."""
 
     kind: str
     place: str
@@ -38,37 +39,37 @@ class Read(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chance:
-    """The values of clock, uuid and random in one episode. A replay gives the recorded values again, by kind and place
-    and in their order, and new ones when they are used up. Safe from any thread.
+    """The values of clock, uuid and random in one episode. A replay returns the recorded values again, by kind and
+    place and in their order, and then new ones. Safe from any thread.
 
     A clock continues from its last value at its ordinary pace.
     """
 
     def __init__(self) -> None:
-        # Reentrant, as the garbage collector may run code that asks, anywhere.
+        # Reentrant: the garbage collector may run code that asks for a value at any point.
         self._lock = threading.RLock()
         self._reads: list[Read] = []
         self._given: dict[tuple[str, str], deque[Read]] = {}
         self._behind: dict[str, int] = {}
-        """By clock, its difference from the real one in ns."""
+        """The difference of each clock from the real one, in ns."""
         self.dropped = 0
-        """Values that are not kept, as there were too many."""
+        """Number of values beyond KEPT that were not recorded."""
 
     def give(self, reads: Sequence[Read], started: float) -> None:
-        """Give these values again; the episode that had them was `started` then (seconds since the epoch)."""
+        """Return these values again. `started` is when their episode started (seconds since the epoch)."""
         with self._lock:
             for read in reads:
                 self._given.setdefault((read.kind, read.place), deque()).append(read)
             self._behind["wall"] = round(started * 1e9) - wall_ns()
 
     def reach(self, at: float) -> None:
-        """The clock is no earlier than `at` (seconds since the epoch) from now on."""
+        """Set the clock forward to `at` (seconds since the epoch), if it is earlier."""
         with self._lock:
             if "wall" in self._behind:
                 self._behind["wall"] = max(self._behind["wall"], round(at * 1e9) - wall_ns())
 
     def drawn(self, kind: str, place: str, draw: Callable[[], Any]) -> Any:
-        """A value of `kind`: a JSON value."""
+        """The next value of `kind`, a JSON value: recorded, or new from `draw`."""
         with self._lock:
             queue = self._given.get((kind, place))
             value = queue.popleft().value if queue else draw()
@@ -76,7 +77,7 @@ class Chance:
         return value
 
     def clock(self, kind: str, place: str, real: int) -> int:
-        """The time of a clock in ns, whose real time is `real`."""
+        """The time of a clock in ns. `real` is its real time."""
         with self._lock:
             queue = self._given.get((kind, place))
             if queue:
@@ -94,7 +95,7 @@ class Chance:
             self.dropped += 1
 
     def record(self) -> Message | None:
-        """What to store; None where nothing was asked."""
+        """The message to store; None if no value was asked for."""
         with self._lock:
             if not self._reads:
                 return None

@@ -1,4 +1,4 @@
-"""The recording context: the only global state of cotune. Which episode runs here, and who is calling."""
+"""The recording context, the only global state of cotune: the episode that runs here, and the caller."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ ScopeT = TypeVar("ScopeT", bound="Scope")
 
 
 class Judging(NamedTuple):
-    """Where the calls and answers of a judge go that works outside of an episode."""
+    """How to record the calls and answers of a judge that works outside of an episode."""
 
     episode: LiveEpisode | None = None
     """The episode of the judge's calls, if the judge is a role of the run."""
     redaction: Redaction | None = None
-    """What the judge's answers pass before they are kept."""
+    """Changes the judge's answers before they are stored."""
 
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_caller: ContextVar[CallerContext | None] = ContextVar("cotune_caller", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
-"""A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
+"""A call that a model class has opened. The wire request that it sends, if any, belongs to this call."""
 judging: ContextVar[Judging] = ContextVar("cotune_judging", default=Judging())  # noqa: B039  # a tuple
 """Set while judges and scorers work outside of an episode."""
 role_override: ContextVar[RoleOverride | None] = ContextVar("cotune_role", default=None)
-"""The innermost `cotune.role` around this point, but for those in generators."""
+"""The innermost `cotune.role` around this point, except in generators."""
 generator_roles: dict[int, list[RoleOverride]] = {}
 """The roles that generators have entered, innermost last, by the id of the generator's frame.
 
-A generator shares the context of whoever steps it. A ContextVar that it sets would still be set while it is suspended,
-for the calls of its consumer. So its roles hold for calls that have the generator's frame on their stack.
+A generator shares the context of its consumer. A ContextVar that it sets would still be set while it is suspended, for
+the calls of the consumer. So its roles apply only to calls that have the generator's frame on their stack.
 """
 
 current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)
@@ -51,25 +51,25 @@ class RoleOverride(NamedTuple):
 
     name: str
     frame: FrameType
-    """Where it was entered. The reference keeps the frame's id from being used again."""
+    """The frame that entered it. The reference keeps the frame's id from being used again."""
     number: int
-    """Counts up with every role that is entered."""
+    """A number that increases with every role that is entered."""
 
 
 @dataclass(eq=False, slots=True)
 class Scope:
-    """An agent, a team, a task or a tool at work: it makes the calls within it that no framework announces.
+    """An agent, a team, a task or a tool at work. It is the caller of calls inside it that no framework announces.
 
     Integrations subclass it.
     """
 
     around: Scope | None = field(default_factory=current_scope.get, init=False)
-    """The scope that was current when this one was made, of whatever framework."""
+    """The scope that was current when this one was created, of any framework."""
     found: Hashable = field(default_factory=lambda: getattr(_found_scope(), "scope_id", None), init=False)
-    """Id of the scope that was found then."""
+    """Id of the scope that the scope finders returned when this one was created."""
 
     def caller(self) -> CallerContext:
-        """Who makes a call that is made in this scope."""
+        """The caller of calls in this scope."""
         raise NotImplementedError
 
 
@@ -83,14 +83,14 @@ def innermost(kind: type[ScopeT]) -> ScopeT | None:
 
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
-    """Calls made inside are made in `scope`, and are no part of a call around it."""
+    """Calls made inside belong to `scope`, and not to a call around it."""
     with setting(current_scope, scope), called_by(None):
         yield
 
 
 @contextmanager
 def called_by(caller: CallerContext | None) -> Iterator[None]:
-    """Calls made inside are `caller`'s, or without one the enclosing scope's; none is part of a call around it."""
+    """Calls made inside belong to `caller`, or without one to the enclosing scope, and not to a call around it."""
     with setting(current_caller, caller), setting(opened_call, None):
         yield
 
@@ -101,7 +101,8 @@ def recording(episode: LiveEpisode) -> AbstractContextManager[None]:
 
 
 def identify() -> CallerContext:
-    """Explicit override first, then the newest caller that is not done, then the enclosing scope, then `app`."""
+    """The caller of a call made here: the explicit override, else the newest caller that is not done, else the
+    enclosing scope, else `app`."""
     caller = current_caller.get()
     if caller is None or caller.done:
         caller = _enclosing() or CallerContext("app", "openai")
@@ -121,7 +122,7 @@ def identify() -> CallerContext:
 
 
 def role_here(frame: FrameType | None) -> RoleOverride | None:
-    """The innermost role that the application has named around a frame."""
+    """The innermost `cotune.role` around a frame."""
     override = role_override.get()
     if not generator_roles:
         return override
@@ -139,11 +140,14 @@ def role_here(frame: FrameType | None) -> RoleOverride | None:
 
 
 def _enclosing() -> CallerContext | None:
-    """The inner one of the current scope and the scope that is found: one that was found already when the current scope
-    was made is around it. A fault of an integration costs the call its role, never the application the call."""
-    found, scope = _found_scope(), current_scope.get()
-    if scope is None or (found is not None and found.scope_id != scope.found):
-        return found
+    """The caller of the innermost scope: of the current scope, or of a scope that the scope finders return.
+
+    A scope that the finders returned already when the current scope was created is around it. If an integration fails,
+    the call loses its role, but the application still gets its answer.
+    """
+    from_finders, scope = _found_scope(), current_scope.get()
+    if scope is None or (from_finders is not None and from_finders.scope_id != scope.found):
+        return from_finders
     try:
         return scope.caller()
     except Exception as error:  # noqa: BLE001
@@ -153,10 +157,13 @@ def _enclosing() -> CallerContext | None:
 
 def _found_scope() -> CallerContext | None:
     try:
-        return next((found for find in hooks.scope_finders if (found := find()) is not None), None)
+        for find in hooks.scope_finders:
+            caller = find()
+            if caller is not None:
+                return caller
     except Exception as error:  # noqa: BLE001
         _count_unidentified(error)
-        return None
+    return None
 
 
 def _count_unidentified(error: Exception) -> None:

@@ -1,8 +1,8 @@
-"""The edit of a call: its request with the prompts of its role in place of the application's own.
+"""Edit the request of a call: replace the application's prompts with the edited prompts of its role.
 
-The application's request stays as it is, and is what is recorded as asked. What goes out is a request of its own, which
-shares with it all that no prompt changes. A call that does not have the texts as the prompts know them goes out as the
-application asked it, and is counted.
+The application's own request is not changed and is recorded too. The request that is sent is a second one, which shares
+all unchanged parts with it. If a call does not have the texts that the prompts edit, the application's request is sent,
+and the call is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNMATCHED = "prompt_unmatched"
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
-    """The part of a chat request that prompts may change, as it goes out."""
+    """The part of a chat request that prompts may change, as it is sent."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -28,13 +28,13 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Outgoing:
-        """That of a chat request in OpenAI form."""
+        """This part of a chat request in OpenAI form."""
         params = {name: value for name, value in body.items() if name not in ("messages", "tools", "model", "stream")}
         return cls(list(body.get("messages") or ()), body.get("tools") or None, params)
 
 
 class Asked(Protocol):
-    """A call, as far as its edit concerns it."""
+    """The fields of a call that edits read and set."""
 
     role: str
     messages: list[dict[str, Any]]
@@ -55,56 +55,61 @@ class Prompting:
         self._roles: dict[str, RoleEdits | None] = {}
 
     def of(self, role: str) -> RoleEdits | None:
-        """The edits of a role; None where it has none."""
+        """The edits of a role; None without any."""
         if role not in self._roles:
             self._roles[role] = self._prompts.edits(role)
         return self._roles[role]
 
     def edit(self, call: Asked, body: Mapping[str, Any], warn: Callable[..., None], role: str = "") -> None:
-        """Set what goes out for a call that asks `body`. A call whose texts are not those that the prompts know goes
-        out as it is; `warn` counts it. `role` is the role of the call, where the prompts know it by another name."""
+        """Set the request to send for a call with the request `body`.
+
+        If its texts do not match the prompts, it is sent unedited, and `warn` counts it. `role` is the name of the
+        call's role in the prompts, if it differs.
+        """
         role = role or call.role
         edits = self.of(role)
         if edits is None:
             return
         call.prompts = self.id
-        met = edits.begin()
+        matching = edits.begin()
         whose = f"A call of role {role!r} goes out without the edits of its prompts"
         try:
-            changed = rewrite_chat(met, body)
-            outcome = met.outcome
-        except Exception as error:  # noqa: BLE001 - the application gets its answer all the same
+            changed = rewrite_chat(matching, body)
+            outcome = matching.outcome
+        except Exception as error:  # noqa: BLE001 - the application must still get its answer
             call.unedited = UNMATCHED
             warn(UNMATCHED, f"{whose}: it could not be read.", error)
             return
         if outcome != "edited":
             call.unedited = outcome
-            unread = f"{', '.join(met.ambiguous)} can be read in several ways" if met.ambiguous else met.difference
-            warn(outcome, f"{whose}: {unread}.")
+            reason = matching.difference
+            if matching.ambiguous:
+                reason = f"{', '.join(matching.ambiguous)} can be read in several ways"
+            warn(outcome, f"{whose}: {reason}.")
         elif changed is not body:
             call.edits, call.rewritten = edits, Outgoing.of(changed)
 
 
 def as_asked(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A further request that is made for a call, with the texts that the call asked in place of those that its edits
-    have made of them; `body` itself where it has none of these."""
+    """Undo the edits of a call in a further request that is made for it: edited texts become the application's own
+    again. Returns `body` itself if it has no edited text."""
     if call is None or call.edits is None:
         return body
     edited = call.edits.text
-    asked: dict[tuple[Kind, str, str], str] = {}
+    original: dict[tuple[Kind, str, str], str] = {}
 
-    def said(kind: Kind, key: str, text: str) -> None:
+    def note_edit(kind: Kind, key: str, text: str) -> None:
         if (new := edited(kind, key, text)) is not None:
-            asked[kind, key, new] = text
+            original[kind, key, new] = text
 
     form = call.params.get("response_format")
-    map_body({"messages": call.messages, "tools": call.tools, "response_format": form}, said)
-    return map_body(body, lambda kind, key, text: asked.get((kind, key, text)))
+    map_body({"messages": call.messages, "tools": call.tools, "response_format": form}, note_edit)
+    return map_body(body, lambda kind, key, text: original.get((kind, key, text)))
 
 
 def leave_format(call: Asked, warn: Callable[..., None]) -> None:
-    """Have the schema of the response go out as it was asked, by a client that has it as a class; counted if that is
-    another than it should be."""
+    """Send the application's own schema of the response, for a client that has it as a class. The call is counted if
+    edits should have changed the schema."""
     out = call.rewritten
     if out is not None and out.params != call.params:
         call.rewritten = msgspec.structs.replace(out, params=call.params)
@@ -114,14 +119,16 @@ def leave_format(call: Asked, warn: Callable[..., None]) -> None:
 
 
 def made_of(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
-    """Whether what a client has made of a call's edits reads as they say. Else the call goes out as it was asked,
-    counted: the client has its texts in a form of its own."""
+    """Whether the request that a client built from a call's edits, which `read` returns, has the edited texts.
+
+    Otherwise the client has texts in a form that cotune cannot edit: the call is sent unedited and counted.
+    """
     error: Exception | None = None
     try:
-        made, out = Outgoing.of(read() or {}), call.rewritten
-        if out is not None and _texts(made) == _texts(out):
+        built, out = Outgoing.of(read() or {}), call.rewritten
+        if out is not None and _texts(built) == _texts(out):
             return True
-    except Exception as broken:  # noqa: BLE001 - the application gets its answer all the same
+    except Exception as broken:  # noqa: BLE001 - the application must still get its answer
         error = broken
     _leave(call)
     whose = f"A call of role {call.role!r} goes out without the edits of its prompts"
@@ -137,24 +144,33 @@ def _leave(call: Asked) -> None:
     call.unedited, call.edits, call.rewritten = UNMATCHED, None, None
 
 
-Named = Callable[[list[bytes], list[Any]], tuple[str, ...]]
-"""Stores bodies, given with their JSON, and gives their content addresses."""
+StoreBodies = Callable[[list[bytes], list[Any]], tuple[str, ...]]
+"""Stores bodies, which are passed with their JSON, and returns their content addresses."""
 
 
-def sent_fields(call: Asked, asked: tuple[str, ...], stored: Outgoing, named: Named) -> dict[str, Any]:
-    """The fields of a record that say what went out, as it is `stored`; `asked` are the ids of the call's messages."""
-    found: dict[str, Any] = {}
+def sent_fields(call: Asked, asked: tuple[str, ...], stored: Outgoing, store_bodies: StoreBodies) -> dict[str, Any]:
+    """The fields of a call's record about the request that was sent, in the form in which it is `stored`. `asked` are
+    the ids of the messages in the application's request."""
+    fields: dict[str, Any] = {}
     out = call.rewritten
     assert out is not None
-    changed = [i for i, (new, old) in enumerate(zip(out.messages, call.messages, strict=True)) if new is not old]
+
+    ids = list(asked)
+    changed = []
+    for i, (new, old) in enumerate(zip(out.messages, call.messages, strict=True)):
+        if new is not old:
+            changed.append(i)
     if changed:
         bodies = [stored.messages[i] for i in changed]
-        names = dict(zip(changed, named(list(map(canonical, bodies)), bodies), strict=True))
-        found["sent"] = tuple(names.get(i, name) for i, name in enumerate(asked))
+        for i, id in zip(changed, store_bodies(list(map(canonical, bodies)), bodies), strict=True):
+            ids[i] = id
+        fields["sent"] = tuple(ids)
+
     if stored.tools and any(new is not old for new, old in zip(out.tools or (), call.tools or (), strict=True)):
-        (found["sent_tools"],) = named([canonical({"tools": stored.tools})], [stored.tools])
+        (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
+
     form = out.params.get("response_format")
     if form is not call.params.get("response_format"):
         body = stored.params.get("response_format")
-        (found["sent_format"],) = named([canonical({"response_format": body})], [body])
-    return found
+        (fields["sent_format"],) = store_bodies([canonical({"response_format": body})], [body])
+    return fields

@@ -1,4 +1,4 @@
-"""Where integrations, which core does not import, add what core calls."""
+"""Functions that integrations add for core to call, as core does not import integrations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Hooks(ProcessState):
 
     def __init__(self) -> None:
         self.activators: list[Callable[[], None]] = []
-        """Run before every episode, cheaply: they install the integrations."""
+        """Run before every episode, so they must be quick. They install the integrations."""
         self.starters: list[Callable[[], None]] = []
-        """Run before every episode of a workflow that cotune runs itself, cheaply: they keep frameworks from asking the
-        user."""
+        """Run before every episode of a workflow that cotune runs itself, so they must be quick. They keep frameworks
+        from asking the user."""
         self.freezers: list[Callable[[], None]] = []
-        """Run before an episode that is frozen, cheaply: they hook clock, uuid and random."""
+        """Run before a frozen episode, so they must be quick. They hook clock, uuid and random."""
         self.runners: list[Callable[[object], GraphRunner | None]] = []
-        """Each returns how to run an application object, or None."""
+        """Each returns a function that runs an application object, or None."""
         self.scope_finders: list[Callable[[], CallerContext | None]] = []
         """Each finds a scope that `context.entered` does not enter, for example the node of a graph."""
 

@@ -29,24 +29,24 @@ from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import setting
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
-"""Raised when a request or an answer that is read has another form than an integration expects."""
+"""Exceptions for a request or an answer in another form than an integration expects."""
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
-"""Most characters of an error message that are recorded."""
+"""Maximum length of a recorded error message, in characters."""
 _WAITS = (threading.__file__, socket.__file__, selectors.__file__, subprocess.__file__, "httpcore/_backends/sync.py")
-"""Files whose functions wait, and do nothing else for long."""
+"""Files whose functions take long only when they wait."""
 LOOP_CHECK = 0.1
-"""Seconds between two checks of an episode's loop that has not begun to answer a call of another thread. It never would
-where the application waits on it for that thread (a synchronous graph with parallel nodes, run inside a coroutine) or,
-by a synchronous client, for the gateway of its own episode."""
+"""Seconds between two checks of an episode's loop that has not started to answer a call from another thread. The loop
+may be blocked for ever: the application waits on it for that thread (a synchronous graph with parallel nodes, run
+inside a coroutine), or for the gateway of its own episode with a synchronous client."""
 
 
 def open_call(request: Callable[[], Mapping[str, Any] | None]) -> LiveCall | None:
-    """Open a call with the body that `request` makes of it, a chat request in OpenAI form.
+    """Open a call with the body that `request` returns, a chat request in OpenAI form.
 
-    None outside an episode, within a call that is open already, where there is no body, and for a call that cannot be
-    recorded (counted).
-    Where a responder would have answered it, the error of `request` is raised, or RecordError.
+    Returns None outside an episode, inside an open call, and without a body. A call that cannot be recorded is counted;
+    it gives None too. If a responder would have answered it, its error is raised instead: the error of `request`, or
+    RecordError.
     """
     episode = current_episode.get()
     if episode is None or opened_call.get() is not None:
@@ -73,35 +73,36 @@ def warn_unrecorded(episode: LiveEpisode, error: Exception) -> None:
 
 
 def ask(call: LiveCall) -> Answer | None:
-    """End the call with the responder's answer, from a thread that may wait; None where no responder answers it.
+    """End the call with the responder's answer, in a thread that may wait. None if no responder answers it.
 
     Errors of the responder are recorded and raised.
     """
     try:
-        found = answer_blocking(call)
+        response = answer_blocking(call)
     except BaseException as error:
         failed(call, error)
         raise
-    if found is not None:
-        call.finish(found)
-    return found
+    if response is not None:
+        call.finish(response)
+    return response
 
 
 async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = None) -> Answer | None:
-    """The same on an event loop. `begun` is an `answer` to the call that is under way, if any."""
+    """Like `ask`, on an event loop. `begun` is a call of `answer` that has already started, if any."""
     try:
-        found = await (begun or answer(call))
+        response = await (begun or answer(call))
     except BaseException as error:
         failed(call, error)
         raise
-    if found is not None:
-        call.finish(found)
-    return found
+    if response is not None:
+        call.finish(response)
+    return response
 
 
 @contextmanager
 def observed(call: LiveCall) -> Iterator[None]:
-    """The application's own model answers inside: a wire request made there is the call's; an exception fails it."""
+    """Inside, the application's own model answers the call. A wire request belongs to the call; an exception fails
+    it."""
     with setting(opened_call, call):
         try:
             yield
@@ -111,20 +112,21 @@ def observed(call: LiveCall) -> Iterator[None]:
 
 
 def raised(call: LiveCall, error: BaseException, part: Answer | None = None) -> None:
-    """End the call with an error that the application gets too; `part` is the answer so far."""
+    """Fail the call with an error that the application gets too. `part` is the answer so far."""
     call.fail(*reason_of(error), part, outage=not refused(error))
     if call.outage:
         call.episode.outages.append(error)
 
 
 def step(call: LiveCall, source: Iterator[Any]) -> Any:
-    """The next part of a stream, with the call open; None at its end. Between steps the application's code runs."""
+    """The next part of a stream; None at its end. The call is open only inside this function: between two steps, the
+    application's code runs."""
     with setting(opened_call, call):
         return next(source, None)
 
 
 async def step_async(call: LiveCall, source: AsyncIterator[Any]) -> Any:
-    """The same for an asynchronous stream."""
+    """Like `step`, for an asynchronous stream."""
     with setting(opened_call, call):
         return await anext(source, None)
 
@@ -135,33 +137,33 @@ def end_call(
     read: Callable[[Any], Answer],
     part: Callable[[Any], Answer | None] = lambda returned: None,
 ) -> None:
-    """End the call with the answer that `read` finds in what the model returned, unless its wire request has ended it.
+    """End the call with the answer that `read` takes from the model's result, unless its wire request has ended it.
 
-    What `read` raises is not the application's fault: the call is recorded as malformed, with the `part` that there is.
+    If `read` fails, the application is not affected: the call is recorded as malformed, with the `part` of an answer.
     """
     if call.ended:
         return
     try:
-        found = read(returned)
+        response = read(returned)
     except Exception as error:  # noqa: BLE001
         call.fail("malformed", reason_of(error)[1], part(returned), outage=False)
     else:
-        call.finish(found)
+        call.finish(response)
 
 
 async def answer(call: LiveCall) -> Answer | None:
-    """Await the responder: directly on the episode's loop, from any other loop by way of it.
+    """Await the responder, which runs on the episode's loop, also if this is another loop.
 
-    None where no responder answers. Raises the errors of the responder.
+    None if no responder answers. Raises the errors of the responder.
     """
     episode = call.episode
     if episode.responder is None:
         return None
-    here = asyncio.get_running_loop()
-    if episode.loop is None or episode.loop is here:
+    running = asyncio.get_running_loop()
+    if episode.loop is None or episode.loop is running:
         task = asyncio.current_task()
         if task is not None:
-            call.cancel = functools.partial(here.call_soon_threadsafe, task.cancel)
+            call.cancel = functools.partial(running.call_soon_threadsafe, task.cancel)
         return await _respond(call)
     request = _Request(call, episode.loop)
     begun = asyncio.wrap_future(request.begun)
@@ -175,8 +177,8 @@ async def answer(call: LiveCall) -> Answer | None:
 
 
 def answer_blocking(call: LiveCall) -> Answer | None:
-    """The same for a thread that may wait. Where the episode's own loop is blocked until this call returns, the
-    responder runs on another one: counted as the warning `blocked_loop`."""
+    """Like `answer`, in a thread that may wait. If the episode's own loop is blocked until this call returns, the
+    responder runs on another loop, and the warning `blocked_loop` counts it."""
     episode = call.episode
     if episode.responder is None:
         return None
@@ -190,7 +192,7 @@ def answer_blocking(call: LiveCall) -> Answer | None:
 
 
 class _Request:
-    """A responder's answer under way on a loop, which may be blocked by the thread that waits for the answer."""
+    """A responder's work on an answer on a loop, which may be blocked by the thread that waits for the answer."""
 
     def __init__(self, call: LiveCall, loop: asyncio.AbstractEventLoop) -> None:
         self._call = call
@@ -207,12 +209,12 @@ class _Request:
         return await _respond(self._call)
 
     def stuck(self) -> bool:
-        """Whether the loop's thread waits at the same place as at the check before, so that the loop cannot begin."""
+        """Whether the loop's thread waits at the same place as at the previous check, so that the loop cannot start."""
         before, self._seen = self._seen, _waiting(self._loop)
         return self.answer.done() or (self._seen is not None and self._seen is before)
 
     def settle(self) -> concurrent.futures.Future[Answer | None]:
-        """The future answer: of this loop if it has begun, else of one that is not blocked."""
+        """The future answer: from this loop if it has started, else from a loop that is not blocked."""
         if self.answer.cancelled() or not self.begun.cancel():
             return self.answer
         self._call.episode.warn(
@@ -242,7 +244,8 @@ def failed(call: LiveCall, error: BaseException) -> int:
 
 
 def reason_of(error: BaseException) -> tuple[CallStatus, str]:
-    """Status and recorded text of a call that ended in `error`, by the class of the error: clients have their own."""
+    """Status and recorded text of a call that ended in `error`. They follow from the name of the error's class, as each
+    client has its own classes."""
     text = error_text(error)[:_DETAIL]
     if isinstance(error, _CANCELLED):
         return "cancelled", text if str(error) else f"{text}: the application stopped waiting for it"
@@ -250,32 +253,33 @@ def reason_of(error: BaseException) -> tuple[CallStatus, str]:
 
 
 async def _respond(call: LiveCall) -> Answer | None:
-    """Calls that the responder itself makes (a judge in a scorer) are not part of the episode."""
+    """The responder's answer. Calls that the responder itself makes (a judge in a scorer) are not part of the
+    episode."""
     assert call.episode.responder is not None
     with setting(current_episode, None):
-        found = await call.episode.responder.respond(call)
-    if found is not None and call.streamed and len(found.candidates) > int(call.params.get("n") or 1):
+        response = await call.episode.responder.respond(call)
+    if response is not None and call.streamed and len(response.candidates) > int(call.params.get("n") or 1):
         call.episode.warn(
             "buffered_stream",
             f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "
             "the stream comes at once.",
         )
-    return found
+    return response
 
 
 def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
-    """Where the application waits on the loop's thread for another thread, a process or a socket; None where it works,
-    the loop is idle, or cotune itself waits, such as for a write to the disk."""
+    """The frame in which the application, on the loop's thread, waits for another thread, a process or a socket. None
+    if it works, if the loop is idle, or if cotune itself waits, for example for a write to the disk."""
     frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
     if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
         return None
     waiter: FrameType | None = frame
     while waiter is not None and waiter.f_code.co_filename.endswith(_WAITS):
-        if waiter.f_code is threading.Thread.start.__code__:  # until the thread runs, which a busy machine delays
+        if waiter.f_code is threading.Thread.start.__code__:  # waits until the thread runs, which may take a moment
             return None
         waiter = waiter.f_back
-    own = waiter is not None and str(waiter.f_globals.get("__name__")).partition(".")[0] == "cotune"
-    return frame if not own and running_context(frame) is not None else None
+    is_cotune = waiter is not None and str(waiter.f_globals.get("__name__")).partition(".")[0] == "cotune"
+    return frame if not is_cotune and running_context(frame) is not None else None
 
 
 @functools.cache

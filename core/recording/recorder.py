@@ -53,11 +53,11 @@ log = logging.getLogger("cotune")
 INTERRUPTED = "The episode was stopped, by Ctrl-C or its time-out: this call is not answered."
 _logged: set[str] = set()
 _PATIENCE = 10
-"""Refused calls after which an application that goes on to call is taken to hear no error."""
+"""Number of refused calls after which cotune assumes that the application ignores errors."""
 
 
 class Responder(Protocol):
-    """Answers calls in place of the provider that the application uses."""
+    """Answers calls instead of the application's own provider."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer a call, or return None to let the application's own provider answer."""
@@ -65,27 +65,27 @@ class Responder(Protocol):
 
 
 class Sink(Protocol):
-    """Where the recorder puts records; every `Store` is one."""
+    """Takes the records of the recorder. Every `Store` is a sink."""
 
     def write(self, records: Sequence[Record]) -> None: ...
 
 
 class TurnCounter:
-    """Numbers the calls of an episode from 0: a step is its next call, a turn the next call of one role."""
+    """Numbers the calls of an episode from 0: `step` counts all calls, `turn` the calls of one role."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._turns: dict[str, int] = {}
 
     def count_call(self, role: str) -> tuple[int, int]:
-        """Step and turn of a call that starts now."""
+        """The step and turn of a call that starts now."""
         step, turn = self.steps, self._turns.get(role, 0)
         self.steps, self._turns[role] = step + 1, turn + 1
         return step, turn
 
 
 class LiveCall(PendingCall):
-    """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
+    """A call that has not ended; scorers see it as `call`. It ends once, by `finish` or `fail`."""
 
     __slots__ = (
         "cancel", "copies", "ended", "episode", "on_wire", "outage", "stage", "state", "task", "unsupported_reason",
@@ -104,15 +104,16 @@ class LiveCall(PendingCall):
         """The same call in episodes inside this one (`cotune.trace`); they end with it."""
         self.ended = False
         self.outage = False
-        """Whether the infrastructure failed it."""
+        """Whether the infrastructure failed the call."""
         self.on_wire = False
-        """Whether a wire request has been made for it."""
+        """Whether a wire request has been sent for the call."""
         self.unsupported_reason = ""
-        """What in the request no policy can serve, so that only the application's own provider can answer it."""
+        """The part of the request that no policy supports, so that only the application's own provider can answer it;
+        else empty."""
         self.stage = "no answer yet"
-        """How far the call is, as a phrase for error messages."""
+        """The progress of the call, as a phrase for error messages."""
         self.cancel: Callable[[], object] | None = None
-        """Stops whatever is answering the call, when its episode ends first. Safe from any thread."""
+        """Stops the work on an answer when the episode ends first. Safe from any thread."""
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
@@ -120,26 +121,26 @@ class LiveCall(PendingCall):
         self.episode._records.link(self)
 
     def earlier(self) -> list[bytes]:
-        """Packed token paths of this role's earlier calls, longest first; none if no reply is part of the messages."""
+        """Packed token paths of this role's earlier calls, longest first; empty if the messages contain no reply."""
         for message in self.messages:
             if message.get("role") == "assistant":
                 return self.episode._records.paths(self.role)
         return []
 
     def finish(self, answer: Answer) -> None:
-        """Record the call with all its candidates and rewards. A second end of the call is ignored."""
+        """Record the call with all its candidates and rewards. Ignored if the call has already ended."""
         self.episode._end(self, answer, "ok", answer.error)
 
     def fail(self, status: CallStatus, error: str, part: Answer | None = None, *, outage: bool = True) -> None:
-        """Record the call as failed; its episode keeps going unless the application stops.
+        """Record the call as failed. Its episode continues unless the application stops.
 
-        `part` is the answer so far: it is recorded and never trained on. `outage` says whether the
-        infrastructure failed the call, if the application did not cancel it.
+        `part` is the answer so far: it is recorded and never trained on. `outage` is whether the infrastructure failed
+        the call; it is ignored if the application cancelled the call.
         """
         self.episode._end(self, part, status, error, outage=outage and status != "cancelled")
 
     def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
-        """Record an end of this copy of `call`, with the call's present messages and parameters."""
+        """End this copy of `call` in the same way, with the call's present messages and parameters."""
         self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
         self.streamed, self.attempts = call.streamed, call.attempts
         self.sent = list(map(SentMessage, call.messages))
@@ -157,17 +158,18 @@ class LiveEpisode:
     workflow: str
     responder: Responder | None = None
     loop: asyncio.AbstractEventLoop | None = None
-    """Where `responder.respond` runs when the application calls from a thread without a loop."""
+    """The event loop that runs `responder.respond` when the application calls from a thread without a loop."""
     phase: str = "trace"
     training_step: int | None = None
     rollout: int = 0
     offline: bool = False
-    """Whether a call that the responder leaves is refused instead of going to the application's provider."""
+    """Whether a call that the responder does not answer is refused, instead of being sent to the application's
+    provider."""
     fixed_embeddings: bool = False  # see `EpisodeOptions`
     redactors: Sequence[Redactor] = ()
     keep_token_ids: bool = False
     parts: Parts | None = None
-    """Where integrations add the parts of the application; None where they are not wanted."""
+    """Collects the parts of the application from integrations; None if they are not needed."""
     roles: RolesFunction | None = None
     """Names the roles of calls that `cotune.role` does not name."""
     prompts: Prompts | None = None
@@ -175,39 +177,40 @@ class LiveEpisode:
     app: str = ""
     """Name of the deployed application."""
     key: str = ""
-    """What the application calls this episode itself."""
+    """The application's own name for this episode."""
     max_calls: int | None = None
-    """Calls after which a further one fails the episode."""
+    """Maximum number of calls. A further call fails the episode."""
 
     def __post_init__(self) -> None:
         self.id = new_id()
         self.started = time.time()
         self._began = time.monotonic()
         self.failures: dict[str, int] = {}
-        """Calls that did not end well, by status; also those whose failure the application swallowed."""
+        """Number of failed calls by status, including calls whose error the application swallowed."""
         self.warnings: dict[str, int] = {}
-        """What the recorder could not do or did differently, by kind; each kind is logged once per process."""
+        """Number of warnings of the recorder by kind. Each kind is logged once per process."""
         self.explained: dict[str, str] = {}
         """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
         self._too_many = 0
-        """Calls beyond `max_calls`."""
+        """Number of calls beyond `max_calls`."""
         self.stop_soon: Callable[[], object] = lambda: None
-        """Ends the workflow, which may go on to call in spite of errors. Safe from any thread."""
+        """Ends the workflow, which may continue to call in spite of errors. Safe from any thread."""
         self.outage = False
-        """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
+        """Whether the infrastructure failed the last call that ended: then it is blamed for a failure of the
+        episode."""
         self.outages: list[BaseException] = []
-        """The errors of these calls in the application."""
+        """The errors in the application from calls that the infrastructure failed."""
         self.notes: dict[str, Any] = {}
-        """Working state of integrations, by integration; goes with the episode."""
+        """Working state of integrations, by integration, for the time of the episode."""
         self.tape = Tape()
         self.chance: Chance | None = None
-        """What clock, uuid and random give, where that is kept."""
+        """The values of clock, uuid and random, if they are recorded."""
         self.fork: Fork | None = None
-        """Where this episode leaves the one that it repeats, once it has."""
+        """The point at which this episode differs from the episode that it repeats, once it has reached it."""
         self.ended = False
-        # Reentrant, as the garbage collector may close a half-read stream, and so end a call, anywhere.
+        # Reentrant: the garbage collector may close a half-read stream, and so end a call, at any point.
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._ending = 0
@@ -216,30 +219,30 @@ class LiveEpisode:
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
         self.interrupted = False
-        """Whether it was stopped, by Ctrl-C or its time-out: its further errors are ignored."""
+        """Whether the episode was stopped, by Ctrl-C or its time-out. Then its further errors are ignored."""
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
-        """What is stored goes through it first; scorers, responders and the application see everything as it is."""
+        """Changes records before they are stored. Scorers, responders and the application see the original values."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
         prompting = None if self.prompts is None else Prompting(self.prompts)
         self.prompting = prompting if prompting is not None and prompting.id else None
-        """Edits calls when they start; None where nothing does."""
+        """Edits calls when they start; None without edits."""
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
         self.forked = False
-        """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
+        """Whether this is a copy in a child process that the application forked. It cannot record anything."""
         survives_fork(self)
 
     def now(self) -> float:
-        """Seconds since the epoch by the episode's own clock, which cannot step back while it runs.
+        """Seconds since the epoch by the episode's own clock, which never steps back.
 
-        The computer's clock may: it is set by NTP, and when a virtual machine resumes.
+        The clock of the computer may step back: NTP sets it, and a virtual machine when it resumes.
         """
         return self.started + (time.monotonic() - self._began)
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
-        """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended.
+        """Open a call. It gets its step and turn here, under the lock. Raises RecordError if the episode has ended.
 
-        A fault of the roles function fails the episode, not the call: the application has its answer.
+        An error of the roles function fails the episode, not the call: the application still gets an answer.
         """
         if self.roles is not None:
             try:
@@ -267,7 +270,7 @@ class LiveEpisode:
                 self.stop_soon()
                 self._too_many += 1
                 if self._too_many > _PATIENCE and asyncio._get_running_loop() is not None:
-                    # It catches every error and calls again without giving way to the loop, which could end it.
+                    # The application catches every error and calls again, without giving the loop a turn to end it.
                     raise asyncio.CancelledError(cause)
                 raise RecordError(cause, remedy)
             call = LiveCall(self, caller, *self._turns.count_call(caller.role), body)
@@ -277,21 +280,21 @@ class LiveEpisode:
                 tool.calls += 1
             if caller.thread is not None:
                 self._threads.add(caller.thread)
-            self._records.link(call)  # under the lock: calls that end from now on were not read
+            self._records.link(call)  # under the lock: this call cannot have read calls that end later
         if self.prompting is not None:
             self.edit(call, body)
         return call
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
-        """Edit the prompts of a call that asks `body`, where the episode has any for its role."""
+        """Edit the prompts of a call with the request `body`, if the episode has edits for its role."""
         if self.prompting is not None:
             self.prompting.edit(call, body, self.warn)
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
-        """Count something that the user should know about; log each kind once per process.
+        """Count a warning for the user, and log each kind once per process.
 
-        `message` must quote nothing of the application's content; the text of an `error` that is no OSError is
-        logged at level DEBUG only.
+        `message` must not quote the application's content. The text of an `error` is logged at level DEBUG only, unless
+        it is an OSError.
         """
         if error is not None:
             log.debug("%s", message, exc_info=error)
@@ -305,14 +308,13 @@ class LiveEpisode:
             log.warning("%s", message)
 
     def pending(self) -> list[str]:
-        """A phrase for each call that is open, or was when the episode was stopped."""
+        """A phrase for each call that is open, or was open when the episode was stopped."""
         with self._lock:
-            return [
-                f"turn {c.turn} of role {c.role!r} was open ({c.stage})" for c in self._stopped or self._open.values()
-            ]
+            calls = self._stopped or self._open.values()
+            return [f"turn {call.turn} of role {call.role!r} was open ({call.stage})" for call in calls]
 
     def stop(self) -> None:
-        """Cancel the calls that are open, and refuse any further one; the episode has yet to `end`."""
+        """Cancel the open calls and refuse further ones. Call `end` afterwards."""
         with self._lock:
             self.ended = True
             unanswered = list(self._open.values())
@@ -323,7 +325,7 @@ class LiveEpisode:
             call.fail("cancelled", "the episode ended before the call did")
 
     def after_fork(self) -> None:
-        """In a forked child: locks of its own, and no more calls; only the parent records."""
+        """In a forked child: replace the locks, and refuse calls. Only the parent records."""
         self.forked = self.ended = True
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
@@ -342,9 +344,9 @@ class LiveEpisode:
         error: str | None = None,
         blame: FailureCause | None = None,
     ) -> Episode:
-        """Record the end of the episode with its team rewards and the text beside them.
+        """Record the end of the episode with its team rewards and their `feedback`.
 
-        Calls still open are recorded as cancelled.
+        Open calls are recorded as cancelled.
         """
         self.stop()
         with self._idle:
@@ -383,9 +385,9 @@ class LiveEpisode:
         self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None, *, outage: bool = False
     ) -> None:
         if answer is not None and answer.policy is None and not call.ended:
-            answer, wrong = well_formed(answer)
-            if wrong and status == "ok":
-                status, error = "malformed", wrong
+            answer, fault = well_formed(answer)
+            if fault and status == "ok":
+                status, error = "malformed", fault
         with self._lock:
             if call.ended:
                 return
@@ -411,10 +413,10 @@ class LiveEpisode:
                     self._idle.notify_all()
 
     def _write(self, records: list[Record]) -> None:
-        """A sink that fails costs records, never the application its answer."""
+        """Write records to the sink. If it fails, records are lost, but the application still gets its answer."""
         if self.app:
-            named = (CallRecord, RewardRecord, FeedbackRecord)
-            records = [replace(record, app=self.app) if isinstance(record, named) else record for record in records]
+            with_app = (CallRecord, RewardRecord, FeedbackRecord)
+            records = [replace(record, app=self.app) if isinstance(record, with_app) else record for record in records]
         try:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001
@@ -422,6 +424,6 @@ class LiveEpisode:
 
 
 class Nowhere:
-    """A sink that keeps nothing."""
+    """A sink that drops all records."""
 
     def write(self, records: Sequence[Record]) -> None: ...

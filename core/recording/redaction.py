@@ -1,4 +1,4 @@
-"""Redaction: functions of the user change each message before it is stored."""
+"""Redaction: the user's functions change each message before it is stored."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from cotune.user_objects import load_object, takes
 log = logging.getLogger("cotune")
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""A message in, the message to store out. What is no chat message comes as one too: see `docs/how-to/privacy.md`."""
+"""Takes a message and returns the message to store. Other values are passed as messages too: see
+`docs/how-to/privacy.md`."""
 
 _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", "interrupted", "unknown"}
-"""Finish reasons that are none of a provider's own making."""
+"""Standard finish reasons. Others are a provider's own texts."""
 FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
-"""In place of a grammar that holds redacted text, of the hash of a redacted image, and of a task's id that is its text
-where redactors leave none."""
+"""Replaces a grammar that holds redacted text, the hash of a redacted image, and a task's id that is its text if
+redactors leave no text."""
 _KEPT, _MOST = 100_000, 16 << 20
-"""Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
+"""Maximum number of messages, and maximum size in bytes, whose redaction an episode remembers. Older messages are
+redacted again."""
 _json = msgspec.json.Encoder(enc_hook=plain)
-"""Values that JSON does not have are encoded as the store does it."""
+"""Encodes values that JSON does not have like the store."""
 
 
 class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be stored of a call."""
+    """The parts of a call that may be stored."""
 
     messages: list[dict[str, Any]] = []
     tools: Any = None
@@ -49,7 +51,7 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     answer: Answer | None = None
     out: Outgoing | None = None
-    """What went out, where prompts have changed the request."""
+    """The request that was sent, if edits changed it."""
     changed: bool = False
     """Whether anything differs from the request and the answer."""
     tokens_withheld: bool = False
@@ -57,7 +59,7 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_redactor(fn: Any) -> Redactor:
-    """`fn` itself. Raises WorkflowError unless it is a plain function of one argument."""
+    """Return `fn`. Raises WorkflowError unless it is a plain function of one argument."""
     name = getattr(fn, "__name__", repr(fn))
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         raise WorkflowError(f"The redactor {name} is not a plain function.", "Define it as: def redact(message): ...")
@@ -74,7 +76,7 @@ def load_redactor(spec: str) -> Redactor:
 
 
 def each_text(fn: Callable[[str], str]) -> Redactor:
-    """A redactor that puts every text of a message through `fn`, however deep it lies; `role` and keys stay."""
+    """A redactor that applies `fn` to every text in a message, at any depth. `role` and keys stay."""
 
     def redact(message: dict[str, Any]) -> dict[str, Any]:
         return {key: value if key == "role" else _each(value, fn) for key, value in message.items()}
@@ -94,14 +96,14 @@ def _each(value: Any, fn: Callable[[str], str]) -> Any:
 
 @functools.cache
 def _say(kind: str, text: str) -> None:
-    """Log a warning of no episode, once per process."""
+    """Log a warning outside an episode, once per process."""
     log.warning("%s", text)
 
 
 @dataclass
 class Redaction:
-    """The redactors of one episode, applied in order, each message once. One that raises stores `FAILED`, and `warn`
-    counts it."""
+    """The redactors of one episode, applied in order, once to each message. If a redactor raises, `FAILED` is stored,
+    and `warn` counts it."""
 
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
@@ -109,7 +111,7 @@ class Redaction:
     _done: BoundedCache[tuple[dict[str, Any], bool]] = field(default_factory=lambda: BoundedCache(_KEPT, _MOST))
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What to store of a message; the message itself is not touched."""
+        """The message to store. The given message is not changed."""
         return self._seen(message)[0]
 
     def changes(self, message: Mapping[str, Any]) -> bool:
@@ -117,17 +119,17 @@ class Redaction:
         return self._seen(message)[1]
 
     def content(self, role: str, content: Any) -> Any:
-        """What to store of something that is no message: redactors see it as the content of a message of this role."""
+        """A value to store that is not a message. Redactors see it as the content of a message with this role."""
         return self.message(self._as_message(role, content)).get("content")
 
     def task(self, task: Task) -> Task:
-        """What to store of a task. One that is a text may have it as its id too, which never is empty."""
-        shown = self.content("task", task.input)
-        same = isinstance(task.input, str) and task.id == task.input
-        return Task(id=str(shown or WITHHELD) if same else task.id, input=shown)
+        """The task to store. If a task is a text, the text may be its id too; an id is never empty."""
+        stored = self.content("task", task.input)
+        is_id = isinstance(task.input, str) and task.id == task.input
+        return Task(id=str(stored or WITHHELD) if is_id else task.id, input=stored)
 
     def error(self, error: CotuneError) -> CotuneError:
-        """An error of an episode, as it may be shown: its cause is an error text."""
+        """An error of an episode with a redacted cause, so that it may be shown."""
         cause = self.text(error.cause) or ""
         if cause == error.cause:
             return error
@@ -136,19 +138,19 @@ class Redaction:
         return redacted
 
     def text(self, text: str | None, role: str = "error") -> str | None:
-        """What to store of a text that is no message, such as an error's; None where redactors leave no content."""
+        """A text to store that is not a message, for example an error; None if redactors leave no content."""
         content = None if text is None else self.content(role, text)
         return None if content is None else str(content)
 
     def table(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """What to store of request parameters."""
+        """The request parameters to store."""
         if not table or not self.changes(self._as_message("params", dict(table))):
-            return dict(table)  # as it is: JSON would make lists of its tuples
-        found = self.content("params", dict(table))
-        return found if isinstance(found, dict) else {"redacted": found}
+            return dict(table)  # the original: JSON would turn its tuples into lists
+        stored = self.content("params", dict(table))
+        return stored if isinstance(stored, dict) else {"redacted": stored}
 
     def call(self, call: RedactedCall) -> RedactedCall:
-        """What may be stored of a call that has ended, from the call as it is."""
+        """The parts of a call that may be stored, from the parts of the original call."""
         tools = self._as_message("tools", call.tools) if call.tools else None
         messages = [self._seen(message) for message in call.messages]
         out = None if call.out is None else self._out(call.out)
@@ -159,7 +161,7 @@ class Redaction:
         shown = [stored for stored, _ in messages] if out is None else out.messages
         answer = None if call.answer is None else self._answer(call.answer, formed, shown)
         changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
-        if changed and answer is not None:  # the likeliest tokens may tell a hidden text
+        if changed and answer is not None:  # the likeliest tokens (`shown`) may reveal a hidden text
             bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
             answer = msgspec.structs.replace(answer, candidates=bare)
         return RedactedCall(
@@ -175,7 +177,7 @@ class Redaction:
         )
 
     def _out(self, out: Outgoing) -> Outgoing:
-        """What to store of what went out."""
+        """The sent request to store."""
         tools = self._as_message("tools", out.tools) if out.tools else None
         return Outgoing(
             messages=list(map(self.message, out.messages)),
@@ -184,10 +186,10 @@ class Redaction:
         )
 
     def _answer(self, answer: Answer, formed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
-        """What to store of an answer to a prompt that is stored as `messages`. `formed`: a redactor changed what the
-        grammar was made of.
+        """The answer to store, to a prompt that is stored as `messages`. `formed` is whether a redactor changed the
+        parts of the request that define the grammar.
 
-        Token ids cannot be trained on without their grammar, so they go with it.
+        Token ids cannot be trained on without their grammar, so they are withheld with it.
         """
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
@@ -197,8 +199,10 @@ class Redaction:
             if not keep:
                 candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
         if images := answer.sampling.get("images"):
-            kept = {image.id for message in messages for image in split_images(message)[1]}
-            sampling["images"] = [image if image in kept else WITHHELD for image in images]
+            stored_images: set[str] = set()
+            for message in messages:
+                stored_images.update(image.id for image in split_images(message)[1])
+            sampling["images"] = [image if image in stored_images else WITHHELD for image in images]
         return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
     def _candidate(self, candidate: Candidate) -> Candidate:
@@ -225,22 +229,23 @@ class Redaction:
             raw = _json.encode(message)
         except Exception:  # noqa: BLE001
             return self._failed(message, "it is no JSON"), True
-        name = hashlib.blake2b(raw, digest_size=16).digest()
-        if (known := self._done.get(name)) is None:
-            found = self._redact(raw)
-            known = found, found != msgspec.json.decode(raw)
-            self._done.put(name, known, len(raw))
-        return known
+        digest = hashlib.blake2b(raw, digest_size=16).digest()
+        result = self._done.get(digest)
+        if result is None:
+            stored = self._redact(raw)
+            result = stored, stored != msgspec.json.decode(raw)
+            self._done.put(digest, result, len(raw))
+        return result
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
         message = msgspec.json.decode(raw)
         try:
-            found: Any = message
+            redacted: Any = message
             for redactor in self.redactors:
-                found = redactor(found)
-                if not isinstance(found, Mapping):
+                redacted = redactor(redacted)
+                if not isinstance(redacted, Mapping):
                     raise TypeError("no message")
-            stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+            stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redacted))
             return stored
         except Exception as error:  # noqa: BLE001
             return self._failed(message, f"the redactor raised {type(error).__name__}")

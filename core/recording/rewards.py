@@ -1,4 +1,4 @@
-"""Rewards as records, with the text beside them."""
+"""Records of rewards, and of the feedback given with them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from cotune.records.answers import clean
 from cotune.records.structs import FeedbackRecord, RewardRecord
 
 LONGEST_FEEDBACK = 4000
-"""Characters of a text that are kept: half of them from its beginning and half from its end, as the error of a test or
-of a compiler may stand at either."""
+"""Maximum length of feedback, in characters. A longer text loses its middle: the error of a test or a compiler may be
+at its beginning or its end."""
 _MARK = re.compile(r"\n\[\.\.\. ([\d,]+) characters cut \.\.\.\]\n")
 
 
 def reward_records(
     target: str, rewards: Mapping[str, float], text: str = "", name: str = "", *, redaction: Redaction | None = None
 ) -> list[RewardRecord | FeedbackRecord]:
-    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank. Without
-    rewards the text has `name`, or the one that a plain number would have."""
-    now = time.time()
-    records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
+    """The records of rewards for an episode or a candidate, with the present time, and of their feedback `text` unless
+    it is blank. Without rewards, the feedback gets `name`, or the name that a plain number would get."""
+    present = time.time()
+    records: list[RewardRecord | FeedbackRecord] = []
+    for component, value in rewards.items():
+        records.append(RewardRecord(target, component, value, present))
     text = str(clean(text)).strip() if text else ""
-    if text and redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
+    if text and redaction is not None:  # redacted before it is cut: a cut could hide a secret from the redactor
         text = (redaction.text(text, "feedback") or "").strip()
     if text:
         name = next(iter(rewards), name or ("local" if "." in target else "team"))
-        records.append(feedback_record(target, name, text, now))
+        records.append(feedback_record(target, name, text, present))
     return records
 
 
 def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRecord:
-    """The text beside a reward that is given at the same time, without its middle where it is too long."""
+    """The feedback of a reward given at the time `at`, without its middle if it is too long."""
     half = LONGEST_FEEDBACK // 2
-    if earlier := _MARK.fullmatch(text[half:-half]):  # an exported text, which comes in again
+    if earlier := _MARK.fullmatch(text[half:-half]):  # the text was cut before, and is imported again
         return FeedbackRecord(target, name, text, at, int(earlier[1].replace(",", "")))
     text, cut = without_middle(text, LONGEST_FEEDBACK)
     return FeedbackRecord(target, name, text, at, cut)
 
 
 def without_middle(text: str, most: int) -> tuple[str, int]:
-    """A text without its middle where it has more than `most` characters, and how many were left out."""
+    """A text, without its middle if it has more than `most` characters, and the number of characters left out."""
     half, cut = most // 2, max(0, len(text) - most)
-    return (f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}" if cut else text), cut
+    if cut:
+        text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"
+    return text, cut

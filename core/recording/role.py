@@ -1,4 +1,4 @@
-"""`cotune.role`: the application names the role of its calls itself."""
+"""`cotune.role`: the application itself names the role of its calls."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class role:
         answer = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
     ```
 
-    It also decorates functions, coroutine functions and generator functions. In a generator the role holds for the
-    generator's own calls, not for those of the code that reads from it. Raises WorkflowError for a name that is no
+    It also decorates functions, coroutine functions and generator functions. In a generator, the role applies to the
+    generator's own calls, not to calls of the code that reads from it. Raises WorkflowError for a name that is not a
     text, for anything else that is decorated, and in an asynchronous generator outside asyncio.
     """
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise WorkflowError(
-                f"cotune.role({name!r}): the name of a role is a text that is not empty.",
+                f"cotune.role({name!r}): the name of a role must be a text that is not empty.",
                 'For example: with cotune.role("planner"): ...',
             )
         self._name = name
@@ -68,7 +68,7 @@ class role:
         if override is None:
             return
         if token is not None:
-            # A framework may leave the block in another context than the one it was entered in. There the role was
+            # A framework may leave the block in another context than it was entered in. In that context the role was
             # never set, or is a copy that ends with its task.
             with contextlib.suppress(ValueError):
                 role_override.reset(token)
@@ -81,7 +81,7 @@ class role:
             generator_roles.pop(key, None)
 
     def __call__(self, fn: FunctionT) -> FunctionT:
-        """`fn` with all its calls in this role."""
+        """Decorate `fn`: all its calls get this role."""
         name = self._name
         wrapper: Callable[..., Any]
         if not callable(fn) or inspect.isclass(fn):
@@ -162,7 +162,7 @@ class role:
 
 
 def _frame_of_block(frame: FrameType) -> FrameType:
-    """The frame whose block the role is for: not contextlib's, and not that of a `@contextmanager` around the role."""
+    """The frame with the block of the role: not contextlib's, and not a `@contextmanager` function around the role."""
     while frame.f_back is not None:
         before = frame.f_back
         is_context_manager = (

@@ -1,4 +1,5 @@
-"""Roles by a function of the user's, for applications in which no framework names them; and roles that agents share."""
+"""Roles named by the user's function, for applications without a framework that names them; and roles that agents
+share."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from cotune.user_objects import takes
 
 CALLER, MODEL = "caller", "model"
 LONGEST = 200
-"""Most characters of a role's name."""
+"""Maximum length of a role's name, in characters."""
 
 
 class CallRequest:
-    """A call that is about to be made, as a roles function sees it: a chat request, whatever interface it came by.
+    """A call that is about to be made, for a roles function: a chat request, for every interface.
 
-    `role` is the name that the framework around it gives, `app` outside any; `params` are its other parameters.
+    `role` is the name from the framework around the call, `app` without a framework. `params` are the other parameters.
     """
 
     __slots__ = ("_frame", "_functions", "messages", "model", "params", "role", "tools")
 
     def __init__(self, role: str, body: Mapping[str, Any], frame: FrameType | None = None) -> None:
-        """`frame` is where the call is made."""
+        """`frame` is the frame that makes the call."""
         self._frame = frame
         self.role = role
         self.params = dict(body)
@@ -41,7 +42,7 @@ class CallRequest:
     def caller(self) -> str | None:
         """Qualified name (`Planner.plan`) of the innermost function of the application's own code that makes the call.
 
-        In a task or thread that a library started, the innermost that started it; None where there is none.
+        In a task or thread that a library started, the innermost function that started it; None without one.
         """
         return next(iter(self.callers), None)
 
@@ -52,7 +53,7 @@ class CallRequest:
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """The same, each with its module's name."""
+        """The functions of the application around the call, each with the name of its module."""
         if self._functions is None:
             self._functions = functions_around(self._frame)
             self._frame = None
@@ -60,25 +61,25 @@ class CallRequest:
 
 
 RolesFunction = Callable[[CallRequest], str | None]
-"""Names the role of a call; None leaves it the one that the framework gives."""
+"""Names the role of a call. With None, the call keeps the role from the framework."""
 
 
-def roles_function(given: Any) -> RolesFunction | None:
-    """What names roles: a function of one argument, or for `"caller"` the name of the innermost application function,
-    for `"model"` the name of the requested model.
+def roles_function(roles: Any) -> RolesFunction | None:
+    """The roles function for the setting `roles`: the function itself, or for `"caller"` and `"model"` a function that
+    returns the name of the innermost application function, or of the requested model.
 
     None for None. Raises WorkflowError for anything else.
     """
-    if given is None:
+    if roles is None:
         return None
-    if given in (CALLER, MODEL):
-        return by_caller if given == CALLER else by_model
+    if roles in (CALLER, MODEL):
+        return by_caller if roles == CALLER else by_model
     remedy = 'Define it as: def roles(call): return "planner", or give "caller" or "model".'
-    if not callable(given) or inspect.iscoroutinefunction(given):
-        raise WorkflowError(f"roles = {given!r} is not a plain function.", remedy)
-    if not takes(given, 1):
-        raise WorkflowError(f"The roles function {_name(given)} does not take one argument.", remedy)
-    return given  # type: ignore[no-any-return]
+    if not callable(roles) or inspect.iscoroutinefunction(roles):
+        raise WorkflowError(f"roles = {roles!r} is not a plain function.", remedy)
+    if not takes(roles, 1):
+        raise WorkflowError(f"The roles function {_name(roles)} does not take one argument.", remedy)
+    return roles  # type: ignore[no-any-return]
 
 
 def by_caller(call: CallRequest) -> str | None:
@@ -98,10 +99,10 @@ def named(
     modules: dict[str, str],
     warn: Callable[[str, str], None],
 ) -> CallerContext:
-    """The context of a call under the role that `roles` gives it.
+    """The context of a call with the role that `roles` returns.
 
-    `modules` are the modules of the callers by whom roles of the episode were named so far. Raises WorkflowError where
-    the function fails.
+    `modules` holds the module of each caller that has named a role of the episode, to notice equal names. Raises
+    WorkflowError if the function fails.
     """
     if caller.given:
         return caller
@@ -111,8 +112,8 @@ def named(
         if role is not None:
             _check(role)
     except Exception as error:
-        what = f"The roles function {_name(roles)} failed for a call: {error_text(error)}."
-        raise WorkflowError(what, "Return the name of a role, or None for the framework's.") from error
+        cause = f"The roles function {_name(roles)} failed for a call: {error_text(error)}."
+        raise WorkflowError(cause, "Return the name of a role, or None for the framework's.") from error
     if roles is by_caller:
         _warn_by_caller(request, modules, warn)
     if role is None:
@@ -122,7 +123,8 @@ def named(
 
 
 def _warn_by_caller(request: CallRequest, modules: dict[str, str], warn: Callable[[str, str], None]) -> None:
-    """Warn where callers' names do not separate roles: where there is no function, or several share a name."""
+    """Warn if callers' names do not separate roles: no function is around the call, or several functions share a
+    name."""
     if not request.functions:
         warn("unidentified_call", f"No function of the application is around a call: its role is {request.role!r}.")
         return
@@ -135,7 +137,7 @@ def _warn_by_caller(request: CallRequest, modules: dict[str, str], warn: Callabl
 
 def _check(role: Any) -> None:
     if not isinstance(role, str) or not role.strip() or len(role) > LONGEST or not role.isprintable():
-        raise ValueError(f"{role!r} is no role: a role is 1 to {LONGEST} printable characters")
+        raise ValueError(f"{role!r} is not a role: a role has 1 to {LONGEST} printable characters")
 
 
 def _name(fn: Any) -> str:
@@ -148,7 +150,7 @@ _REMEDY = "Give each agent a name, or run it inside `with cotune.role(...)`; els
 
 
 def place_here() -> str:
-    """File, line and function of the application that runs this; a task of its own does not know who started it."""
+    """File, line and function of the application that runs this. In a separate task, its starter is unknown."""
     frame = sys._getframe(1)
     while is_library(frame):
         if frame.f_back is None or frame.f_globals.get("__name__") == _LOOP:
@@ -158,16 +160,21 @@ def place_here() -> str:
 
 
 def warn_of_shared(
-    caller: CallerContext, known: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
+    caller: CallerContext, first_agents: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
 ) -> None:
-    """Warn where another agent without a name has made calls of this role before; `known` are its first, by role."""
+    """Warn if another agent without a name has made calls of this role before. `first_agents` holds the first such
+    agent of each role, with its place."""
     if caller.nameless is None:
         return
     agent, place = caller.nameless
-    first, there = known.setdefault(caller.role, caller.nameless)
-    if first is not agent and (there != place or there == UNKNOWN):
-        text = f"Two agents without a name share the role {caller.role!r}: that of {there}, and that of {place}."
-        warn("shared_role", f"{text} {_REMEDY}")
-    elif first is not agent:
-        text = f"Agents without a name share the role {caller.role!r}, or one that is made anew: {there} runs them."
-        warn("shared_role", f"{text} {_REMEDY}")
+    first_agent, first_place = first_agents.setdefault(caller.role, caller.nameless)
+    if first_agent is agent:
+        return
+    if first_place != place or first_place == UNKNOWN:
+        text = f"Two agents without a name share the role {caller.role!r}: one in {first_place}, one in {place}."
+    else:
+        text = (
+            f"Several agents without a name share the role {caller.role!r}, or one agent is created again for each "
+            f"run: {first_place} runs them."
+        )
+    warn("shared_role", f"{text} {_REMEDY}")

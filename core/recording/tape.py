@@ -1,4 +1,4 @@
-"""What the tools of an episode returned, so that a replay can give it again instead of running them."""
+"""The results of an episode's tools, so that a replay can return them again instead of running the tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class ToolUse:
-    """One use of a tool; `arguments` is a digest. `known` says whether `value` is given from the record."""
+    """One use of a tool. `arguments` is a digest; `known` is whether `value` comes from the record."""
 
     __slots__ = ("arguments", "calls", "known", "name", "value")
 
@@ -37,7 +37,7 @@ class ToolUse:
         self.known = known
         self.value = value
         self.calls = 0
-        """Model calls that were made in it."""
+        """Number of model calls that the tool made."""
 
 
 class ToolAtWork(NamedTuple):
@@ -52,8 +52,8 @@ tool_at_work: ContextVar[ToolAtWork] = ContextVar("cotune_tool", default=ToolAtW
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A recorded result: of a tool with these arguments (a digest), begun at `started` (seconds since the epoch), and
-    `latency` seconds later there. `call` is the tool call that it answers."""
+    """A recorded result of a tool with these arguments (a digest). The use began at `started` (seconds since the epoch)
+    and took `latency` seconds. `call` is the tool call that it answers."""
 
     name: str
     arguments: str
@@ -68,34 +68,36 @@ class Tape:
 
     def __init__(self) -> None:
         self.frameworks = False
-        """Whether the results of a framework's tools are kept and given too, not only those of `cotune.recorded`."""
+        """Whether the results of a framework's tools are recorded and returned too, not only of `cotune.recorded`."""
         self.keeps = True
-        """Whether results are kept at all; not in an episode without an end."""
+        """Whether results are recorded at all. They are not in an episode without an end."""
         self._lock = threading.Lock()
         self._kept: list[Given] = []
         self._given: dict[tuple[str, str], deque[Given]] = {}
 
     def give(self, results: Sequence[Given]) -> None:
-        """Give these results again, to the same tool with the same arguments, in the order in which they were asked."""
-        for one in sorted(results, key=lambda one: one.started):
-            self._given.setdefault((one.name, one.arguments), deque()).append(one)
+        """Return these results again to the same tool with the same arguments, in the order of their starts."""
+        for result in sorted(results, key=lambda result: result.started):
+            self._given.setdefault((result.name, result.arguments), deque()).append(result)
 
     @contextmanager
     def using(self, name: str, arguments: Any) -> Iterator[ToolUse]:
-        """A use of a tool; within it the model calls that it makes are counted."""
+        """A use of a tool. Inside, the model calls that it makes are counted."""
         digest = _digest(arguments)
         with self._lock:
             queue = self._given.get((name, digest))
-            given = queue.popleft() if queue else None
-        # A copy: all branches of an episode are given the same, and applications change their copies.
-        use = ToolUse(name, digest) if given is None else ToolUse(name, digest, True, copy.deepcopy(given.value))
+            recorded = queue.popleft() if queue else None
+        use = ToolUse(name, digest)
+        if recorded is not None:
+            # A copy: all branches of an episode get the same value, and applications may change it.
+            use = ToolUse(name, digest, True, copy.deepcopy(recorded.value))
         with setting(tool_at_work, tool_at_work.get()._replace(use=use)):
             yield use
 
     def keep(self, use: ToolUse, started: float, latency: float) -> bool:
-        """Keep the result of a use, which took `latency` seconds; False for one that is no JSON.
+        """Record the result of a use, which took `latency` seconds. Returns False if the result is not JSON.
 
-        The result of a tool that made model calls, as an agent does, is not kept: the calls are repeated themselves.
+        The result of a tool that made model calls, like an agent, is not recorded: a replay repeats its calls.
         """
         if use.calls or not self.keeps:
             return True
@@ -112,26 +114,28 @@ class Tape:
     def records(
         self, changes: Callable[[Mapping[str, Any]], bool] | None
     ) -> tuple[list[Message], tuple[ToolResult, ...]]:
-        """What to store: the results as messages, and where each belongs; not those that a redactor `changes`."""
+        """The results to store: their values as messages, and a `ToolResult` for each. Results that a redactor
+        `changes` are left out."""
         bodies: list[Message] = []
         results = []
-        for one in self._kept:
-            if changes is not None and changes({"role": "tool", "content": one.value}):
+        for use in self._kept:
+            if changes is not None and changes({"role": "tool", "content": use.value}):
                 continue
-            body = Message(address(_canonical({"result": one.value})), {"result": one.value})
+            body = Message(address(_canonical({"result": use.value})), {"result": use.value})
             bodies.append(body)
-            results.append(ToolResult(one.name, one.arguments, one.started, body.id, one.latency, one.call))
+            results.append(ToolResult(use.name, use.arguments, use.started, body.id, use.latency, use.call))
         return bodies, tuple(results)
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], without: Sequence[str] = ()) -> list[Any]:
-    """The arguments of a call as one value; arguments that JSON cannot hold are named by their type."""
+    """The arguments of a call as one value. Arguments that JSON cannot hold are replaced with the name of their
+    type."""
     return [list(args), {name: value for name, value in kwargs.items() if name not in without}]
 
 
 def _digest(arguments: Any) -> str:
-    """A digest that tells two uses apart: of the arguments as JSON, or of their `repr` if JSON cannot hold them."""
+    """A digest that identifies the arguments of a use: of their JSON, or of their `repr` if JSON cannot hold them."""
     try:
         return address(_canonical(arguments))
-    except Exception:  # noqa: BLE001  # a tool of the application's must run whatever it takes
+    except Exception:  # noqa: BLE001  # the application's tool must run with any arguments
         return address(_ADDRESS.sub("", ascii(arguments)).encode())

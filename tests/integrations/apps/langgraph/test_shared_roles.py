@@ -37,7 +37,7 @@ def test_two_agents_that_the_workflow_runs_are_told_with_their_places(record: Re
     assert live.warnings == {"shared_role": 2}
     first, second = line_after(solve, 1), line_after(solve, 2)
     assert live.explained["shared_role"] == (
-        f"Two agents without a name share the role 'model': that of {first}, and that of {second}. Give each agent a "
+        f"Two agents without a name share the role 'model': one in {first}, one in {second}. Give each agent a "
         "name, or run it inside `with cotune.role(...)`; else one policy is trained for all."
     )
 
@@ -53,7 +53,8 @@ def test_agents_that_one_line_runs_are_told_too(record: Recorded) -> None:
     live = record(solve, scripted()).live
     assert (record.roles, live.warnings) == (["agent", "agent"], {"shared_role": 1})
     assert live.explained["shared_role"].startswith(
-        f"Agents without a name share the role 'agent', or one that is made anew: {line_after(solve, 2)} runs them."
+        f"Several agents without a name share the role 'agent', or one agent is created again for each run: "
+        f"{line_after(solve, 2)} runs them."
     )
 
 

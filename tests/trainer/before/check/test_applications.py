@@ -308,7 +308,8 @@ def test_two_agents_without_a_name_are_said_to_share_a_role() -> None:
     (finding,) = [finding for finding in report.findings if finding.about.startswith("shared_role")]
     assert (finding.level, finding.about) == ("warns", "shared_role (1)")
     assert (
-        "Agents without a name share the role 'model', or one that" in finding.text and f"{__file__}:" in finding.text
+        "Several agents without a name share the role 'model', or one agent" in finding.text
+        and f"{__file__}:" in finding.text
     )
 
 
