@@ -1,4 +1,4 @@
-"""Episodes: runs a workflow on one task with recording on, and turns its outcome into rewards."""
+"""Episodes: run a workflow on one task, record it, and turn its outcome into rewards."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ from cotune.sampling.scoring import components, parted
 from cotune.user_objects import remedy_of
 
 _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
-"""What frameworks say of a crew or team that is asked to run twice at once."""
+"""The error text of frameworks when a crew or team is started a second time while it runs."""
 UNSEEN = (
     "Call models through the OpenAI SDK or a framework that cotune records, inside the workflow function. Give any "
     "other client, such as httpx, the address of `with cotune.gateway()`, also in other processes. Look also for an "
     "exception that the application swallows before it calls."
 )
-"""What to do where no call of a workflow is seen."""
-_SHARED = "Several episodes run at once: make the crew or team in the workflow function, or give it to cotune.workflow."
+"""The remedy for a workflow whose calls cotune does not see."""
+_SHARED = (
+    "Several episodes run at the same time: create the crew or team in the workflow function, or pass it to "
+    "cotune.workflow."
+)
 _CANCELLED = (
-    "Look for a task's cancel(), a cancellation token, a time limit or a loop of the application's own. "
-    "Where it is meant to be cancelled, catch CancelledError in the workflow function and return an outcome."
+    "Look for a task's cancel(), a cancellation token, a time limit or an event loop in the application. "
+    "If it is meant to be cancelled, catch CancelledError in the workflow function and return an outcome."
 )
 _LONGEST = 1000
-"""Characters of an error's text above which only the first half of as many is shown."""
+"""Maximum length of an error's text, in characters. Of a longer text, only the first half of this is shown."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended. `error` is set when it failed; a failed episode has no rewards.
+    """The result of an episode. `error` is set if it failed; a failed episode has no rewards.
 
-    Calls that failed within it, also those whose failure the application swallowed, are in `live.failures`.
+    `live.failures` counts its failed calls, including calls whose error the application swallowed.
     """
 
     episode: Episode
@@ -57,29 +60,29 @@ class Outcome:
     error: CotuneError | None
     live: LiveEpisode
     unknown: Collection[str] = ()
-    """Names of the rewards that it would have, if anybody knew them."""
+    """Names of rewards for which the workflow returned None: their values are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeOptions:
-    """What an episode is run for, and within which bounds."""
+    """The purpose of an episode, and its limits."""
 
     phase: str = "trace"
     training_step: int | None = None
     rollout: int = 0
     timeout: float | None = None
-    """Seconds. The thread of a sync workflow cannot be stopped then, but its open calls are cancelled and further ones
-    refused. An async one that blocks its event loop for that long is interrupted, and so is an async scorer."""
+    """Seconds. After a time-out, the thread of a sync workflow cannot be stopped, but its open calls are cancelled and
+    further calls refused. An async workflow or scorer that blocks its event loop for this time is interrupted."""
     max_calls: int | None = None
-    """Calls after which the episode is ended, as a failure of the policy."""
+    """Maximum number of calls. A further call ends the episode as a failure of the policy."""
     offline: bool = False
     """Whether a call that the responder leaves to the provider is refused."""
     fixed_embeddings: bool = False
-    """Whether requests for embeddings are answered with fixed vectors, and counted, instead of going to a provider."""
+    """Whether requests for embeddings are answered with fixed vectors, and counted, instead of sent to a provider."""
     parts: Parts | None = None
     """Collects the parts of the application that run."""
     record_tools: bool = False
-    """Whether results of a framework's tools are recorded, as those of functions under `cotune.recorded` always are."""
+    """Whether results of a framework's tools are recorded. Results of functions under `cotune.recorded` always are."""
     freeze: bool = False
     """Whether the values of clock, uuid and random are recorded."""
 
@@ -92,10 +95,10 @@ async def run_episode(
     responder: Responder | None = None,
     options: EpisodeOptions = EpisodeOptions(),
 ) -> Outcome:
-    """Run `workflow` on `task` and record it; errors of the workflow are in the outcome, not raised.
+    """Run `workflow` on `task` and record it. Errors of the workflow are in the outcome, not raised.
 
-    `responder` answers the calls in place of the application's provider. Cancelling records the episode as cancelled.
-    Raises ConfigError where clock, uuid and random cannot be recorded.
+    `responder` answers the calls instead of the application's provider. Cancelling records the episode as cancelled.
+    Raises ConfigError if clock, uuid and random cannot be recorded.
     """
     for start in (*hooks.activators, *hooks.starters):
         start()
@@ -115,11 +118,12 @@ async def run_episode(
         value, text = parted(value, source)
         if live.fatal is not None:
             raise live.fatal
-        nothing = value is None and workflow.compares
-        rewards, metrics = outcome_of({} if nothing else value, source, some=not nothing)
+        # A workflow whose rewards come from comparisons may return None.
+        no_outcome = value is None and workflow.compares
+        rewards, metrics = outcome_of({} if no_outcome else value, source, some=not no_outcome)
     except asyncio.CancelledError as error:
-        task_here = asyncio.current_task()
-        if task_here is None or not task_here.cancelling():
+        this_task = asyncio.current_task()
+        if this_task is None or not this_task.cancelling():  # the application cancelled itself
             return _failed(live, _raised(workflow, error))
         live.interrupted = True
         live.end("cancelled", error="cancelled")
@@ -146,7 +150,7 @@ def _end_now(limit: asyncio.Timeout) -> None:
 def live_episode(
     workflow: Workflow, task: Task, sink: Sink, options: EpisodeOptions, responder: Responder | None = None
 ) -> LiveEpisode:
-    """An episode of a workflow that begins now."""
+    """A new episode of a workflow, which begins now."""
     return LiveEpisode(
         sink,
         task,
@@ -167,25 +171,29 @@ def live_episode(
 
 
 def _unknown(value: Any) -> list[str]:
-    named = value if isinstance(value, Mapping) else {}
-    names = [name for name, number in named.items() if number is None and name != "metrics"]
-    return ["team"] if list(named) == names == ["success"] else [name for name in names if name != "success"]
+    """Names of the rewards that a workflow returned as None."""
+    if not isinstance(value, Mapping):
+        return []
+    names = [name for name, number in value.items() if number is None and name != "metrics"]
+    if list(value) == names == ["success"]:
+        return ["team"]  # `success` alone is also the reward `team`
+    return [name for name in names if name != "success"]
 
 
 def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str, float], dict[str, float]]:
-    """Rewards and metrics of the value that a workflow returned.
+    """Rewards and metrics from the value that a workflow returned.
 
-    A number is the reward `team`; a bool is that and the metric `success`. In a dict every entry is a named reward,
-    except `success` (a metric, and the reward `team` where it stands alone) and `metrics` (a dict of metrics). An entry
-    that is None is not known, and left out. With `some` there must be an entry. Raises WorkflowError for None itself,
-    NaN and anything that is not a number.
+    A number is the reward `team`; a bool is also the metric `success`. In a dict, every entry is a named reward, except
+    `success` (a metric; without other rewards also the reward `team`) and `metrics` (a dict of metrics). An entry of
+    None is unknown and left out. With `some`, at least one entry is required. Raises WorkflowError for None itself, NaN
+    and anything that is not a number.
     """
     if not isinstance(value, Mapping):
         if not isinstance(value, Real) and not hasattr(value, "__float__"):
             raise WorkflowError(
                 f"{source} returned {value!r}, which is not a reward.",
-                "Return a number, a bool, or a dict of named numbers; where nobody knows the outcome, "
-                '{"team": None}: such an episode teaches nothing.',
+                'Return a number, a bool, or a dict of named numbers. If nobody knows the outcome, return {"team": '
+                "None}: then the episode is not trained on.",
             )
         rewards = components(value, source, "team", may_be_unknown=True)
         return rewards, ({"success": rewards["team"]} if _is_bool(value) else {})
@@ -201,7 +209,7 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
 
 
 def _is_bool(value: Any) -> bool:
-    """Whether a value is a bool of Python, NumPy or torch."""
+    """Whether a value is a bool from Python, NumPy or torch."""
     kind = getattr(value, "dtype", None)
     return isinstance(value, bool) or getattr(kind, "kind", "") == "b" or str(kind) == "torch.bool"
 
@@ -216,17 +224,17 @@ async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
 
 
 async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
-    """Await the workflow; when cancelled, stop its calls first: a framework may wait for them before it gives way."""
-    own: list[asyncio.CancelledError] = []
+    """Await the workflow. When cancelled, stop its calls first: a framework may wait for them before it ends."""
+    cancellations: list[asyncio.CancelledError] = []
 
-    async def kept() -> Any:
+    async def remember_cancellation() -> Any:
         try:
             return await work
-        except asyncio.CancelledError as error:  # a task's end loses its text and where it was raised
-            own.append(error)
+        except asyncio.CancelledError as error:  # the end of a task would lose its text and traceback
+            cancellations.append(error)
             raise
 
-    running = asyncio.ensure_future(kept())
+    running = asyncio.ensure_future(remember_cancellation())
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -235,21 +243,23 @@ async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
             live.stop()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        elif own:
-            raise own[0] from None
+        elif cancellations:
+            raise cancellations[0] from None
         raise
 
 
 def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
-    at = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
-    cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds{': ' if at else ''}{at}."
-    return WorkflowError(cause, "Look at what takes so long, or raise the episode's time-out.")
+    cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds"
+    details = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
+    if details:
+        cause += f": {details}"
+    return WorkflowError(f"{cause}.", "Find the slow part, or raise the episode's time-out.")
 
 
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
-    """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
+    """End the episode with an error. The caller shows and raises the error, so it is redacted like the record."""
     blamed: FailureCause = "infrastructure" if live.outage else failure_cause(error, live.outages)
-    if isinstance(live.fatal, TooManyCalls):  # whatever the application made of the refused call
+    if isinstance(live.fatal, TooManyCalls):  # the application may have raised something else for the refused call
         error, blamed = live.fatal, "policy"
     if live.redaction is not None:
         error = live.redaction.error(error)
@@ -259,12 +269,12 @@ def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
     if isinstance(error.__cause__, Blocked):
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
-    what = str(error) if isinstance(error, Stopped) else phrase(error)
-    remedy = _SHARED if _BUSY.search(what) else remedy_of(what, "Fix the workflow.")
+    text = str(error) if isinstance(error, Stopped) else phrase(error)
+    remedy = _SHARED if _BUSY.search(text) else remedy_of(text, "Fix the workflow.")
     if isinstance(error.__cause__ if isinstance(error, Stopped) else error, asyncio.CancelledError):
         remedy = _CANCELLED
-    if len(what) > _LONGEST:  # some libraries put every prompt and answer into the text of an error
-        what = f"{what[: _LONGEST // 2]} ... ({len(what):,} characters)"
-    failed = WorkflowError(f"The workflow {workflow.name!r} raised {what}{origin(error)}.", remedy)
+    if len(text) > _LONGEST:  # some libraries put every prompt and answer into the text of an error
+        text = f"{text[: _LONGEST // 2]} ... ({len(text):,} characters)"
+    failed = WorkflowError(f"The workflow {workflow.name!r} raised {text}{origin(error)}.", remedy)
     failed.__cause__ = error
     return failed

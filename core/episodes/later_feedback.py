@@ -1,10 +1,11 @@
-"""Rewards that come after the end of an episode, perhaps days later, and from another process."""
+"""Rewards that come after the end of an episode, perhaps days later and from another process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cotune.collect.open_sink import is_collector, open_collector
 from cotune.episodes.trace_sinks import FileRecords
@@ -27,11 +28,11 @@ def feedback(
 ) -> None:
     """Reward an episode after its end: by its id, or by the `key` that the application gave it (`cotune.trace`).
 
-    `reward` is a number (`team`) or named numbers; `text` says why. `records` is the address of a store or of a
+    `reward` is a number (`team`) or named numbers; `text` explains it. `records` is the address of a store or of a
     collector (default: COTUNE_COLLECTOR), `app` the application (default: COTUNE_APP). A key stands for every episode
-    of the application that has it. Feedback may come before its episode, repeatedly, and contradict itself. Everything
-    is kept; of each name the reward that was given last counts. Once an episode has been trained on, later rewards are
-    kept and change nothing. Raises ConfigError, WorkflowError unless the rewards are finite numbers, RunError.
+    of the application with this key. Feedback may come before its episode, several times, and contradict itself.
+    Everything is stored; for each name, the latest reward counts. Rewards for an episode that has been trained on are
+    stored but change nothing. Raises ConfigError, WorkflowError unless the rewards are finite numbers, RunError.
 
     ```python
     with cotune.trace("production.db", key="order-17") as traced:
@@ -49,24 +50,29 @@ def feedback(
     if episode and TARGET.fullmatch(episode) is None:
         raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
     source = "The reward of cotune.feedback"
-    value, said = parted(reward, source)
-    given = {} if value is None else value if isinstance(value, Mapping) else {"team": value}
-    if not given and not (text or said):
-        raise WorkflowError(f"{source} is missing.", "Give a number, named numbers, or a text.")
-    rewards = components(given, source) if given else {}
+    value, own_text = parted(reward, source)
+    named: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        named = value
+    elif value is not None:
+        named = {"team": value}
+    text = text or own_text
+    if not named and not text:
+        raise WorkflowError(f"{source} is missing.", "Pass a number, named numbers, or a text.")
+    rewards = components(named, source) if named else {}
     redaction = None if redactor is None else Redaction((check_redactor(redactor),))
     app = app or os.environ.get("COTUNE_APP", "")
     sink = open_collector(str(address), app) if is_collector(address) else FileRecords(address)
     target = episode or key_target(app, check_key(key))
     try:
-        sink.write(reward_records(target, rewards, text or said, redaction=redaction))
+        sink.write(reward_records(target, rewards, text, redaction=redaction))
     finally:
         if isinstance(sink, FileRecords):
             sink.close()
 
 
 def check_key(key: str) -> str:
-    """A key of the application's own. Raises ConfigError."""
+    """The application's key, if it is valid. Raises ConfigError."""
     if len(key) > LONGEST_KEY or not (key.isprintable() or not key):
         raise ConfigError("key", key[:LONGEST_KEY], f"is not a text of at most {LONGEST_KEY} printable characters")
     return key

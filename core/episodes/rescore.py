@@ -1,4 +1,4 @@
-"""Scores the candidates of stored calls by the workflow's present scorers, without running the application."""
+"""Score the candidates of stored calls with the workflow's present scorers, without running the application."""
 
 from __future__ import annotations
 
@@ -15,78 +15,83 @@ from cotune.recording.context import Judging, judging
 from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
-from cotune.records.structs import CallRecord, Episode, Task
+from cotune.records.structs import CallRecord, Episode, Record, Task
 from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import Scored, score
 from cotune.storage.protocol import Store
 
 ByTarget = Mapping[str, Scored | WorkflowError]
-"""By candidate or episode id, its rewards or why it has none."""
+"""The rewards of each candidate or episode, by id, or the error if it has none."""
 AT_ONCE = 64
-"""Calls that are scored at the same time."""
+"""Number of calls that are scored at the same time."""
 CHUNK = 256
-"""Calls that are held in memory."""
+"""Number of calls that are held in memory."""
 EPISODES = "(episodes)"
-"""In place of a role, where whole episodes are scored."""
+"""Stands for a role when whole episodes are scored."""
 
 
 @dataclass
 class Rescored:
-    """What became of the rewards of one role: sums by component over the candidates that have new ones."""
+    """The rewards of one role before and after: sums by component over the candidates with new rewards."""
 
     groups: int = 0
-    """Calls that were scored, or tasks whose episodes were."""
+    """Number of calls that were scored, or of tasks whose episodes were scored."""
     candidates: int = 0
     failed: int = 0
-    """Candidates that got none now."""
+    """Number of candidates without a new reward."""
     others_best: int = 0
-    """Groups of two or more in which another candidate is the best now."""
+    """Number of groups of two or more in which another candidate is the best now."""
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     had: Counter[str] = field(default_factory=Counter)
     have: Counter[str] = field(default_factory=Counter)
-    """Candidates that had, and have, each component."""
+    """Number of candidates that had each component (`had`) and that have it now (`have`)."""
 
     def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
         """Count a group."""
         self.groups += 1
-        now = {one: found.rewards for one in ids if isinstance(found := new.get(one), Scored) and found.rewards}
-        self.candidates += len(now)
-        self.failed += len(ids) - len(now)
-        for one, rewards in now.items():
-            for name, value in old.get(one, {}).items():
+        new_rewards: dict[str, Mapping[str, float]] = {}
+        for id in ids:
+            scored = new.get(id)
+            if isinstance(scored, Scored) and scored.rewards:
+                new_rewards[id] = scored.rewards
+        self.candidates += len(new_rewards)
+        self.failed += len(ids) - len(new_rewards)
+        for id, rewards in new_rewards.items():
+            for name, value in old.get(id, {}).items():
                 self.before[name] = self.before.get(name, 0.0) + value
                 self.had[name] += 1
             for name, value in rewards.items():
                 self.after[name] = self.after.get(name, 0.0) + value
                 self.have[name] += 1
-        both = [one for one in now if old.get(one)]
-        self.others_best += len(both) > 1 and _best(both, old) != _best(both, now)
+        with_both = [id for id in new_rewards if old.get(id)]
+        if len(with_both) > 1 and _best(with_both, old) != _best(with_both, new_rewards):
+            self.others_best += 1
 
 
 @dataclass
 class Rescoring:
-    """Rewards before and after by role, and errors of scorers with the number of candidates that they cost."""
+    """Rewards before and after by role, and errors of scorers with the number of candidates without a reward."""
 
     roles: dict[str, Rescored] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
     without_scorer: Counter[str] = field(default_factory=Counter)
-    """Answered calls by role that has no scorer."""
+    """Number of answered calls of each role without a scorer."""
 
 
 async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, write: bool = False) -> Rescoring:
-    """Score all answered calls (of `role`), and the episodes that ended well, by the workflow's scorers and judge.
+    """Score all answered calls (of `role`) and the finished episodes with the workflow's scorers and judge.
 
-    Nothing runs but these. With `write` the rewards are stored: a component replaces that of the same name, unless its
-    group was trained on, which the store counts in `refused`.
+    Only these run. With `write`, the rewards are stored: a component replaces the component with the same name. If its
+    group was trained on, the store refuses it and counts it in `refused`.
     """
-    found = Rescoring()
+    rescoring = Rescoring()
     episodes = list(store.episodes())
-    answered = _answered(store, episodes, role, workflow, found)
+    answered = _answered(store, episodes, role, workflow, rescoring)
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
         groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
-        _take(found, store, groups, scored, workflow.redaction, write=write)
+        _take(rescoring, store, groups, scored, workflow.redaction, write=write)
     if role is None and workflow.episode_judge is not None:
         for together in _steps(episodes):
             outcomes = await outcomes_of(workflow.episode_judge, store, together, redaction=workflow.redaction)
@@ -95,28 +100,31 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
                 if episode.id in outcomes:
                     tasks.setdefault(episode.task.id, []).append(episode.id)
             of_tasks = [(EPISODES, ids) for ids in tasks.values()]
-            _take(found, store, of_tasks, outcomes, workflow.redaction, write=write)
-    return found
+            _take(rescoring, store, of_tasks, outcomes, workflow.redaction, write=write)
+    return rescoring
 
 
 async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> ByTarget:
-    """Rewards of all candidates of those calls that were answered and whose role has a scorer."""
+    """Rewards of all candidates of the calls that were answered and whose role has a scorer."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(call: CallRecord, task: Task) -> ByTarget:
+    async def score_call(call: CallRecord, task: Task) -> ByTarget:
         targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
         async with gate:
             try:
-                seen = finished_call(store, call, task)
+                finished = finished_call(store, call, task)
             except RecordError as error:
                 return dict.fromkeys(targets, WorkflowError(error.cause, error.remedy))
-            scored = await score(workflow.scorers[call.role], call.candidates, seen, call.role)
+            scored = await score(workflow.scorers[call.role], call.candidates, finished, call.role)
         return dict(zip(targets, scored, strict=True))
 
-    wanted = [(call, task) for call, task in calls if scorable(workflow, call)]
+    work = [score_call(call, task) for call, task in calls if scorable(workflow, call)]
     with setting(judging, Judging(redaction=workflow.redaction)):
-        found = await asyncio.gather(*(one(call, task) for call, task in wanted))
-    return {target: rewards for some in found for target, rewards in some.items()}
+        results = await asyncio.gather(*work)
+    by_target: dict[str, Scored | WorkflowError] = {}
+    for of_call in results:
+        by_target.update(of_call)
+    return by_target
 
 
 def scorable(workflow: Workflow, call: CallRecord) -> bool:
@@ -125,7 +133,7 @@ def scorable(workflow: Workflow, call: CallRecord) -> bool:
 
 
 def _answered(
-    store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, found: Rescoring
+    store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, rescoring: Rescoring
 ) -> Iterator[tuple[CallRecord, Task]]:
     for episode in episodes:
         for call in store.calls(episode.id):
@@ -134,11 +142,11 @@ def _answered(
             if scorable(workflow, call):
                 yield call, episode.task
             elif call.status == "ok" and call.candidates:
-                found.without_scorer[call.role] += 1
+                rescoring.without_scorer[call.role] += 1
 
 
 def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
-    """Episodes that are compared with each other: those of one phase and step."""
+    """Groups of episodes that are compared with each other: episodes of the same phase and step."""
     steps: dict[tuple[str, int | None], list[Episode]] = {}
     for episode in episodes:
         steps.setdefault((episode.phase, episode.training_step), []).append(episode)
@@ -146,7 +154,7 @@ def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
 
 
 def _take(
-    found: Rescoring,
+    rescoring: Rescoring,
     store: Store,
     groups: Iterable[tuple[str, Sequence[str]]],
     scored: ByTarget,
@@ -154,14 +162,18 @@ def _take(
     *,
     write: bool,
 ) -> None:
+    """Count the new rewards of groups, and store them with `write`."""
     old = store.rewards(scored)
     for role, ids in groups:
-        found.roles.setdefault(role, Rescored()).add(ids, old, scored)
-    found.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
+        rescoring.roles.setdefault(role, Rescored()).add(ids, old, scored)
+    rescoring.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
     if write:
-        new = ((target, one) for target, one in scored.items() if isinstance(one, Scored))
-        store.write([record for target, one in new for record in reward_records(target, *one, redaction=redaction)])
+        records: list[Record] = []
+        for target, result in scored.items():
+            if isinstance(result, Scored):
+                records += reward_records(target, *result, redaction=redaction)
+        store.write(records)
 
 
 def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
-    return max(ids, key=lambda one: sum(rewards[one].values()))
+    return max(ids, key=lambda id: sum(rewards[id].values()))

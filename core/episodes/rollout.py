@@ -1,4 +1,4 @@
-"""Rollout: runs the workflow on the tasks of a step, many episodes at once, or again on recorded ones."""
+"""Rollout: run the workflow on the tasks of a step, many episodes at once, or repeat recorded episodes."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from cotune.replay.script import Replay
 class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes to run: every task `rollouts` times, at most `concurrency` episodes at once.
 
-    Where there are `replays`, by task id and rollout, the batch is these, and each repeats a recorded episode.
+    With `replays`, by task id and rollout, the batch consists of these: each repeats a recorded episode.
     """
 
     tasks: Sequence[Task]
     sink: Sink
-    """Gets the records of the episodes."""
+    """Takes the records of the episodes."""
     phase: str
     training_step: int | None = None
     rollouts: int = 1
     replays: Mapping[tuple[str, int], Replay] = {}
     concurrency: int = 64
     timeout: float | None = None
-    """Seconds that one episode may take."""
+    """Maximum seconds of one episode."""
     max_calls: int | None = None
-    """Calls that one episode may make."""
+    """Maximum calls of one episode."""
     record_tools: bool = False
-    """Whether the results of a framework's tools are recorded, and given again in `replays`."""
+    """Whether the results of a framework's tools are recorded, and returned again in `replays`."""
     freeze: bool = False
-    """Whether the values of clock, uuid and random are recorded, and given again in `replays`."""
+    """Whether the values of clock, uuid and random are recorded, and returned again in `replays`."""
     done: Sequence[Episode] = ()
-    """Episodes of the batch that finished before an interruption; they are not run again."""
+    """Episodes of the batch that finished before an interruption. They are not run again."""
     on_episode: Callable[[Episode], None] | None = None
     """Called when an episode has ended."""
 
     def options(self, number: int) -> EpisodeOptions:
-        """Those of the episodes with this number of rollout."""
+        """The options of episodes with this rollout number."""
         return EpisodeOptions(
             phase=self.phase,
             training_step=self.training_step,
@@ -61,9 +61,9 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder | None = None) -> list[Episode]:
-    """Run a batch in this process; `responder` answers the calls in place of the application's provider.
+    """Run a batch in this process. `responder` answers the calls instead of the application's provider.
 
-    Returns the episodes, those in `batch.done` too, by rollout and task.
+    Returns the episodes, including `batch.done`, ordered by rollout and task.
     """
 
     async def run_one(task: Task, number: int) -> Episode:
@@ -84,7 +84,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
 
 
 async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: EpisodeBatch) -> list[Episode]:
-    """`rollout`, where `run_one(task, rollout)` runs one episode."""
+    """Like `rollout`, but `run_one(task, rollout)` runs one episode."""
     finished = {(episode.task.id, episode.rollout) for episode in batch.done}
     gate = asyncio.Semaphore(batch.concurrency)
 
@@ -97,14 +97,13 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(gated(task, number))
-                for task, number in _places(batch)
-                if (task.id, number) not in finished
-            ]
-    except BaseExceptionGroup as errors:  # such as a framework that is too old, in all episodes alike
-        known, _ = errors.split(CotuneError)
-        raise (known or errors).exceptions[0] from errors
+            running = []
+            for task, number in _places(batch):
+                if (task.id, number) not in finished:
+                    running.append(group.create_task(gated(task, number)))
+    except BaseExceptionGroup as errors:  # for example a framework that is too old, in all episodes
+        of_cotune, _ = errors.split(CotuneError)
+        raise (of_cotune or errors).exceptions[0] from errors
     place = {task.id: position for position, task in enumerate(batch.tasks)}
     episodes = [*batch.done, *(task.result() for task in running)]
     return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))
@@ -119,10 +118,10 @@ def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
 
 
 def repeating(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
-    """`workflow`, and the responder of one episode that repeats another; `others` answers new calls.
+    """The workflow and the responder for one episode that repeats another. `others` answers new calls.
 
-    The episode fails with ReplayDiverged where it asks something else than is recorded, or less, whatever the
-    application makes of that.
+    If a request of the episode differs from the record, or is missing, the episode fails with ReplayDiverged, even if
+    the application swallows the error.
     """
     responder = ReplayResponder(replay, others)
     return replace(workflow, fn=_checked(workflow.fn, responder, replay)), responder
@@ -139,12 +138,12 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Repla
 
     async def finish(value: Awaitable[Any]) -> Any:
         try:
-            found = await value
+            result = await value
         except Exception:
             responder.require_followed()
             raise
         responder.require_complete()
-        return found
+        return result
 
     async def run_async(task: Any) -> Any:
         begin()

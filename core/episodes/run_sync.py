@@ -1,6 +1,6 @@
-"""Runs a coroutine to its end from plain code, whatever the application does to the event loop meanwhile.
+"""Run a coroutine to its end from sync code, even if the application stops the event loop meanwhile.
 
-Also where an event loop is already running (a notebook): then in a thread of its own.
+If an event loop is already running (in a notebook), the coroutine runs in a separate thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`; in a thread of its own, with the caller's context, when this one has a running loop.
+    """Like `asyncio.run`, but in a separate thread, with the caller's context, if this thread has a running loop.
 
-    `sys.exit` in a task of the application's and `loop.stop()` do not end the loop: they are logged.
-    On the main thread the first SIGINT or SIGTERM cancels `work`, or does what `interrupts.stop_by` says; a second one
-    ends it at once. Raises KeyboardInterrupt then.
+    `sys.exit` in a task of the application and `loop.stop()` do not end the loop: they are logged. On the main thread,
+    the first SIGINT or SIGTERM cancels `work`, or calls the function set by `interrupts.stop_by`; a second one ends it
+    at once. Then this raises KeyboardInterrupt.
     """
     try:
         asyncio.get_running_loop()
@@ -63,27 +63,27 @@ def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
         except SystemExit as error:
             if main.done():
                 raise
-            log.warning("The application called sys.exit(%r)%s: the run goes on.", error.code, origin(error))
+            log.warning("The application called sys.exit(%r)%s: the run continues.", error.code, origin(error))
         except RuntimeError as error:
             if main.done() or not str(error).startswith("Event loop stopped"):
                 raise
-            log.warning("The application called loop.stop() on the loop that cotune runs on: the run goes on.")
+            log.warning("The application called loop.stop() on the loop that cotune runs on: the run continues.")
 
 
 @contextlib.contextmanager
 def _exits_logged() -> Iterator[None]:
-    """Inside, a call of `os._exit` by the application's code is printed, with its place, before the exit."""
+    """Inside, if the application calls `os._exit`, print the place in its code before the exit."""
     original, process = os._exit, os.getpid()
 
     def exit_with_message(status: int) -> NoReturn:
         if os.getpid() == process and user_code.get():
             role = identify().role
-            who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
+            caller = user_code.get()
+            if role != "app":
+                caller = f"{caller}, role {role!r},"
             where = place(sys._getframe(1))
-            text = (
-                f"{who} called os._exit({status}), which ends the process at once: {where}. {current_run.get().go_on}"
-            )
-            print_line(text.strip())
+            text = f"{caller} called os._exit({status}), which ends the process at once: {where}."
+            print_line(f"{text} {current_run.get().go_on}".strip())
         original(status)
 
     os._exit = exit_with_message

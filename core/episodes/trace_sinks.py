@@ -1,4 +1,4 @@
-"""Where the records of a trace go: the memory, a store that the process has open, or a collector."""
+"""The destinations of a trace's records: memory, a store that the process has open, or a collector."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cotune.storage.shared_stores import acquire_store, release_store, shared_ad
 
 
 class TraceSink(Protocol):
-    """Takes the records of a trace, and gives back what can be read of them."""
+    """Takes the records of a trace and lets you read them."""
 
     def write(self, records: Sequence[Record]) -> None: ...
 
     def reading(self) -> AbstractContextManager[MemoryRecords | Store]:
-        """What has been written, as it can be read now. Raises RecordError where it cannot."""
+        """Read the records that have been written. Raises RecordError if they cannot be read."""
         ...
 
     def close(self) -> None:
-        """Nothing more is written but rewards."""
+        """Close the destination. Afterwards only rewards may be written."""
         ...
 
 
@@ -45,7 +45,7 @@ class MemoryRecords:
                 self._messages[record.id] = record.body
             elif isinstance(record, RewardRecord):
                 self._rewards.setdefault(record.target, {})[record.name] = record.value
-                self._feedback.get(record.target, {}).pop(record.name, None)  # it belonged to the reward before
+                self._feedback.get(record.target, {}).pop(record.name, None)  # the text of the replaced reward
             elif isinstance(record, FeedbackRecord):
                 self._feedback.setdefault(record.target, {})[record.name] = record.text
 
@@ -68,8 +68,8 @@ class MemoryRecords:
 
 
 class FileRecords:
-    """A records file, or another store, shared by all traces of this process that write to it. `durable`: a write
-    returns once it is committed."""
+    """A records file, or another store, shared by all traces of this process that write to it. With `durable`, a write
+    returns only after it has been committed."""
 
     def __init__(self, address: str | Path, durable: bool = False) -> None:
         self._address = shared_address(address)
@@ -88,7 +88,7 @@ class FileRecords:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
-        """What has been written, as it can be read now."""
+        """Read the records that have been written."""
         store = self._store
         if store is not None:
             store.flush()

@@ -1,4 +1,4 @@
-"""Tracing: records the LLM calls of any code, with no workflow declared, in memory or in a records file."""
+"""Tracing: record the LLM calls of any code, without a workflow, in memory or in a records file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ _ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 
 
 class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call as it was made. `messages` are as the application asked them, or as a redactor left them, `sent` are as
-    they went out with edited prompts (without any the same); `answer` is the assistant message that went on, None where
-    there was none."""
+    """A recorded call. `messages` are the application's own, after redactors; `sent` are the messages with edited
+    prompts (without edits the same). `answer` is the assistant message that the application got, None without one."""
 
     id: str
     role: str
@@ -64,13 +63,13 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The answer's text; empty where there is none."""
+        """The text of the answer; empty without an answer."""
         chosen = self.record.chosen
         return "" if chosen is None else self.record.candidates[chosen].text
 
 
 class RecordingOptions(TypedDict, total=False):
-    """How a trace keeps its calls: keyword arguments of `cotune.trace`."""
+    """How a trace stores its calls: keyword arguments of `cotune.trace`."""
 
     app: str
     sample: Rates
@@ -79,7 +78,7 @@ class RecordingOptions(TypedDict, total=False):
 
 
 class Recording:
-    """Where a trace keeps its calls: in memory, in a records file, or at a collector."""
+    """The destination of a trace's calls: memory, a records file, or a collector."""
 
     def __init__(
         self,
@@ -101,11 +100,11 @@ class Recording:
         self._sample = check_rates(1.0 if sample is None else sample)
         self._durable = durable
         self.app = "" if self._collector is not None else app
-        """The application that episodes belong to; empty for a collector, which names it itself."""
+        """The application of the episodes; empty for a collector, which adds the name itself."""
         self.redactors = () if redactor is None else (check_redactor(redactor),)
 
     def open_sink(self) -> TraceSink:
-        """Open what the calls are written to."""
+        """Open the destination of the calls."""
         if self._collector is not None:
             return CollectorRecords(self._collector, self._sample)
         return MemoryRecords() if self._address is None else FileRecords(self._address, self._durable)
@@ -163,41 +162,46 @@ class Trace:
     @property
     def calls(self) -> list[TracedCall]:
         """The calls that have ended so far, in the order of their start."""
-        with self._reading() as read:
-            return [_traced(call, read) for call in read.calls(self.id)]
+        with self._reading() as records:
+            return [_traced(call, records) for call in records.calls(self.id)]
 
     @property
     def rewards(self) -> Mapping[str, float]:
-        """Rewards given so far, by name."""
-        with self._reading() as read:
-            return read.rewards([self.id]).get(self.id, {})
+        """The rewards of the episode so far, by name."""
+        with self._reading() as records:
+            return records.rewards([self.id]).get(self.id, {})
 
     @property
     def feedback(self) -> Mapping[str, str]:
-        """Texts beside them, by the name of the reward."""
-        with self._reading() as read:
-            return read.feedback([self.id]).get(self.id, {})
+        """The texts given with the rewards, by the name of the reward."""
+        with self._reading() as records:
+            return records.feedback([self.id]).get(self.id, {})
 
     @property
     def warnings(self) -> Mapping[str, int]:
-        """What could not be recorded, or not exactly, by kind."""
+        """The number of warnings by kind: things that could not be recorded, or not exactly."""
         return dict(self._episode().warnings)
 
     def reward(self, value: float | Feedback | None = None, /, **named: float) -> None:
-        """Give the episode a reward: a number (`team`) or named numbers, also after the block, and a text beside them
-        by `cotune.Feedback`.
+        """Give the episode a reward, inside the block or after it: a number (`team`) or named numbers. Use
+        `cotune.Feedback` to add a text.
 
-        The last one of a name wins. Raises WorkflowError unless each is a finite number.
+        If a name is repeated, the last reward counts. Raises WorkflowError unless each is a finite number.
         """
         source, sink, live = "The reward of a trace", self._sink, self._episode()
         value, text = parted(value, source)
-        given = {**({} if value is None else value if isinstance(value, Mapping) else {"team": value}), **named}
+        rewards: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            rewards.update(value)
+        elif value is not None:
+            rewards["team"] = value
+        rewards.update(named)
         assert sink is not None
-        sink.write(reward_records(live.id, components(given, source), text, redaction=live.redaction))
+        sink.write(reward_records(live.id, components(rewards, source), text, redaction=live.redaction))
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            raise WorkflowError("This trace has been used.", "Make another one: with cotune.trace(...) as t.")
+            raise WorkflowError("This trace has been used.", "Create another one: with cotune.trace(...) as t.")
         for activate in hooks.activators:
             activate()
         outer = current_episode.get()
@@ -215,7 +219,7 @@ class Trace:
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
             if self._prompts is not None and outer.prompting is not None:
-                remedy = "Leave prompts= out here, or in what runs the episode."
+                remedy = "Remove prompts= here, or from the code that runs the episode."
                 raise WorkflowError("This trace has prompts, and so has the episode around it.", remedy)
         carry_context(callers=self._live.roles is not None)
         self._token = current_episode.set(self._live)
@@ -225,7 +229,7 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         live = self._episode()
-        with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
+        with contextlib.suppress(ValueError):  # raised if the block was entered in another context
             current_episode.reset(self._token)
         if error is None:
             live.end("ok")
@@ -270,7 +274,7 @@ for call in t.calls:
 
 
 class Within(LiveEpisode):
-    """An episode inside another one: calls belong to the outer episode and are recorded here too, as its own."""
+    """An episode inside another one: calls belong to the outer episode, and copies of them are recorded here too."""
 
     def __init__(self, outer: LiveEpisode, sink: Any, task: Task, **options: Any) -> None:
         super().__init__(
@@ -284,41 +288,41 @@ class Within(LiveEpisode):
         )
         self.outer = outer
         self.notes = outer.notes
-        self._own, self.prompting = self.prompting, self.prompting or outer.prompting
+        self._own_prompting, self.prompting = self.prompting, self.prompting or outer.prompting
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
-        """The outer episode's call; one of its own ends when that does."""
+        """The outer episode's call. Its copy in this episode ends together with it."""
         call = self.outer.start(caller, body)
         role = call.role
-        with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
+        with contextlib.suppress(RecordError):  # a call after the end of the block belongs only to the outer episode
             copy = super().start(caller, body)
             call.copies = (*call.copies, copy)
             role = copy.role
-        if self._own is not None:
-            self._own.edit(call, body, self.warn, role)
+        if self._own_prompting is not None:
+            self._own_prompting.edit(call, body, self.warn, role)
         return call
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
-        """A copy takes the edits of the outer episode's call when that ends."""
+        """Do nothing: a copy takes over the edits of the outer episode's call at its end."""
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
-        """Counted in both episodes."""
+        """Count the warning in both episodes."""
         super().warn(kind, message, error)
         self.outer.warn(kind, message, error)
 
 
-_SHOWN = (
+_SHARED_FIELDS = (
     "id", "role", "step", "turn", "status", "error", "attempts", "model", "params", "parents", "streamed", "latency",
 )  # fmt: skip
 """Fields of a record that a traced call has too."""
 
 
-def _traced(call: CallRecord, read: MemoryRecords | Store) -> TracedCall:
+def _traced(call: CallRecord, records: MemoryRecords | Store) -> TracedCall:
     return TracedCall(
-        **{name: getattr(call, name) for name in _SHOWN},
-        messages=[read.message(name) for name in call.messages],
-        sent=[read.message(name) for name in call.messages_out],
-        tools=read.message(call.tools) if call.tools else None,
+        **{name: getattr(call, name) for name in _SHARED_FIELDS},
+        messages=[records.message(name) for name in call.messages],
+        sent=[records.message(name) for name in call.messages_out],
+        tools=records.message(call.tools) if call.tools else None,
         answer=None if call.chosen is None else call.candidates[call.chosen].message,
         record=call,
     )

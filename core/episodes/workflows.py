@@ -1,4 +1,4 @@
-"""Workflows: the user's application behind one callable, with scorers for its roles."""
+"""Workflows: the user's application as one callable, with scorers for its roles."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Workflow:
     prompts: Prompts | None = None
     """Edits the prompts of its calls."""
     episode_judge: EpisodeJudge | None = None
-    """Gives finished episodes of a task their outcomes."""
+    """Compares the finished episodes of a task and gives each its outcome."""
 
     @property
     def compares(self) -> bool:
-        """Whether rewards come from comparisons, so that an episode may end with none of its own."""
+        """Whether rewards come from comparisons, so that the workflow may return None."""
         return self.episode_judge is not None or any(isinstance(scorer, OfGroup) for scorer in self.scorers.values())
 
     @property
     def bounds(self) -> dict[str, Bounds]:
-        """By role, the bounds that its scorer declares; without roles whose scorers declare none."""
+        """The bounds that scorers declare, by role. Roles without declared bounds are left out."""
         declared = {}
         for role, scorer in self.scorers.items():
             if isinstance(scorer, OfOne | OfGroup) and scorer.bounds is not None:
@@ -69,14 +69,14 @@ class Workflow:
 
     @property
     def redaction(self) -> Redaction | None:
-        """What goes into the records outside of an episode passes it first; None where nothing has to."""
+        """Changes values that are recorded outside of an episode; None without redactors."""
         return Redaction(self.redactors, self.keep_token_ids) if self.redactors else None
 
     def judge(self, fn: JudgeT) -> JudgeT:
-        """Decorate a function that sees the finished episodes of one task together, `(episodes, task)`, and returns the
+        """Decorate a function that compares the finished episodes of one task, `(episodes, task)`, and returns the
         outcome of each: a number (the reward `team`), a dict of named numbers, or None; sync or async.
 
-        The workflow may then return None. Raises WorkflowError for a second judge or another signature.
+        With a judge, the workflow may return None. Raises WorkflowError for a second judge or another signature.
         """
         if self.episode_judge is not None:
             raise WorkflowError(f"The workflow {self.name!r} has two judges.", "Remove one of them.")
@@ -87,28 +87,31 @@ class Workflow:
         return fn
 
     def redactor(self, fn: RedactorT) -> RedactorT:
-        """Decorate a function that sees each message before it is stored, and returns the message to store.
+        """Decorate a function that gets each message before it is stored and returns the message to store.
 
-        Several apply in order. Raises WorkflowError unless it is a plain function of one argument.
+        Several redactors apply in order. Raises WorkflowError unless it is a plain function of one argument.
         """
         check_redactor(fn)
         self.redactors.append(fn)
         return fn
 
     def redacted(self, redact: str | None, *, keep_token_ids: bool = False) -> Workflow:
-        """This workflow with one redactor more, `module:function` (if any). Raises ConfigError where there is none."""
-        more = [load_redactor(redact)] if redact else []
-        return replace(self, redactors=[*self.redactors, *more], keep_token_ids=keep_token_ids or self.keep_token_ids)
+        """This workflow with an additional redactor, `module:function` (if any). Raises ConfigError if it does not
+        exist."""
+        redactors = [*self.redactors]
+        if redact:
+            redactors.append(load_redactor(redact))
+        return replace(self, redactors=redactors, keep_token_ids=keep_token_ids or self.keep_token_ids)
 
     def named_by(self, roles: str | None) -> Workflow:
-        """This workflow with roles by `module:function`, `file.py:function` or `caller` instead of its own (if any).
+        """This workflow with roles from `module:function`, `file.py:function` or `caller` (if any) instead of its own.
 
         Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
         """
         return replace(self, roles=load_roles(roles)) if roles else self
 
     def prompted(self, prompts: Prompts | str | Path | None) -> Workflow:
-        """This workflow with edited prompts: these, or those of a file or of a folder that has one (if any).
+        """This workflow with edited prompts (if any): the prompts themselves, their file, or a folder with the file.
 
         Raises ConfigError for a file that cannot be used.
         """
@@ -129,16 +132,17 @@ class Workflow:
     ) -> Callable[[Any], Any]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
         named numbers; sync or async. With `group` it is called once for all candidates of a call,
-        `(candidates, call, task)` -> a list with the same for each of them, or None where one gets no reward. What it
-        does not reward within `timeout` seconds a candidate is left out. `bounds` are the least and the greatest number
-        that it returns: intervals stay inside them, and a number outside of them is the scorer's fault.
+        `(candidates, call, task)` -> a list with the same for each candidate, or None for a candidate without a reward.
+        A candidate that is not rewarded within `timeout` seconds is left out; for a group, this is the time for each
+        candidate. `bounds` are the lowest and the highest number that it may return: intervals stay inside them, and a
+        number outside is an error of the scorer.
 
         Raises WorkflowError for a second scorer of a role, another signature, a time-out that is not positive, or
         bounds that are not two numbers in order.
         """
         if not timeout > 0:
             cause = f"The scorer of role {role!r} has timeout = {timeout!r}."
-            raise WorkflowError(cause, "Give the seconds that it may take for a candidate, as 120.")
+            raise WorkflowError(cause, "Pass the maximum seconds for a candidate, for example 120.")
         if bounds is not None:
             bounds = _checked_bounds(role, bounds)
         first = "candidates" if group else "candidate"
@@ -157,7 +161,7 @@ class Workflow:
 
 
 class WorkflowFunction(Protocol[P, R_co]):
-    """What `cotune.workflow` returns: the function itself, with four attributes more."""
+    """The result of `cotune.workflow`: the function itself, with four additional attributes."""
 
     cotune: Workflow
 
@@ -178,7 +182,7 @@ class WorkflowFunction(Protocol[P, R_co]):
 
 
 WorkflowSource = WorkflowFunction[..., Outcome] | Workflow | str
-"""Where a workflow is asked for: itself, or its name, `module:name` or `file.py:name`."""
+"""A workflow as an argument: the workflow itself, or its name, `module:name` or `file.py:name`."""
 
 
 @overload
@@ -200,14 +204,14 @@ def workflow(
     reward: Callable[[Any, Any], Any] | None = None,
     roles: RolesFunction | str | None = None,
 ) -> Any:
-    """Make a workflow of a function of a task, or of a compiled LangGraph graph. Without one: a decorator.
+    """Turn a function of a task, or a compiled LangGraph graph, into a workflow. Also a decorator.
 
-    A function (sync or async) is returned as it is, with `.scorer`, `.judge` and `.cotune` attached: it behaves as
-    before. For a graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)`
-    the outcome from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric
-    `success`), or a dict of named numbers. `roles` names the role of each call: a function of a
-    CallRequest, or `"caller"` for the name of the application's function that makes it. Raises WorkflowError for
-    anything else.
+    A function (sync or async) is returned unchanged, with `.scorer`, `.judge`, `.redactor` and `.cotune` attached: it
+    behaves as before. For a graph, `inputs(task)` returns the graph's input (by default the task itself) and
+    `reward(state, task)` the outcome from its final state. An outcome is a number (the reward `team`), a bool (the
+    reward `team` and the metric `success`), or a dict of named numbers. `roles` names the role of each call: a function
+    of a CallRequest, or `"caller"` for the name of the application's function that makes the call. Raises WorkflowError
+    for anything else.
 
     ```python
     @cotune.workflow
@@ -224,9 +228,10 @@ def workflow(
     naming = roles_function(roles)
     if app is _ABSENT:
         return partial(workflow, inputs=inputs, reward=reward, roles=roles)
-    runner = next((run for make in hooks.runners if (run := make(app)) is not None), None)
-    if runner is not None:
-        return _attach(_of_graph(runner, inputs, reward), _called(app), naming)
+    for make_runner in hooks.runners:
+        runner = make_runner(app)
+        if runner is not None:
+            return _attach(_of_graph(runner, inputs, reward), _name_of_graph(app), naming)
     if not callable(app) or isinstance(app, type):
         raise WorkflowError(f"{app!r} is not a workflow.", f"Give {_ACCEPTED}. For example: {_EXAMPLE}")
     if inputs is not None or reward is not None:
@@ -238,15 +243,15 @@ def workflow(
 
 
 def workflow_of(obj: object) -> Workflow:
-    """The Workflow of a decorated function, or of its name. Raises WorkflowError for anything else, and as
+    """The Workflow of a decorated function, or with a name. Raises WorkflowError for anything else, and the errors of
     `load_workflow`."""
     if isinstance(obj, str):
         return load_workflow(obj)
     if isinstance(obj, Workflow):
         return obj
-    found = getattr(obj, "cotune", None)
-    if isinstance(found, Workflow):
-        return found
+    attached = getattr(obj, "cotune", None)
+    if isinstance(attached, Workflow):
+        return attached
     raise WorkflowError(f"{obj!r} is not a workflow.", "Decorate the function with @cotune.workflow.")
 
 
@@ -271,26 +276,27 @@ def load_roles(spec: str) -> RolesFunction:
 
     Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
     """
-    named = spec in (CALLER, MODEL)
-    found = spec if named else load_object("roles_by", spec, "app:who, caller or model")
-    return cast(RolesFunction, roles_function(found))
+    if spec not in (CALLER, MODEL):
+        return cast(RolesFunction, roles_function(load_object("roles_by", spec, "app:who, caller or model")))
+    return cast(RolesFunction, roles_function(spec))
 
 
-def _called(app: object) -> str:
-    """The name of an application's object, or that of its class: of a flow, which is one, or of a crew or graph."""
-    named = getattr(app, "name", None)
-    if isinstance(named, str) and named:
-        return named
+def _name_of_graph(app: object) -> str:
+    """The name of a graph, team, crew or flow. A flow is a class, which has a name; without one it is `graph`."""
+    name = getattr(app, "name", None)
+    if isinstance(name, str) and name:
+        return name
     return app.__name__ if isinstance(app, type) else "graph"
 
 
 def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
-    made = Workflow(name, fn, roles=roles)
+    """Attach a new workflow to the function that runs it."""
+    flow = Workflow(name, fn, roles=roles)
     try:
-        fn.cotune, fn.scorer, fn.judge, fn.redactor = made, made.scorer, made.judge, made.redactor
+        fn.cotune, fn.scorer, fn.judge, fn.redactor = flow, flow.scorer, flow.judge, flow.redactor
     except AttributeError:
         raise WorkflowError(
-            f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"
+            f"{fn!r} cannot have attributes, which a workflow needs.", f"Wrap it in a function. For example: {_EXAMPLE}"
         ) from None
     return fn
 
@@ -321,7 +327,7 @@ def _checked_bounds(role: str, bounds: Any) -> Bounds:
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         cause = f"The scorer of role {role!r} has bounds = {bounds!r}."
-        raise WorkflowError(cause, "Give the least and the greatest number that it returns, as (0, 1).")
+        raise WorkflowError(cause, "Pass the lowest and the highest number that it returns, for example (0, 1).")
     return low, high
 
 

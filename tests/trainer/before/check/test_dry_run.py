@@ -251,7 +251,7 @@ def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
 
     (text,) = said(dry(application(forgetful), limits=CheckLimits(limit=2)), "warns", "runs")
     assert "runs failed; the first, on task b: The workflow 'solve' returned None" in text
-    assert '{"team": None}: such an episode teaches nothing.' in text
+    assert 'return {"team": None}: then the episode is not trained on.' in text
 
 
 def test_a_refusal_is_said_once(provider: Provider) -> None:
