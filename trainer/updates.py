@@ -12,7 +12,7 @@ import msgspec
 from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
-from cotune.storage.token_figures import Seen, write_token_figures
+from cotune.storage.token_figures import CandidateTokens, write_token_figures
 from cotune.trainer.config.engine import engine_sleeps
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
@@ -109,7 +109,7 @@ def tokens_wanted(rows: Mapping[str, Sequence[TrainRow]]) -> int:
 
 def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> None:
     """Write the learner's figures for each token of the step into the run folder, for the viewer."""
-    figures: dict[str, Seen] = {}
+    figures: dict[str, CandidateTokens] = {}
     for policy in rows:
         figures.update(run.learner.seen(policy))
     write_token_figures(run.folder.path, run.state.steps, figures)
