@@ -15,7 +15,10 @@ from cotune.config.train import TrainConfig
 LIMITS = {"commands": 16, "forms": 28, "flags": 230, "settings": 106}
 """Lower a limit when you remove something. Raise one only for a use that the documentation shows."""
 
-REPEATED = ("model", "tool_format", "recipe", "rewards", "loss", "lora", "lr", "schedule", "teacher")
+REPEATED = (
+    "model", "tool_format", "recipe", "rewards", "loss", "lora", "lr", "schedule", "teacher",
+    "k", "temperature", "select",
+)  # fmt: skip
 """Fields of [[policy]] that repeat a setting of the run for one policy. They count once, with the run."""
 
 

@@ -85,6 +85,8 @@ class RolloutReport(StepReport):
         for call in calls:
             tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
         unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps))
+        trained_roles = run.trained_roles(state.steps)
+        plans = config.plans_of(run.plan, trained_roles)
         roles = role_metrics(prepared, collected, batch.rows, updates)
         if rolled.refill:
             for role in roles:
@@ -98,7 +100,7 @@ class RolloutReport(StepReport):
             candidates=sum(len(call.candidates) for call in calls),
             groups=len(prepared.groups),
             rows=len(prepared.trained),
-            path=outcome_path(run.plan),
+            path=outcome_path([plans.get(role, run.plan) for role in trained_roles] or [run.plan]),
             outcome=outcome_means(
                 whole,
                 collected.outcomes,

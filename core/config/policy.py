@@ -8,7 +8,8 @@ import msgspec
 
 from cotune.config.learner import ScheduleConfig
 from cotune.config.methods import LossSettings, RewardSettings
-from cotune.errors import check_bounds
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.plans import Select
 from cotune.records.policies import ALL_LINEAR, TRAINED, LoraSpec, PolicyKind
 
 
@@ -49,6 +50,15 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of [rewards] for this policy, in addition to the run's if it has the run's recipe."""
     loss: LossSettings = LossSettings()
     """Settings of [loss] for this policy, in addition to the run's if it has the run's recipe."""
+    k: int | None = None
+    """Candidates per call (tree) or per forked call (replay) of its roles; without a value `plan.k`. Independent
+    rollouts repeat whole episodes, which all policies share."""
+    temperature: float | None = None
+    """At which its roles are sampled in training, whatever the application asks for; without a value
+    `sampling.temperature`."""
+    select: Select | None = None
+    """Which of its candidates the application gets, under a tree plan: argmax | sample | first; without a value
+    `plan.select`."""
     teacher: str = ""
     """Its teacher with recipe distill, as `distill.teacher`, which it is without a value."""
     train: str = ""
@@ -63,7 +73,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Without a value the run's `schedule`."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "lr", table="policy.")
+        check_bounds(self, "lr", "temperature", table="policy.")
+        if self.k is not None and self.k < 2:
+            fault = f"of policy {self.name} must be 2 or more: a group of one has nothing to compare"
+            raise ConfigError("policy.k", self.k, fault, 'To leave the policy as it is, set kind = "frozen".')
 
     @property
     def of_training(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ Unknown names are passed over here; `cotune.trainer.config` refuses them, and ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os.path import normpath
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from cotune.config.rollouts import (
     SamplingConfig,
 )
 from cotune.errors import ConfigError, check_bounds
+from cotune.records.plans import Plan
 from cotune.records.policies import OtherRoles, Policies, PolicySpec
 from cotune.records.step_ranges import within
 
@@ -220,6 +221,31 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     def ahead(self) -> int:
         """How many steps rollouts may be ahead of training."""
         return STEPS_AHEAD if self.mode == "async" else 0
+
+    @property
+    def named_roles(self) -> dict[str, str]:
+        """The policy of each role that a [[policy]] table names."""
+        return {role: policy.name for policy in self.policy for role in policy.roles}
+
+    @property
+    def largest_k(self) -> int:
+        """The most candidates of one call: those of the policy that has most."""
+        return max([self.plan.k, *(policy.k for policy in self.policy if policy.k is not None)])
+
+    def plans_of(self, plan: Plan, policies: Mapping[str, str]) -> dict[str, Plan]:
+        """The plan of each role whose policy has a K or a choice of its own. `policies` has their names by role."""
+        plans: dict[str, Plan] = {}
+        for role, name in policies.items():
+            own = self.own_of(name)
+            if own is not None and (own.k is not None or own.select is not None):
+                k = plan.k if own.k is None else own.k
+                plans[role] = msgspec.structs.replace(plan, k=k, select=own.select or plan.select)
+        return plans
+
+    def temperatures_of(self, policies: Mapping[str, str]) -> dict[str, float]:
+        """The temperature of each role whose policy has one of its own. `policies` has their names by role."""
+        found = {role: self.own_of(name) for role, name in policies.items()}
+        return {role: own.temperature for role, own in found.items() if own and own.temperature is not None}
 
     def own_of(self, name: str) -> PolicyConfig | None:
         """The [[policy]] table of a policy; None where it has none."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 
 _FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
@@ -98,10 +99,12 @@ class Budget(msgspec.Struct, frozen=True):
         return Budget(self.branches + other.branches, self.sampled + other.sampled, self.repeated + other.repeated)
 
 
-def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], branches: int) -> Budget:
-    """Calls that so many branches at each of `forks` take, in an episode of these calls."""
+def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], plan: Plan, plans: Mapping[str, Plan]) -> Budget:
+    """Calls that K branches at each of `forks` take, in an episode of these calls. `plans` has the plan of each role
+    that has another K."""
     total = Budget()
     for fork in forks:
+        branches = plans.get(fork.role, plan).k
         repeated = sum(c.id != fork.id and c.started < fork.started + fork.latency for c in calls)
         total += Budget(branches, branches * (len(calls) - repeated), branches * repeated)
     return total

@@ -59,11 +59,16 @@ class PolicyResponder:
     chat: ChatFormat
     policies: Mapping[str, PolicyRef]
     plan: Plan | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans of the roles whose policy has a K or a choice of its own; without a `plan` they are not used."""
     scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
     attribution: Attribution = field(default_factory=Attribution)
     own: Mapping[str, Attribution] = field(default_factory=dict)
     defaults: SamplingParams = field(default_factory=SamplingParams)
     override: Mapping[str, Any] | None = None
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """Temperatures of the roles whose policy has one of its own, in place of that of `override`; without an `override`
+    the application's own hold."""
     provider_roles: Collection[str] = ()
     others: PolicyRef | None = None
     seed: int | None = None
@@ -98,8 +103,9 @@ class PolicyResponder:
         # 2. Sample: all K candidates where a scorer can compare them, else as many as the application asks for.
         prompt, params = await self.prepare(call)
         asked = int(call.params.get("n") or 1)
-        branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
-        count = max(asked, self.plan.k) if branches and self.plan else asked
+        plan = None if self.plan is None else self.plans.get(call.role, self.plan)
+        branches = plan is not None and plan.kind == "tree" and call.role in self.scorers
+        count = max(asked, plan.k) if branches and plan else asked
         completions = list(await self.sampler.sample(prompt, count, params, policy))
         reading = call, prompt, params, completions
         candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
@@ -121,7 +127,7 @@ class PolicyResponder:
                 del sampling[name]
         return Answer(
             candidates=candidates,
-            chosen=choose(compared, self.plan.select if self.plan else "first", params.seed or 0),
+            chosen=choose(compared, plan.select if plan else "first", params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
             usage=Usage(len(prompt), written),
@@ -168,7 +174,7 @@ class PolicyResponder:
             # 1. The parameters.
             check_supported(asked)
             self._warn_of_parameters(call, asked)
-            params = self._with_seed(call, request_params(asked, self.defaults, self.override))
+            params = self._with_seed(call, request_params(asked, self.defaults, self._override_of(call.role)))
             # 2. The images. A reply may hold no token that stands for one: nothing would.
             try:
                 images = chat.images(out.messages)
@@ -213,6 +219,12 @@ class PolicyResponder:
             episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
         return prompt, params
+
+    def _override_of(self, role: str) -> Mapping[str, Any] | None:
+        """What replaces the parameters that the application asks for in calls of a role."""
+        if self.override is None or role not in self.temperatures:
+            return self.override
+        return {**self.override, "temperature": self.temperatures[role]}
 
     def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
         """In a run, each call has a seed of its own, and the application's own seed still makes a difference."""

@@ -143,6 +143,8 @@ def call_findings(
     calls: Sequence[CallRecord], roles: Sequence[RoleCheck], plan: Plan, config: TrainConfig
 ) -> Iterator[Finding]:
     """Yield calls that failed, and request parameters that training replaces."""
+    plans = config.plans_of(plan, config.named_roles)
+    temperatures = config.temperatures_of(config.named_roles)
     for checked in roles:
         role = checked.role
         role_calls = [call for call in calls if call.role == role]
@@ -161,11 +163,15 @@ def call_findings(
             values = [call.params.get(name) for call in role_calls]
             requested[name] = sorted({value for value in values if isinstance(value, int | float)})
         if (n := max(requested["n"], default=1)) > 1 and checked.trained:
-            drawn = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
+            drawn = "only the first is trained"
+            if plan.kind == "tree":
+                drawn = f"{max(n, plans.get(role, plan).k)} are drawn and compared"
             yield Finding("warns", role, f"asks for n = {n} choices; {drawn}.")
-        if requested["temperature"] and requested["temperature"] != [config.sampling.temperature]:
+        temperature = temperatures.get(role, config.sampling.temperature)
+        if requested["temperature"] and requested["temperature"] != [temperature]:
+            setting = "temperature of its [[policy]]" if role in temperatures else "sampling.temperature"
             text = f"asks for temperature {_listed(requested['temperature'])}; training samples at"
-            yield Finding("note", role, f"{text} {config.sampling.temperature:g} (sampling.temperature).")
+            yield Finding("note", role, f"{text} {temperature:g} ({setting}).")
         role_limits = sorted({*requested["max_tokens"], *requested["max_completion_tokens"]})
         if role_limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *role_limits):
             text = f"asks for at most {_listed(role_limits)} tokens itself; sampling.max_tokens ="
@@ -177,7 +183,8 @@ def call_findings(
             text = f"asks for seed {_listed(requested['seed'])}; training and evaluation mix it into a seed of each"
             yield Finding("note", role, f"{text} call's own.")
         if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in role_calls):
-            text = f"streams; with {plan.k} candidates per call the answer comes at once, when one is chosen."
+            k = plans.get(role, plan).k
+            text = f"streams; with {k} candidates per call the answer comes at once, when one is chosen."
             yield Finding("note", role, text)
 
 

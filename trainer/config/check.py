@@ -28,7 +28,7 @@ def check(config: TrainConfig) -> None:
     if config.sampling.repeatable and config.mode == "async":
         fault = "cannot be used in mode async, where timing decides which version of a policy answers"
         raise ConfigError("sampling.repeatable", True, fault, 'Set mode = "sync", or leave it out.')
-    check_teachers(config, config.model, config.sampling.temperature)
+    check_teachers(config, config.model)
     check_records(config.recipe, config.records, config.learner)
     check_one_process(config.learner, config.cluster.on_ray, {p.kind for p in config.policy} or {config.policies})
     for name, count in Counter(p.name for p in config.policy).items():

@@ -13,6 +13,8 @@ from cotune.near_names import did_you_mean, near_names
 from cotune.trainer.config.removed import removed_setting
 
 PAGE = "See docs/reference/configuration.md."
+TRUNCATIONS = ("top_p", "top_k", "min_p")
+"""Parameters of a request that cut off unlikely tokens."""
 _ARGUMENTS = {
     "workflow": "the first argument of cotune.train and cotune train",
     "tasks": "the argument tasks of cotune.train, --tasks of cotune train",
@@ -83,6 +85,11 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
     name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
     if removed := removed_setting(name_without_indices, value):
         return removed
+    parent, _, name = name_without_indices.rpartition(".")
+    if name in TRUNCATIONS and parent in ("", "sampling", "policy"):
+        message = "cannot be set for training: which tokens it cuts away depends on the weights that are trained"
+        remedy = "Ask for it in your application: training replaces it, and cotune eval --temperature app keeps it."
+        return ConfigError(field, value, message, remedy)
     message = "is not a field of the configuration"
     if field in table and "." in field:  # a dotted name as a key of its own
         parent, _, name = field.partition(".")

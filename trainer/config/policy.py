@@ -58,7 +58,11 @@ def check_policies(
         for name in () if one.trained else one.of_training:
             fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
-        for name in ("recipe", "rewards", "loss", "train", "teacher"):
+        for name in ("k", "temperature", "select"):
+            if one.kind == "provider" and getattr(one, name) is not None:
+                fault = f"has no effect: the provider answers for policy {one.name}"
+                raise ConfigError(f"policy.{name}", getattr(one, name), fault, "Leave it out.")
+        for name in ("recipe", "rewards", "loss", "train", "teacher", "k", "temperature", "select"):
             value = getattr(one, name)
             if recipe in FROM_RECORDS and value not in UNSET:
                 fault = f"cannot be used with recipe {recipe}, which learns from records"

@@ -28,6 +28,7 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
         usual = "replay"
     kind = config.plan.kind or usual
     plan = Plan(kind=kind, k=config.plan.k, select=config.plan.select)
+    _check_policy_plans(config, kind)
     if kind == "tree" and not scorers:
         raise ConfigError(
             "plan.kind",
@@ -48,7 +49,23 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
         why = f"scorers for {', '.join(sorted(scorers))}"
     else:
         why = f"the workflow has no scorer, so each task runs {plan.k} times and the outcomes are compared"
-    return plan, recipes, f"plan {kind} (k={plan.k}), {recipes.names}: {why}"
+    own_k = [f"{policy.name} {policy.k}" for policy in config.policy if policy.k is not None]
+    k = "; ".join([f"k={plan.k}", *own_k])
+    return plan, recipes, f"plan {kind} ({k}), {recipes.names}: {why}"
+
+
+def _check_policy_plans(config: TrainConfig, kind: PlanKind) -> None:
+    """Raises ConfigError for a K or a choice of a policy's own that the plan has no use for."""
+    for policy in config.policy:
+        if policy.k is not None and kind == "independent":
+            fault = (
+                f"of policy {policy.name} cannot be used under the plan independent, which repeats whole episodes: all "
+                "policies have the same K"
+            )
+            raise ConfigError("policy.k", policy.k, fault, "Set plan.k, or use --plan tree or replay.")
+        if policy.select is not None and kind != "tree":
+            fault = f"of policy {policy.name} has no effect under the plan {kind}, which draws one candidate for a call"
+            raise ConfigError("policy.select", policy.select, fault, "Leave it out.")
 
 
 def resolve_policies(

@@ -31,9 +31,9 @@ def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_teachers(config: TrainConfig, model: str, temperature: float) -> None:
+def check_teachers(config: TrainConfig, model: str) -> None:
     """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
-    under another sampling `temperature` than it scores at."""
+    under another sampling temperature than it scores at."""
     default, shared = config.distill.teacher, False
     for own in _learning(config):
         taught, named = taught_by(config, own) == "teacher", own.teacher if own else ""
@@ -55,9 +55,13 @@ def check_teachers(config: TrainConfig, model: str, temperature: float) -> None:
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
             field = next(iter(bases.values()))
             raise ConfigError(field, name, "is an address without http:// or https://")
-        if is_address(name) and temperature != 1.0:
+    for own in _learning(config):
+        field, temperature = "sampling.temperature", config.sampling.temperature
+        if own is not None and own.temperature is not None:
+            field, temperature = "policy.temperature", own.temperature
+        if is_address(teacher_of(config, own)) and temperature != 1.0:
             raise ConfigError(
-                "sampling.temperature",
+                field,
                 temperature,
                 "cannot be used with a teacher by its address: vLLM scores at temperature 1 alone",
                 "Or name the teacher's model folder, to load it in this process.",

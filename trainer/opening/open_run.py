@@ -83,7 +83,7 @@ async def open_run(
                 policies, notes = await preflight(config, workflow, tasks, store, sampler, chats, say)
             if plan.kind == "replay":
                 count = min(config.tasks_per_step, len(tasks))
-                notes.append(expected_budget(config, store, policies.learning, plan.k, count))
+                notes.append(expected_budget(config, store, policies.learning, plan, count))
         else:
             before = with_bases(config, saved[0].policies)
             policies = join_policies(

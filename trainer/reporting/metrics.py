@@ -50,13 +50,12 @@ def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 
     }
 
 
-def outcome_path(plan: Plan) -> str:
+def outcome_path(plans: Iterable[Plan]) -> str:
     """Name the path whose outcomes a step reports. If candidates were selected along it, its outcome is not the success
-    rate of single samples."""
-    if plan.kind != "tree":
-        return SINGLE
+    rate of single samples. `plans` are those of the trained roles, whose policies may have a K of their own."""
     how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
-    return how[plan.select].format(plan.k)
+    texts = {SINGLE if plan.kind != "tree" else how[plan.select].format(plan.k): None for plan in plans}
+    return " or ".join(texts)
 
 
 def outcome_means(

@@ -44,13 +44,18 @@ def answering(
 ) -> ResponderConfig:
     """Return how `policies` answer calls with the sampling of the run; see `run_episodes` for the arguments."""
     config = run.config
+    names = {role: policy.name for role, policy in policies.items()}
+    # In an evaluation the untrained model plays a role at the temperature of the role's policy, so that both compare.
+    sampled_as = {**run.state.policies.roles, **{role: name for role, name in names.items() if config.own_of(name)}}
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
+        plans={} if plan is None else config.plans_of(plan, names),
         attribution=run.recipes.run.attribution,
-        own=run.recipes.attributions({role: policy.name for role, policy in policies.items()}),
+        own=run.recipes.attributions(names),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
+        temperatures=config.temperatures_of(sampled_as),
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed,

@@ -13,7 +13,7 @@ from cotune.algorithms.collect import COMPLETE, temperature
 from cotune.config.train import TrainConfig
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
-from cotune.records.plans import seed_of
+from cotune.records.plans import Plan, seed_of
 from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
 from cotune.replay.script import Replay, read_script
@@ -48,7 +48,8 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
     chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed)
-    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan.k))
+    plans = run.config.plans_of(run.plan, run.trained_roles(step))
+    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans))
 
 
 async def run_forks(
@@ -61,20 +62,23 @@ async def run_forks(
 ) -> list[Episode]:
     """Run K branches of each fork of a step's episodes (`trunks`), and return all branches.
 
-    The branches of fork number f are the rollouts 1 + f K and following, so that a resumed run finds them: `done` are
-    branches from before an interruption, which are not run again. `judged` learns how many episodes each task has.
+    The rollouts from 1 on are the branches of the first fork, then those of the next one, so that a resumed run finds
+    them. `done` are branches from before an interruption, which are not run again. `judged` learns how many episodes
+    each task has.
     """
-    k = run.plan.k
+    plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
         forks = forks_of(run, trunk).calls
         if not forks:
             continue
         script = read_script(run.store, trunk.id)
-        for number, fork in enumerate(forks):
+        rollout = 1
+        for fork in forks:
             replay = Replay(script=script, fork=fork.id)
-            for branch in range(k):
-                replays[trunk.task.id, 1 + number * k + branch] = replay
+            for _ in range(plans.get(fork.role, run.plan).k):
+                replays[trunk.task.id, rollout] = replay
+                rollout += 1
     finished = [episode for episode in done if _repeats(episode, replays.get((episode.task.id, episode.rollout)))]
     judged.already(finished)
 
@@ -111,12 +115,14 @@ def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, in
     }
 
 
-def expected_budget(config: TrainConfig, store: Store, trained: Collection[str], k: int, tasks: int) -> str:
-    """Return a sentence with the calls of a step, estimated from the episodes of the preflight.
+def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str], plan: Plan, tasks: int) -> str:
+    """Return a sentence with the calls of a step, estimated from the episodes of the preflight. `trained` has the
+    policies of the trained roles.
 
     Raises ConfigError if the rule of forks names a role that is not trained.
     """
     rule = fork_rule(config.replay.forks)
+    plans = config.plans_of(plan, trained)
     if rule.kind == "role" and rule.role not in {*trained, *config.roles}:
         raise ConfigError(
             "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
@@ -131,7 +137,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         episodes += 1
         total_calls += len(calls)
         total_forks += len(forks)
-        total += budget(calls, forks, k)
+        total += budget(calls, forks, plan, plans)
     count = max(1, episodes)
     mean_calls = total_calls / count
     per_step = tasks * (mean_calls + total.sampled / count)

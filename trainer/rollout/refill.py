@@ -57,7 +57,7 @@ async def refill_step(
         progress.further(len(task_ids) * per_task)
         return await run_tasks(task_ids)
 
-    at_once = max(1, config.episodes_at_once // run.plan.k) if config.mode == "async" else None
+    at_once = max(1, config.episodes_at_once // config.largest_k) if config.mode == "async" else None
     added, late_tasks = await run_refill(refill, own, run_drawn, compare, at_once, needed)
     run.store.flush()
 

@@ -164,7 +164,7 @@ def sequences_at_once(config: TrainConfig) -> int:
 
 def candidates_of_call(config: TrainConfig) -> int:
     """Return the number of candidates that an engine draws for one call."""
-    return 1 if config.plan.kind == "independent" else config.plan.k
+    return 1 if config.plan.kind == "independent" else config.largest_k
 
 
 def _dtype(config: TrainConfig) -> str | None:

@@ -22,10 +22,12 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     policies: dict[str, PolicyRef]
     plan: Plan | None = None
+    plans: dict[str, Plan] = {}
     attribution: Attribution = Attribution()
     own: dict[str, Attribution] = {}
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
+    temperatures: dict[str, float] = {}
     provider_roles: tuple[str, ...] = ()
     others: PolicyRef | None = None
     seed: int | None = None

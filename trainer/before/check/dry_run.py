@@ -128,7 +128,8 @@ def check(
             misfits = [blocking(error, "policies")]
         roles = list(roles_of(calls, policies, flow, able))
         trained = [role.role for role in roles if role.trained]
-        groups, left_out = groups_of(store, runs, calls, trained, plan, recipes)
+        plans = config.plans_of(plan, config.named_roles)
+        groups, left_out = groups_of(store, runs, calls, trained, plan, plans, recipes)
 
         # 4. Findings: first the blocking ones, in the order of training.
         errors = shared.faults(flow, [task.shown.outcome for task in ran], calls, local, plan, rare)
@@ -183,7 +184,14 @@ async def answers_of_runs(
     """Yield the function that returns the responder of each run, by its number. `answers` is the value of
     `--answers`."""
     attribution = recipes.attributions(recipes.roles)
-    options: dict[str, Any] = {"plan": plan, "attribution": recipes.run.attribution, "own": attribution}
+    roles = config.named_roles
+    options: dict[str, Any] = {
+        "plan": plan,
+        "plans": config.plans_of(plan, roles),
+        "attribution": recipes.run.attribution,
+        "own": attribution,
+        "temperatures": config.temperatures_of(roles),
+    }
     sampling: dict[str, Any] = {"temperature": config.sampling.temperature}
     if answers is not None and not answers.startswith(RECORDS):
         model = None if answers == PROVIDER else answers
@@ -214,10 +222,16 @@ async def calls_of_judge(
 
 
 def groups_of(
-    store: Store, runs: Sequence[Run], calls: Sequence[CallRecord], trained: Sequence[str], plan: Plan, recipes: Recipes
+    store: Store,
+    runs: Sequence[Run],
+    calls: Sequence[CallRecord],
+    trained: Sequence[str],
+    plan: Plan,
+    plans: Mapping[str, Plan],
+    recipes: Recipes,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
     """Return the groups of a step if every episode runs like the one that is shown, and the number of candidates that
-    are left out, by reason."""
+    are left out, by reason. `plans` has the plan of each role whose policy has a K of its own."""
     ids, shown = {call.id for call in calls}, {call.episode for call in calls}
     collected = collect(
         store,
@@ -229,7 +243,7 @@ def groups_of(
     samples: list[Sample] = []
     for sample in collected.samples:
         if sample.call in ids:
-            samples += repeated(sample, plan, bool(collected.calls[sample.call].parents))
+            samples += repeated(sample, plans.get(sample.role, plan), bool(collected.calls[sample.call].parents))
     groups = []
     left_out = Counter(collected.left_out)
     for recipe, among in recipes.by_recipe(trained):

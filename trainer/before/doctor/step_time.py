@@ -98,7 +98,7 @@ def estimate_step(
 
     overlaps = config.mode == "async" and config.cluster.on_ray and bool(machine.gpus)
     prompt = next(iter(bases.values()))[1].row - answer
-    answers = f"{plural(config.plan.k, 'answer')} of {answer} tokens"
+    answers = f"{plural(config.largest_k, 'answer')} of {answer} tokens"
     work = (
         f"{plural(config.tasks_per_step, 'task')} a step, {plural(calls, 'call')} a task, prompts of {prompt} tokens, "
     )
@@ -218,7 +218,7 @@ def _rollout_seconds(
     config: TrainConfig, machine: Machine, size: ModelSize, load: Workload, at_once: int, rates: Rates
 ) -> float:
     """Seconds to sample one call of each episode of a step, `at_once` answers at a time."""
-    answers, prompts = config.tasks_per_step * config.plan.k, _prompts(config)
+    answers, prompts = config.tasks_per_step * config.largest_k, _prompts(config)
     answer = config.sampling.max_tokens
     prompt = load.row - answer
     on_gpu = samples_on_gpu(config, machine)
@@ -242,7 +242,7 @@ def _rollout_seconds(
 
 def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkpointed: bool, rates: Rates) -> float:
     """Seconds to train on one call of each episode of a step: the operations of forward and backward passes."""
-    answers = config.tasks_per_step * config.plan.k
+    answers = config.tasks_per_step * config.largest_k
     answer_tokens = answers * config.sampling.max_tokens
     prompts = _prompts(config) if size.shares_prompts else answers
     tokens = answer_tokens + prompts * (load.row - config.sampling.max_tokens)
