@@ -77,17 +77,21 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[curriculum] Tasks by difficulty: as the tasks give it, or as their rewards show it."""
 
-    by: str = ""
-    """Field of each task with its difficulty, a number. Steps take the tasks of one level after another, the lowest
-    number first, and then all tasks, each for an equal part of the run. Empty: all tasks from the start."""
-    pool: Literal["even", "adaptive"] = "even"
-    """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
-    expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
+    pool: str = "even"
+    """even: passes over all tasks | by:FIELD (a number in each task that says how hard it is: steps take the tasks of
+    one level after another, the lowest number first, and then all tasks, each for an equal part of the run) | adaptive:
+    tasks are drawn by the variance that the rewards of their groups are expected to have, p(1 - p) for rewards of 0 and
+    1, with an equal share for each trained role."""
 
     def __post_init__(self) -> None:
-        if self.by and self.pool == "adaptive":
-            fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
-            raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")
+        if self.pool not in ("even", "adaptive") and not self.by:
+            fault = "is not one of even, adaptive, by:FIELD"
+            raise ConfigError("curriculum.pool", self.pool, fault, "For example: by:difficulty")
+
+    @property
+    def by(self) -> str:
+        """The field of each task with its difficulty. Empty if the pool does not go by one."""
+        return self.pool.removeprefix("by:") if self.pool.startswith("by:") else ""
 
 
 class RefillConfig(msgspec.Struct, frozen=True, kw_only=True):

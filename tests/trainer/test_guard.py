@@ -122,7 +122,7 @@ def test_a_role_that_is_not_trained_in_each_step_is_compared_with_its_own_steps(
 
 def test_a_harder_level_is_no_collapse() -> None:
     tasks = [Task(id=f"{level}-{i}", input={"level": level}) for level in (1, 2) for i in range(2)]
-    schedule = schedule_of(tasks, CurriculumConfig(by="level"), 18, 0, [(0, 2)])
+    schedule = schedule_of(tasks, CurriculumConfig(pool="by:level"), 18, 0, [(0, 2)])
     lines = steps(a=[0.9] * 6 + [0.1] * 6 + [0.05] * 2)
     assert collapse(lines) is not None
     for count in range(1, len(lines) + 1):

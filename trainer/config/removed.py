@@ -63,6 +63,7 @@ REMOVED: dict[str, str] = {
     "guard.window": "Leave it out: the guard compares means over 5 steps.",
     "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",
     "guard.max_gap": "Leave it out: the bound is 0.25 nats a token.",
+    "curriculum.by": 'Use curriculum.pool = "by:FIELD".',
     "curriculum.level_steps": "Leave it out: each level, and all tasks in the end, have an equal part of the steps.",
     "curriculum.k_easy": 'Leave it out, or use curriculum.pool = "adaptive", which draws easy tasks less often.',
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",

@@ -62,10 +62,10 @@ def check_curriculum(config: CurriculumConfig, tasks: Sequence[Task]) -> None:
 def _level(task: Task, by: str) -> float:
     difficulty: Any = task.input.get(by) if isinstance(task.input, Mapping) else None
     if isinstance(difficulty, bool) or not isinstance(difficulty, int | float):
-        remedy = "Give every task a number there, or leave curriculum.by out."
+        remedy = "Give every task a number there, or leave curriculum.pool out."
         raise ConfigError(
-            "curriculum.by",
-            by,
+            "curriculum.pool",
+            f"by:{by}",
             f"is not a number in every task; task {task.id} has {difficulty!r}",
             remedy,
         )

@@ -19,7 +19,7 @@ class MMedAgentRl(Method):
 
     The weight of the entropy is 0.01 times the component `exploration` of the episode's outcome: low where the
     specialists agree and are right, high where they contradict each other or are wrong. The curriculum, easy to hard,
-    is `[curriculum] by`.
+    is `curriculum.pool = "by:FIELD"`.
 
     Difference: the workflow says how much a task is explored.
     """

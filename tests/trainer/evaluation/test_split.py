@@ -77,7 +77,7 @@ def test_tasks_with_one_input_stay_together_and_no_level_is_emptied() -> None:
     repeated = as_tasks([{"id": f"t{i}", "x": 0} for i in range(100)])
     assert "100 tasks, and 48 different ones are needed" in split_tasks(repeated, config()).note
     levels = as_tasks([{"id": f"t{i}", "x": i, "hard": i % 60} for i in range(100)])
-    split = split_tasks(levels, config(curriculum={"by": "hard"}))
+    split = split_tasks(levels, config(curriculum={"pool": "by:hard"}))
     assert len({task.input["hard"] for task in split.tasks}) == 60 and len(split.held_out) == 33
 
 

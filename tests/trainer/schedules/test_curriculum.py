@@ -10,7 +10,7 @@ from cotune.records.structs import Task
 from cotune.trainer.schedules.curriculum import schedule_of
 from tests.trainer.tiny_app import TASKS, application, ask
 
-LEVELS = CurriculumConfig(by="hard")
+LEVELS = CurriculumConfig(pool="by:hard")
 
 
 def tasks(*levels: float) -> list[Task]:
@@ -61,11 +61,12 @@ async def constant(task):
     ("curriculum", "message"),
     [
         (
-            {"by": "hard"},
-            "curriculum.by = 'hard' is not a number in every task; task a has None",
+            {"pool": "by:hard"},
+            "curriculum.pool = 'by:hard' is not a number in every task; task a has None",
         ),
         ({"k_easy": 2}, "curriculum.k_easy = 2 was removed from the configuration"),
-        ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' has no effect with curriculum.pool"),
+        ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' was removed from the configuration"),
+        ({"pool": "by:"}, "curriculum.pool = 'by:' is not one of"),
         ({"pool": "adaptive", "floor": 0.2}, "curriculum.floor = 0.2 was removed from the configuration"),
         ({"pool": "hard"}, "curriculum.pool = 'hard' is not one of"),
     ],
