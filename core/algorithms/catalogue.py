@@ -83,6 +83,8 @@ REMOVED: Mapping[str, str] = {
     "drop_timed_out": _ATTRIBUTE.format("filters = Filters(drop_timed_out=True)"),
     "dual_clip": _ATTRIBUTE.format("loss = LossSpec(dual_clip=3.0)"),
     "kl_in": _ATTRIBUTE.format('loss = LossSpec(kl=0.01, kl_in="reward")'),
+    "mask_low": "Use mask_range = [LOW, HIGH].",
+    "mask_high": "Use mask_range = [LOW, HIGH].",
     "token_loss": _ATTRIBUTE.format('loss = LossSpec(token_loss=f"{__file__}:soft_clip")'),
     "critic_lr": _ATTRIBUTE.format("loss = LossSpec(critic=True, critic_lr=0.01)"),
     "constant_length": "Leave it out: it is the run's response limit, sampling.max_tokens.",

@@ -142,9 +142,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     `none` takes rho A. `dual_clip` c > 1 bounds the loss of tokens with A < 0 at c |A|.
     `tis_cap`: each token weighs min(pi_old / pi_sampler, cap), the truncated importance sampling between the
     trainer's and the sampler's log-probabilities (its geometric mean over the response where `ratio` is `sequence`);
-    None leaves the weight out. `mask` rejects what lies outside [`mask_low`, `mask_high`] of that quotient: a `token`
+    None leaves the weight out. `mask` rejects what lies outside `mask_range` of that quotient: a `token`
     by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
-    carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
+    carry no gradient and leave the denominators. Without a range it is that of `MASK_BOUNDS`.
     `kl` is beta of the KL penalty to the untrained policy, to a `teacher` that scores the samples, or to the policy
     `self` that sees more (`kl_to`): k3 of each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the
     token's advantage: A - beta (log pi_old - log pi_ref). `teacher_sees` is what a teacher reads and the policy does
@@ -170,8 +170,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     dual_clip: float | None = None
     tis_cap: float | None = 2.0
     mask: Mask = "none"
-    mask_low: float | None = None
-    mask_high: float | None = None
+    mask_range: tuple[float, float] | None = None
     kl: float = 0.0
     kl_in: KlIn = "loss"
     kl_to: KlTo = "untrained"
@@ -211,14 +210,15 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.kl_to != "self" or bool(sees), "kl_to", self.kl_to, alone, "Set teacher_sees = feedback.")
         clip = self.dual_clip
         _require(clip is None or clip > 1.0, "dual_clip", clip, "must be a number above 1")
-        for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
-            masks, remedy = self.mask != "none", "Set mask to token, sequence or geometric."
-            _require(masks or bound is None, name, bound, "has no effect, as mask is none", remedy)
+        given = self.mask_range
+        remedy = "Set mask to token, sequence or geometric."
+        _require(self.mask != "none" or given is None, "mask_range", given, "has no effect, as mask is none", remedy)
         low, high = self.mask_bounds
-        _require(0.0 <= low < high, "mask_low", low, f"must be 0 or more, and under mask_high ({high:g})")
+        _require(0.0 <= low < high, "mask_range", given, "must be two numbers, 0 or more, the lower one first")
 
     @property
     def mask_bounds(self) -> tuple[float, float]:
         """Between which pi_old / pi_sampler is trained on, both included."""
-        low, high = MASK_BOUNDS.get(self.mask, (0.0, float("inf")))
-        return low if self.mask_low is None else self.mask_low, high if self.mask_high is None else self.mask_high
+        if self.mask_range is not None:
+            return self.mask_range
+        return MASK_BOUNDS.get(self.mask, (0.0, float("inf")))

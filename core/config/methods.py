@@ -55,13 +55,12 @@ class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Each token weighs min(pi_old / pi_sampler, tis_cap): truncated importance sampling between the log-probabilities
     of learner and sampler. 2 without a value."""
     mask: Mask | None = None
-    """Reject what lies outside `mask_low` and `mask_high` of pi_old / pi_sampler: a token by its own quotient, or a
-    whole response by the product (sequence) or the mean (geometric) of its tokens'. Rejected tokens carry no
-    gradient. none without a value."""
-    mask_low: float | None = None
-    """Lower bound of `mask`. Without a value 0.5, for geometric 0.999."""
-    mask_high: float | None = None
-    """Upper bound of `mask`. Without a value 5 for token, 2 for sequence, 1.001 for geometric."""
+    """Reject what lies outside `mask_range` of pi_old / pi_sampler: a token by its own quotient, or a whole response by
+    the product (sequence) or the mean (geometric) of its tokens'. Rejected tokens carry no gradient. none without a
+    value."""
+    mask_range: tuple[float, float] | None = None
+    """Lower and upper bound of `mask`. Without a value 0.5 and 5 for token, 0.5 and 2 for sequence, 0.999 and 1.001 for
+    geometric."""
     kl: float | None = None
     """Weight of the KL penalty to the model that `kl_to` names. 0 in most recipes."""
     kl_to: KlTo | None = None

@@ -243,7 +243,7 @@ def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, agai
         share = 1.0 - float(unmasked(loss, old - sampler, row).float().mean())
         if share > MOST_NOISE:
             low, high = loss.mask_bounds
-            bounds = f"mask = {loss.mask!r} with bounds {low:g} and {high:g} (mask_low, mask_high)"
+            bounds = f"mask = {loss.mask!r} with the bounds {low:g} and {high:g} (mask_range)"
             return f"the rounding of sampler and learner alone masks {share:.1%} of tokens: {bounds}"
 
     if _clips(loss):

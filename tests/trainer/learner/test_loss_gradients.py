@@ -16,9 +16,9 @@ from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 MASKS = {
     "no mask": {},
-    "tokens": {"mask": "token", "mask_low": 0.4, "mask_high": 1.6},
-    "responses": {"mask": "sequence", "mask_low": 0.5, "mask_high": 2.0},
-    "means of responses": {"mask": "geometric", "mask_low": 0.8, "mask_high": 1.2},
+    "tokens": {"mask": "token", "mask_range": (0.4, 1.6)},
+    "responses": {"mask": "sequence", "mask_range": (0.5, 2.0)},
+    "means of responses": {"mask": "geometric", "mask_range": (0.8, 1.2)},
 }
 TOLERANCE = 2e-6
 

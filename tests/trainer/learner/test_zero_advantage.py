@@ -18,7 +18,7 @@ CASES = {
     "token mean": ({}, LossSpec()),
     "several steps": ({"mini_batch": 8}, LossSpec(aggregation="sequence_mean")),
     "small batches": ({"mini_batch": 8}, LossSpec(aggregation="constant", constant_length=9)),
-    "a mask": ({}, LossSpec(mask="token", mask_low=0.99, mask_high=1.01)),
+    "a mask": ({}, LossSpec(mask="token", mask_range=(0.99, 1.01))),
     "plain passes": ({"shared_prompts": False, "micro_batch_tokens": 60}, LossSpec(aggregation="trajectory_mean")),
 }
 

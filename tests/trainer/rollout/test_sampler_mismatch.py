@@ -24,7 +24,7 @@ def test_a_learner_in_another_precision_clips_nothing_at_the_first_step(trainer,
 
 def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer, monkeypatch):
     monkeypatch.setattr(LEARNER_ALONE, lambda: False)
-    loss = {"mask": "token", "mask_low": 0.9995, "mask_high": 1.0005, "entropy": 1e-6}  # which passes all rows
+    loss = {"mask": "token", "mask_range": [0.9995, 1.0005], "entropy": 1e-6}  # which passes all rows
     trainer(application(), recipe="dr_mas", loss=loss, **MIXED, learner={"dtype": "bfloat16"})
     line = trainer.metrics()[0]
     figures = line["policies"]["shared"]
@@ -36,7 +36,7 @@ def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer, 
 
 
 def test_a_mask_that_rejects_everything_leaves_the_policy_as_it_is_and_the_run_goes_on(trainer):
-    summary = trainer(application(), loss={"mask": "sequence", "mask_low": 50.0, "mask_high": 60.0}, **MIXED)
+    summary = trainer(application(), loss={"mask": "sequence", "mask_range": [50.0, 60.0]}, **MIXED)
     line = trainer.metrics()[0]
     assert summary.finished
     assert (line["policies"]["shared"]["masked_share"], line["policies"]["shared"]["steps"]) == (1.0, 0.0)

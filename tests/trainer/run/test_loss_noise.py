@@ -49,7 +49,7 @@ def test_a_mask_compares_with_the_sampler() -> None:
     exact = logprobs(0.0, 0)
     assert narrow_bounds(loss)
     masked = noise_of_loss(loss, rows_of(logprobs(2e-3, 1)), exact, exact)
-    assert "masks" in masked and "mask_low" in masked and "0.999" in masked
+    assert "masks" in masked and "mask_range" in masked and "0.999" in masked
     assert noise_of_loss(loss, rows_of(exact), exact, exact) == ""
 
 
