@@ -94,7 +94,7 @@ def test_each_fork_of_a_replay_has_the_branches_of_its_policy(trainer: Trainer) 
                 role_of[call.id] = call.role
         for episode in episodes:
             if episode.fork is not None:
-                branches[episode.task.id, role_of[episode.fork]] += 1
+                branches[episode.task.id, role_of[episode.fork.call]] += 1
         rollouts = sorted(episode.rollout for episode in episodes if episode.task.id == "a")
     assert branches == {(task["id"], role): k for task in TASKS for role, k in (("first", 2), ("second", 3))}
     assert rollouts == [0, 1, 2, 3, 4, 5], "each branch has a number of its own"
