@@ -66,7 +66,7 @@ async def open_run(
     of the application, to find its roles."""
     say = progress.say
     async with contextlib.AsyncExitStack() as stack:
-        config, division_notes = divide_run(config, stack, importable=_is_importable(folder, workflow))
+        config, division_notes = divide_run(config, stack, is_importable=lambda: _is_importable(folder, workflow))
         teaching = without_sampler(config)
         config, auto, precision_notes = decide_precision(folder, config)
         plan, recipes, why = resolve_plan(config, list(workflow.scorers), workflow.name)

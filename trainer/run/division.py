@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -68,34 +69,39 @@ class Division(NamedTuple):
 
 
 def divide_run(
-    config: TrainConfig, stack: contextlib.ExitStack | contextlib.AsyncExitStack, *, importable: bool = True
+    config: TrainConfig,
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack,
+    *,
+    is_importable: Callable[[], bool] = lambda: True,
 ) -> Division:
     """Divide a run on this machine, or on the Ray cluster that its configuration names. The cluster is joined until
-    `stack` ends. Raises ConfigError."""
+    `stack` ends. `is_importable` says whether other processes can import the application. Raises ConfigError."""
     if config.cluster.on_ray and config.cluster.address != "local":
         stack.enter_context(open_ray(config.cluster.address, env=config.cluster.env))
-    return divide(config, find_resources(config, importable=importable))
+    return divide(config, find_resources(config, is_importable=is_importable))
 
 
-def find_resources(config: TrainConfig, *, importable: bool = True) -> Resources:
+def find_resources(config: TrainConfig, *, is_importable: Callable[[], bool] = lambda: True) -> Resources:
     """Look at this machine, or at the Ray cluster that the configuration names, which must have been joined."""
     import torch
 
     if config.cluster.on_ray and config.cluster.address != "local":
-        return resources_of_cluster(gpus_of_cluster(), importable=importable)
+        return resources_of_cluster(gpus_of_cluster())
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(gpus)]
+    # The search through all modules takes half a second, and only several GPUs are divided among processes.
+    importable = gpus <= 1 or is_importable()
     return resources_of(
         config, gpus=gpus, gpu_bytes=float(min(sizes, default=0)), vllm=vllm_build(), importable=importable
     )
 
 
-def resources_of_cluster(gpus: int, *, importable: bool = True) -> Resources:
+def resources_of_cluster(gpus: int) -> Resources:
     """Return the resources of a Ray cluster with this number of GPUs.
 
     Its machines are not inspected. Machines with GPUs are assumed to have vLLM, others the same software as this one.
     """
-    return Resources(gpus=gpus, ray=True, vllm="gpu" if gpus else vllm_build(), importable=importable)
+    return Resources(gpus=gpus, ray=True, vllm="gpu" if gpus else vllm_build())
 
 
 def resources_of(
