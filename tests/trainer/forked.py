@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from cotune.cli.main import run
 
-_FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(
+FORKED = multiprocessing.get_context("forkserver")
+"""Starts processes from the one that has imported what training needs."""
+FORKED.set_forkserver_preload(
     [
         "cotune.cli.main",
         "cotune.trainer.step",
@@ -42,7 +43,7 @@ class Command:
         file_size: int = resource.RLIM_INFINITY,
     ) -> None:
         given = (list(words), str(folder), dict(environment), str(log), file_size)
-        self._process = _FORKED.Process(target=_begin, args=given, daemon=True)
+        self._process = FORKED.Process(target=_begin, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -101,11 +101,12 @@ CASES = {
 }
 
 
-OTHER_AGGREGATIONS = ("sequence mean", "constant")
+LONG = ("sequence mean", "constant", "many passes, all terms, no shared prompts")
+"""Workers aggregate with the local learner's own code, and pass several times with shared prompts in another case."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long) if case in OTHER_AGGREGATIONS else case for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
 )
 def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks, case):
     rows, settings, loss = CASES[case]
@@ -125,7 +126,7 @@ def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks
                 assert divided[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("layout", ["lora", "full"])
+@pytest.mark.parametrize("layout", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
     settings = change(FINE, mini_batch=2, micro_batch_tokens=60)
     policies = policies_for(layout, ("a", "b"), SMALL)
@@ -205,10 +206,11 @@ def updated(learner):
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        ("two", "one"),
         ("local", "two"),
-        pytest.param("one", "two", marks=pytest.mark.long),
+        # `test_cluster.py` of the runs continues in one process what two workers have saved.
         pytest.param("two", "local", marks=pytest.mark.long),
+        pytest.param("two", "one", marks=pytest.mark.long),
+        pytest.param("one", "two", marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_goes_on_with_another_number_of_workers(base, request, tmp_path, writer, reader):
@@ -312,6 +314,7 @@ def slow_update(learner):
     return thread, found
 
 
+@pytest.mark.long  # `test_worker_group.py` kills a rank, `test_cluster.py` of the runs those of a learner
 def test_a_worker_that_is_killed_is_named_and_the_others_do_not_hang(opened, base):
     learner = opened(learners=2)
     learner._ranks.call("open", base, BOTH, change(FINE, micro_batch_tokens=1), LossSpec())

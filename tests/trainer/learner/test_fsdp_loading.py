@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from cotune.trainer.learner.dist import local_shard
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations import tiny_models
+from tests.trainer.forked import FORKED
 from tests.trainer.learner.learner_rows import make_rows
 
 pytestmark = pytest.mark.slow
@@ -60,12 +60,11 @@ def open_rank(rank: int, port: int, model: str, kind: Any, answers: Any) -> None
 
 
 def open_both(model: str, kind: str) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers = FORKED.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=open_rank, args=(rank, port, model, kind, answers)) for rank in range(RANKS)]
+    ranks = [FORKED.Process(target=open_rank, args=(rank, port, model, kind, answers)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     found = dict(answers.get(timeout=timedelta(minutes=5).total_seconds()) for _ in ranks)

@@ -23,6 +23,10 @@ CASES = {
 }
 
 
+ON_WORKERS = "several steps and epochs"
+"""The case that `make test` also computes on two workers, which sum up with the local learner's own code."""
+
+
 @pytest.fixture(params=["local", "fsdp"])
 def opened(request, base):
     def open_learner(layout="lora", settings=FAST, loss=None):
@@ -36,7 +40,15 @@ def flat(rows, advantage=0.0):
     return [msgspec.structs.replace(row, advantage=advantage) for row in rows]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("opened", "case"),
+    [
+        pytest.param(kind, case, marks=pytest.mark.long if kind == "fsdp" and case != ON_WORKERS else ())
+        for kind in ("local", "fsdp")
+        for case in CASES
+    ],
+    indirect=["opened"],
+)
 def test_the_update_is_the_one_that_passes_them(opened, case):
     """Which the same rows are in with an advantage of 1e-20, which adds nothing to a gradient."""
     fields, loss = CASES[case]

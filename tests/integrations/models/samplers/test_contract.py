@@ -65,11 +65,12 @@ SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
 ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
 """Samplers on an engine that takes minutes to start: by name, the fixture that starts it once for all tests."""
 
-LONG = "ray"
-"""Others have its parts: `routed-ray` samples with transformers in an actor, `vllm-ray` has an engine in one."""
+LONG = ("ray", "routed-ray")
+"""Others have their parts: `vllm-ray` has an engine in an actor, `test_router.py` routes among engines that fail, and
+`test_cluster.py` of the runs among engines in actors."""
 
 NAMES = [
-    *(pytest.param(name, marks=pytest.mark.long) if name == LONG else name for name in SAMPLERS),
+    *(pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SAMPLERS),
     *(pytest.param(name, marks=pytest.mark.timeout(900)) for name in ENGINES),
 ]
 

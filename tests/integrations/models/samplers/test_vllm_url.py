@@ -108,6 +108,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(contract_model: Path, vl
         VllmTeacher(vllm_url, tokenizer_of(str(other)))
 
 
+@pytest.mark.long  # the test above scores by this server, `test_distill.py` comes nearer to a teacher in the process
 def test_a_run_comes_nearer_to_a_teacher_by_its_address(
     contract_model: Path, vllm_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
