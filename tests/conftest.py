@@ -1,7 +1,7 @@
-"""Order of the whole run: quick folders first. Among several workers the tests of a file stay together, and all tests
-that use this process's Ray or a vLLM, so that each of these starts once; tests whose own processes start a Ray are with
-the rest, or one worker would have the most to do. There the files with slow tests come first and short files last, so
-that all workers end together."""
+"""Order of the whole run: quick files first, so that most mistakes show in the first minutes, and quick folders before
+others. Among several workers the tests of a file stay together, and so do files that share what takes long to start:
+this process's Ray and the engines of vLLM, which are the first group, as it takes longest; the browser; the site of the
+documentation; the wheel. Tests whose own processes start a Ray are with the rest."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ CLOSES = (
 )
 """The tests that close the session's engine for full weights, and kill that for adapters."""
 ORDER = (".", "docs", "core", "trainer", "gpu", "examples", "adapters", "integrations")
+SHARED = ("built_site", "driver", "wheel")
+"""Fixtures of a session that take long to make. One worker runs all files that ask for one, and makes it once."""
+LONGEST = (
+    "test_cluster_faults.py",
+    "test_hostile.py",
+    "test_kill.py",
+    "test_disk_full.py",
+    "test_workloads.py",
+    "test_tutorials.py",
+    "test_tool_agent.py",
+)
+"""The longest of the files with slow tests, by name. They come before the others with slow tests: started last, such a
+file would keep one worker busy after the others have run out of tests."""
 
 
 @pytest.fixture(scope="session")
@@ -99,19 +112,22 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Group before pytest-xdist reads the groups; sort after pytest has put fixtures with parameters together."""
+    groups: dict[Path, str] = {}
+    for item in items:
+        groups.setdefault(item.path, str(item.path.relative_to(ROOT.parent)))
+        for fixture in SHARED:
+            if fixture in _fixtures(item):
+                groups[item.path] = fixture
     for item in items:
         if _uses_engines(item) or "smollm2" in _fixtures(item) or ROOT / "examples" in item.path.parents:
             item.add_marker("slow")
-        file = str(item.path.relative_to(ROOT.parent))
-        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else file))
+        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else groups[item.path]))
     yield
-    items.sort(key=_rank)
+    # Whole files move, as tests of a file share fixtures.
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path in slow_files, item.path.name not in LONGEST, *_rank(item)))
     if config.getoption("loadgroup", False):
-        # The largest group starts first, on one worker, and files with slow tests before others. Started late, they
-        # would keep one worker busy after the others have run out of tests. Whole files move, as tests of a file share
-        # fixtures.
-        slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (not _uses_engines(item), item.path not in slow_files))
+        items.sort(key=lambda item: not _uses_engines(item))
 
 
 def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:

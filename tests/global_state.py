@@ -7,6 +7,7 @@ docs/internals/architecture.md, which gives the reason for each.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,13 +39,17 @@ class Variable(NamedTuple):
         return f"{self.module.removeprefix('cotune.')}.{self.name}"
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
     """The import name and the syntax tree of each module of the product."""
+    found = []
     for layer, package in LAYERS.items():
         for path in sorted((ROOT / layer).rglob("*.py")):
             parts = path.relative_to(ROOT / layer).with_suffix("").parts
             if "templates" not in parts:
-                yield ".".join((package, *parts)).removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+                name = ".".join((package, *parts)).removesuffix(".__init__")
+                found.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:

@@ -104,6 +104,7 @@ def test_what_peft_reads_back_computes_what_the_learner_does(loaded: PeftModel, 
     assert better > worse + 5
 
 
+@pytest.mark.long  # `test_deployed.py` plays adapters of a small model, the test above reads these
 def test_deployed_plays_each_role_with_its_adapter(
     loaded: PeftModel, exported: Any, tokenizer: Any, prompt: tuple[int, ...], in_thread: None
 ) -> None:

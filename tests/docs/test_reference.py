@@ -44,14 +44,14 @@ NAMES = [f"{module.__name__}.{name}" for module in (cotune, cotune.types) for na
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_is_there_with_what_it_says(site: Path, name: str) -> None:
-    text = re.sub(r"<[^>]+>", "", section(page(site, "api"), name))
+def test_every_public_name_is_there_with_what_it_says(built_site: Path, name: str) -> None:
+    text = re.sub(r"<[^>]+>", "", section(page(built_site, "api"), name))
     assert len(text.split()) > 10
 
 
 @pytest.mark.parametrize("name", cotune.__all__)
-def test_every_function_is_there_with_its_signature_and_an_example(site: Path, name: str) -> None:
-    text = section(page(site, "api"), f"cotune.{name}")
+def test_every_function_is_there_with_its_signature_and_an_example(built_site: Path, name: str) -> None:
+    text = section(page(built_site, "api"), f"cotune.{name}")
     assert "doc-signature" in text
     assert 'class="highlight"' in text
 
@@ -66,8 +66,8 @@ def commands(command: argparse.ArgumentParser, words: str = "cotune") -> Iterato
             yield words, action
 
 
-def test_every_flag_is_there_with_its_help(site: Path) -> None:
-    text = page(site, "cli")
+def test_every_flag_is_there_with_its_help(built_site: Path) -> None:
+    text = page(built_site, "cli")
     found = list(commands(parser()))
     for words, action in found:
         below = section(text, words.replace(" ", "-"))
@@ -81,8 +81,8 @@ def test_every_flag_is_there_with_its_help(site: Path) -> None:
     assert {"cotune train", "cotune otel import", "cotune show"} <= {words for words, _ in found}
 
 
-def test_every_example_is_a_line_of_its_own(site: Path) -> None:
-    lines = re.sub(r"<[^>]+>", "", section(page(site, "cli"), "cotune-replay")).splitlines()
+def test_every_example_is_a_line_of_its_own(built_site: Path) -> None:
+    lines = re.sub(r"<[^>]+>", "", section(page(built_site, "cli"), "cotune-replay")).splitlines()
     assert sum(line.startswith("cotune replay runs/") for line in lines) == 4
 
 
@@ -94,8 +94,8 @@ def fields(kind: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + field.encode_name
 
 
-def test_every_field_is_there(site: Path) -> None:
-    terms = re.findall(r"<strong><code>([^<]+)</code></strong>", page(site, "configuration"))
+def test_every_field_is_there(built_site: Path) -> None:
+    terms = re.findall(r"<strong><code>([^<]+)</code></strong>", page(built_site, "configuration"))
     policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
     assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(SearchSettings, "prompts.")])
 
@@ -114,18 +114,20 @@ def test_every_field_is_there(site: Path) -> None:
         ("on_failure", "reward:<number>"),
     ],
 )
-def test_a_field_says_its_type_default_and_what_is_allowed(site: Path, field: str, said: str) -> None:
-    entry = page(site, "configuration").partition(f"<strong><code>{field}</code></strong>")[2].partition("</li>")[0]
+def test_a_field_says_its_type_default_and_what_is_allowed(built_site: Path, field: str, said: str) -> None:
+    entry = (
+        page(built_site, "configuration").partition(f"<strong><code>{field}</code></strong>")[2].partition("</li>")[0]
+    )
     assert said in " ".join(html.unescape(re.sub(r"<[^>]+>", "", entry)).split())
 
 
-def test_every_attribute_of_a_method_is_there(site: Path) -> None:
+def test_every_attribute_of_a_method_is_there(built_site: Path) -> None:
     names = {name for kind in (Attribution, Filters, LossSpec) for name in kind.__struct_fields__}
-    assert names <= codes(page(site, "recipes"))
+    assert names <= codes(page(built_site, "recipes"))
 
 
-def test_every_recipe_is_there_with_its_plan_and_paper(site: Path) -> None:
-    text = page(site, "recipes")
+def test_every_recipe_is_there_with_its_plan_and_paper(built_site: Path) -> None:
+    text = page(built_site, "recipes")
     rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>\s*<td>(\w+)</td>", text)
     plans = {name: "any" if name in ANY_PLAN else recipe.plan for name, recipe in RECIPES.items()}
     assert dict(rows) == plans
@@ -147,8 +149,8 @@ def test_every_measurement_is_there() -> None:
     assert "| trained together, a LoRA per role | 88.7% | 90.5% | 82.5% | 93.1% |" in results
 
 
-def test_every_reason_is_there(site: Path) -> None:
-    assert set(REASONS) <= codes(page(site, "metrics"))
+def test_every_reason_is_there(built_site: Path) -> None:
+    assert set(REASONS) <= codes(page(built_site, "metrics"))
 
 
 def test_every_public_name_has_a_description_in_the_table() -> None:

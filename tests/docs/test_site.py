@@ -17,21 +17,21 @@ from cotune.reading.metrics import registry
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_page_is_built(site: Path) -> None:
+def test_every_page_is_built(built_site: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
-    assert pages <= {page.relative_to(site) for page in site.rglob("*.html")}
+    assert pages <= {page.relative_to(built_site) for page in built_site.rglob("*.html")}
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_elsewhere(built_site: Path) -> None:
     loaded = re.compile(
         r'<(?:script|img|iframe)[^>]+src="?https?://[^">]+|<link[^>]+href="?https?://[^">]+|url\(https?://'
     )
-    files = [*site.rglob("*.html"), *site.rglob("*.css")]
+    files = [*built_site.rglob("*.html"), *built_site.rglob("*.css")]
     assert [(file.name, found) for file in files for found in loaded.findall(file.read_text())] == []
 
 
-def test_every_part_that_a_page_asks_for_is_made(site: Path) -> None:
-    assert [file.name for file in site.rglob("*.html") if "<!-- generated" in file.read_text()] == []
+def test_every_part_that_a_page_asks_for_is_made(built_site: Path) -> None:
+    assert [file.name for file in built_site.rglob("*.html") if "<!-- generated" in file.read_text()] == []
 
 
 def test_what_is_generated_is_fresh() -> None:
@@ -42,14 +42,14 @@ def test_what_is_generated_is_fresh() -> None:
     assert done.stdout == "[]\n", "run: python docs/generate/pages.py"
 
 
-def test_links_from_outside_of_the_site_lead_to_headings(site: Path) -> None:
+def test_links_from_outside_of_the_site_lead_to_headings(built_site: Path) -> None:
     outside = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     links = [link for file in outside for link in re.findall(r"docs/([\w/-]+)\.md#([\w-]+)", file.read_text())]
-    assert links and [to for to in links if f'id="{to[1]}"' not in (site / f"{to[0]}.html").read_text()] == []
+    assert links and [to for to in links if f'id="{to[1]}"' not in (built_site / f"{to[0]}.html").read_text()] == []
 
 
-def test_the_search_finds_commands_fields_figures_and_reasons(site: Path) -> None:
-    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+def test_the_search_finds_commands_fields_figures_and_reasons(built_site: Path) -> None:
+    found = json.loads((built_site / "search" / "search_index.json").read_text())["docs"]
     text = " ".join(entry["text"] + entry["title"] for entry in found)
     asked = {*REASONS, *(f"cotune {name}" for group in COMMANDS.values() for name in group)}
     asked |= {name for group in registry().values() for name in group}
@@ -73,8 +73,8 @@ def raised() -> set[str]:
     return {words(text) for text in found if len(words(text).split()) > 3 and "docs/" not in text}
 
 
-def test_the_search_finds_errors_by_the_words_that_stay_the_same(site: Path) -> None:
-    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+def test_the_search_finds_errors_by_the_words_that_stay_the_same(built_site: Path) -> None:
+    found = json.loads((built_site / "search" / "search_index.json").read_text())["docs"]
     told = " ".join(one["text"] for one in found if one["location"].startswith("reference/errors"))
     text = words(html.unescape(re.sub(r"</?\w+>", " ", told)))
     asked = raised()

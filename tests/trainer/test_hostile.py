@@ -94,6 +94,7 @@ def test_code_that_never_ends_costs_its_own_episode(tmp_path: Path, provider: Pr
     assert re.search(r"blocked its event loop for \d+ s.* in spin: while True:", found["spin"][1])
 
 
+@pytest.mark.long  # `test_an_evaluation_ends_beside_a_plain_function_that_never_ends` holds the same of an evaluation
 def test_a_plain_function_that_never_ends_costs_its_own_episode(tmp_path: Path, provider: Provider) -> None:
     ended = trace(tmp_path, provider, ["sleep", ""], "synchronous")
     found = ended.episodes()

@@ -400,7 +400,8 @@ def judged(run):
 @pytest.mark.parametrize(
     ("run", "app", "plan"),
     [
-        (converse, application, {"kind": "independent"}),
+        # `test_stopped_and_resumed_ends_like_a_run_without_a_stop` stops in the midst of rollouts, too.
+        pytest.param(converse, application, {"kind": "independent"}, marks=pytest.mark.long),
         pytest.param(tell, judged, {"kind": "independent"}, marks=pytest.mark.long),
         pytest.param(converse, application, {"kind": "replay", "k": 3}, marks=pytest.mark.long),
         (tell, judged, {"kind": "replay", "k": 3}),

@@ -50,12 +50,16 @@ def network():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
-def test_interpreted_kernels_compute_what_transformers_does():
-    script = [sys.executable, "-W", "ignore", "-m", "tests.trainer.learner.interpreted_kernels"]
+@pytest.mark.parametrize(
+    "networks", [("Qwen3",), pytest.param(("Qwen2", "Llama"), marks=pytest.mark.long)], ids="-".join
+)
+def test_interpreted_kernels_compute_what_transformers_does(networks):
+    script = [sys.executable, "-W", "ignore", "-m", "tests.trainer.learner.interpreted_kernels", *networks]
     done = subprocess.run(script, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     plain = 1 + LAYERS * 4  # the last norm; two norms, the attention and the feed-forward of each layer
-    assert done.stdout.split("\n")[:3] == [f"Qwen3: {plain + 2 * LAYERS}", f"Qwen2: {plain}", f"Llama: {plain}"]
+    kernels = {"Qwen3": plain + 2 * LAYERS, "Qwen2": plain, "Llama": plain}
+    assert done.stdout.splitlines()[: len(networks)] == [f"{name}: {kernels[name]}" for name in networks]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

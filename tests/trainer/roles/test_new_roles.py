@@ -35,7 +35,11 @@ async def run(task: dict[str, str]) -> float:
 
 @pytest.mark.parametrize(
     ("layout", "policy"),
-    [("lora", "critic"), pytest.param("full", "critic", marks=pytest.mark.long), ("shared", "shared")],
+    [
+        ("lora", "critic"),
+        pytest.param("full", "critic", marks=pytest.mark.long),
+        pytest.param("shared", "shared", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.usefixtures("every_checkpoint")
 def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Trainer, layout: str, policy: str) -> None:
@@ -60,7 +64,10 @@ def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Traine
 SILENT = "Role 'critic' has called in no episode for 3 steps and more, so nothing trains it. "
 
 
-@pytest.mark.parametrize("named", [{}, {"policy": [{"name": name, "roles": [name]} for name in ("first", "critic")]}])
+BY_NAME = {"policy": [{"name": name, "roles": [name]} for name in ("first", "critic")]}
+
+
+@pytest.mark.parametrize("named", [{}, pytest.param(BY_NAME, marks=pytest.mark.long)])
 def test_a_node_that_no_answer_has_led_to_yet_is_no_unknown_role(trainer: Trainer, named: dict[str, Any]) -> None:
     async def first(state: dict[str, str]) -> dict[str, str]:
         return {"said": await ask("first", f"say {state['letter']}")}

@@ -211,7 +211,11 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("held", "best"), [([0.9, 0.5, 0.4], Best("step-000000", 0.9)), ([0.2, 0.5, 0.4], Best("step-000001", 0.5))]
+    ("held", "best"),
+    [
+        ([0.9, 0.5, 0.4], Best("step-000000", 0.9)),
+        pytest.param([0.2, 0.5, 0.4], Best("step-000001", 0.5), marks=pytest.mark.long),
+    ],
 )
 def test_the_policies_that_a_run_starts_from_may_be_its_best(trainer: Trainer, held: list[float], best: Best) -> None:
     trainer(scripted_app([0.0], "first"), to="earlier", steps=1)

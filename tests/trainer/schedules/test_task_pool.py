@@ -21,6 +21,7 @@ from cotune.algorithms.samples import Sample
 from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
 from cotune.config.rollouts import CurriculumConfig
 from cotune.records.structs import PolicyRef, Task
+from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
@@ -188,8 +189,12 @@ def state_of(trainer, run: str) -> Checkpoint:
 
 
 def weights_of(trainer, run: str) -> dict[str, bytes]:
-    files = (trainer.folder / run / "checkpoints" / "step-000004").glob("*.safetensors")
-    return {file.name: file.read_bytes() for file in files if "progress" not in file.name}  # it has unset bytes
+    """The files of the newest checkpoint, but for those with progress, which have unset bytes."""
+    checkpoint = newest_checkpoint(trainer.folder / run / "checkpoints")
+    assert checkpoint is not None
+    files = {file.name: file.read_bytes() for file in checkpoint.glob("*.safetensors") if "progress" not in file.name}
+    assert files
+    return files
 
 
 def test_a_run_comes_to_draw_the_tasks_that_differ(trainer):

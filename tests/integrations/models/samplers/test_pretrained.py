@@ -101,6 +101,7 @@ async def ask(
     return dict(zip(players, await asyncio.gather(*map(of, players.values())), strict=True))
 
 
+@pytest.mark.long  # `test_contract.py` compares distributions on a small model, the test below the likeliest tokens
 def test_each_policy_samples_from_its_own_distribution(sampler: Sampler, reference: Reference) -> None:
     for role, answers in run(ask(sampler, reference, 1.0, 2)).items():
         for prompt, completions in zip(reference.prompts, answers, strict=True):

@@ -333,7 +333,7 @@ def test_forecasts_are_within_15_percent_of_peaks_counted_in_the_code_of_a_gpu()
         assert 0.85 <= row["ratio"] <= 1.15, row
 
 
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("joined", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_model_without_storage_keeps_its_ties_and_counts_layers_that_it_leaves_out(joined: bool) -> None:
     config, lora = shape("tiny"), LoraSpec(rank=16)
     size = measure(config, lora, "bfloat16", joined=joined, device="cuda")
