@@ -9,10 +9,13 @@ import functools
 import gc
 import os
 import signal
+import ssl
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 
@@ -32,6 +35,26 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="cotune-state-")
 
 # Else MLflow's thread of a test that has ended would write into the present folder.
 os.environ.setdefault("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+
+
+def share_certificates() -> None:
+    """Have all clients of httpx share one SSL context. Each would read the certificates again, which takes 60 ms of a
+    processor, and tests make thousands of clients, for plain HTTP."""
+    original = httpx.create_ssl_context
+
+    @functools.cache
+    def cached(verify: bool, cert: Any, trust_env: bool, file: str | None, folder: str | None) -> ssl.SSLContext:
+        return original(verify, cert, trust_env)
+
+    def shared(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if not isinstance(verify, bool):
+            return original(verify, cert, trust_env)
+        return cached(verify, cert, trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+    pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", shared)
+
+
+share_certificates()
 
 # A busy machine is no fault of what is tested.
 hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

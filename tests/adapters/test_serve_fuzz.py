@@ -119,14 +119,15 @@ def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate,
     assert (status, json.loads(body)["in_flight"]) == (200, 0)
 
 
-def test_odd_messages_are_rendered_or_refused(template: ChatTemplate) -> None:
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.long)])
+def test_odd_messages_are_rendered_or_refused(template: ChatTemplate, count: int) -> None:
     """JSON that has the form of messages, and things in it that a template may not expect."""
     app = build_app(local(template))
     rng = random.Random(6)
 
     async def main() -> set[int]:
         seen = set()
-        for _ in range(1500):
+        for _ in range(count):
             message: dict[str, Any] = {"role": rng.choice(["user", "assistant", "tool", "system"]), "content": "x"}
             for _ in range(rng.randrange(1, 3)):
                 name = rng.choice(["content", *ODD_FIELDS])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
-import subprocess
+import io
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.provider import completion, json_reply, serving
 
-ROOT = Path(__file__).parents[2]
 TRAINING = ("rewards", "train")
 """Modules of the examples that belong to their training."""
 
@@ -48,12 +49,15 @@ def imported_again(prefix: str) -> Iterator[None]:
 def models_asked_by(module: str, *, answer: str, ends: str) -> Counter[str]:
     """Run an application on two tasks against a provider that says `answer`; its requests by model.
 
-    Fails unless its output ends with `ends`.
+    It runs as a program, but in this process: importing a framework takes longer than two tasks. Fails unless its
+    output ends with `ends`.
     """
-    with serving() as provider:
+    said = io.StringIO()
+    with serving() as provider, pytest.MonkeyPatch.context() as patch, imported_again("examples."):
         provider.reply = lambda body, number: json_reply(completion({"role": "assistant", "content": answer}))
-        environment = {**os.environ, "OPENAI_BASE_URL": provider.url}
-        command = [sys.executable, "-m", module, "--tasks", "2"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith(ends), done.stderr
+        patch.setenv("OPENAI_BASE_URL", provider.url)
+        patch.setattr(sys, "argv", [module, "--tasks", "2"])
+        with contextlib.redirect_stdout(said):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert said.getvalue().endswith(ends), said.getvalue()
     return Counter(body["model"] for body in provider.requests)

@@ -156,7 +156,8 @@ def test_evaluations_compare_each_policy_with_its_own_base(
                 assert list(store.token_ids(call.prompt)) == prompt
 
 
-@pytest.mark.parametrize("exported", [False, True])
+# `test_warm_start.py` starts from an export, too.
+@pytest.mark.parametrize("exported", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_starts_from_policies_of_several_bases(
     trainer: Trainer, trained: Path, other_base: Path, exported: bool
 ) -> None:

@@ -80,26 +80,28 @@ def test_a_search_for_weights_starts_from_the_prompts_that_they_were_trained_wit
     assert prompts_for(export, found) == found
 
 
-def test_a_killed_search_goes_on_to_the_same_candidates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "calls", [pytest.param(1, marks=pytest.mark.long), 47, pytest.param(90, marks=pytest.mark.long)]
+)
+def test_a_search_killed_after_some_calls_goes_on_to_the_same_candidates(tmp_path: Path, calls: int) -> None:
     whole = searched(tmp_path / "whole")
-    for number, calls in enumerate((1, 47, 90)):
-        office, reflector = travel.Office(), travel.Reflector()
-        out = tmp_path / f"killed-{number}"
-        if not (child := os.fork()):
-            left = iter(range(calls))
-            office.before = lambda left=left: None if next(left, None) is not None else os._exit(9)
-            searched(out, office, reflector)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        report = searched(out, office, reflector, resume=True)
-        assert pool(out) == pool(tmp_path / "whole")
-        assert report.prompts.id == whole.prompts.id
-        total = sum(spent["calls"] for role, spent in whole.spending.items() if role != "reflection")
-        assert len(office.asked) < total or calls == 1
-        # What the killed process had asked was paid too, also by runs that did not come to their end.
-        assert sum(spent["calls"] for spent in report.spending.values()) >= sum(
-            spent["calls"] for spent in whole.spending.values()
-        )
+    office, reflector = travel.Office(), travel.Reflector()
+    out = tmp_path / "killed"
+    if not (child := os.fork()):
+        left = iter(range(calls))
+        office.before = lambda: None if next(left, None) is not None else os._exit(9)
+        searched(out, office, reflector)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    report = searched(out, office, reflector, resume=True)
+    assert pool(out) == pool(tmp_path / "whole")
+    assert report.prompts.id == whole.prompts.id
+    total = sum(spent["calls"] for role, spent in whole.spending.items() if role != "reflection")
+    assert len(office.asked) < total or calls == 1
+    # What the killed process had asked was paid too, also by runs that did not come to their end.
+    assert sum(spent["calls"] for spent in report.spending.values()) >= sum(
+        spent["calls"] for spent in whole.spending.values()
+    )
 
 
 def test_a_search_ends_at_its_limit_and_goes_on_when_it_is_raised(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ LEARNER_ALONE = "cotune.integrations.models.bfloat16.has_bfloat16"
 MIXED = {"policies": "shared", "plan": {"kind": "independent", "k": 4}, "tasks_per_step": 3, "steps": 1}
 
 
-@pytest.mark.parametrize(("name", "learner"), [("gspo", {}), ("cispo", {"mini_batch": 8})])
+@pytest.mark.parametrize(
+    ("name", "learner"), [("gspo", {}), pytest.param("cispo", {"mini_batch": 8}, marks=pytest.mark.long)]
+)
 def test_a_learner_in_another_precision_clips_nothing_at_the_first_step(trainer, monkeypatch, name, learner):
     """The clip of GSPO, 3e-4 and 4e-4, is tighter than bfloat16 and float32 agree."""
     monkeypatch.setattr(LEARNER_ALONE, lambda: False)
@@ -56,7 +58,11 @@ def uneven():
     return run
 
 
-@pytest.mark.parametrize(("settings", "loss"), [({}, 0.0), ({"aggregation": "sequence_mean"}, 0.5657)])
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    # `test_loss.py` works out both by hand.
+    [({}, 0.0), pytest.param({"aggregation": "sequence_mean"}, 0.5657, marks=pytest.mark.long)],
+)
 def test_an_episode_weighs_the_same_whatever_its_number_of_calls(trainer, settings, loss):
     """The loss of the first step is minus the sum of weight x advantage: 0.707 and -0.707, as the ratio is 1."""
     small = {**MIXED, "plan": {"kind": "independent", "k": 2}, "tasks_per_step": 1, "concurrency": 1}

@@ -132,6 +132,6 @@ def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: s
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)
 
 
-def test_full_weights_in_vllm_are_refused_in_mode_async(trainer: Trainer) -> None:
+def test_full_weights_in_vllm_are_refused_in_mode_async(ray_runtime: str, trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="it holds one version only"):
         trainer(worker_app.solve, cluster=CLUSTER, engine="vllm", policies="full", mode="async")

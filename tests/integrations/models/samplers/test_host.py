@@ -85,7 +85,7 @@ def test_it_leaves_the_cores_to_others_while_its_threads_wait(started: tuple[dic
     assert started[0]["GOMP_SPINCOUNT"] == str(SPINS)
 
 
-@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\1\0half of a message"])
+@pytest.mark.parametrize("sent", [b"", pytest.param(b"\0\0", marks=pytest.mark.long), b"\0\0\1\0half of a message"])
 def test_a_host_whose_application_has_ended_ends_without_a_word(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "cotune.integrations.models.transformers.host", str(theirs.fileno())]

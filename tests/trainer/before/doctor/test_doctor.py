@@ -147,8 +147,14 @@ def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: st
     ("settings", "gpu", "said"),
     [
         ({}, None, "transformers on the CPU; the learner on the CPU"),
-        ({}, 24.0, "transformers on one GPU; the learner on the same GPU"),
-        ({"cluster.address": "local"}, None, "1 vllm engine on the CPU; 1 learner on the CPU (Ray: local)"),
+        # `test_division.py` has the lines of all divisions.
+        pytest.param({}, 24.0, "transformers on one GPU; the learner on the same GPU", marks=pytest.mark.long),
+        pytest.param(
+            {"cluster.address": "local"},
+            None,
+            "1 vllm engine on the CPU; 1 learner on the CPU (Ray: local)",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_division_is_printed(tiny_base: Path, settings: dict[str, Any], gpu: float | None, said: str) -> None:
