@@ -38,6 +38,7 @@ from rich.console import Console
 
 import cotune
 from benchmarks.kept_results import KeptResults, run_parser
+from cotune.config.rollouts import SamplingConfig
 from cotune.episodes.workflows import workflow_of
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
@@ -112,7 +113,7 @@ class Remembering:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._stack = contextlib.AsyncExitStack()
-        options = ImproveOptions(reflection="-", model=model, max_tokens=NEW)
+        options = ImproveOptions(reflection="-", model=model, sampling=SamplingConfig(max_tokens=NEW))
         opening = self._stack.enter_async_context(answering_in_search(workflow_of(desk), options, console.print))
         self._policies: Any = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
 

@@ -41,6 +41,7 @@ from rich.table import Table
 
 import cotune
 from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells
+from cotune.config.rollouts import SamplingConfig
 from cotune.episodes.workflows import workflow_of
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
@@ -202,7 +203,7 @@ def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
                 seed=step_seed,
                 minibatch=8,
                 credit=0.0,
-                max_tokens=3,
+                sampling=SamplingConfig(max_tokens=3),
             )
             begun = PromptRun(out).described.is_file()
             report = improve(words, tasks, search, out=out, resume=begun, reflector=Script(seed))
@@ -229,7 +230,12 @@ def _train(tasks: list[dict[str, Any]], out: Path, table: dict[str, Any]) -> Non
 
 def _reached(model: Path, prompts: Prompts | None, weights: str, tasks: Sequence[Task]) -> int:
     """Tasks that are solved with these prompts by these weights."""
-    chosen = ImproveOptions(run=weights or None, model=None if weights else str(model), max_tokens=3, concurrency=64)
+    chosen = ImproveOptions(
+        run=weights or None,
+        model=None if weights else str(model),
+        sampling=SamplingConfig(max_tokens=3),
+        concurrency=64,
+    )
     return sum(asyncio.run(_played(prompts or Prompts(parts=()), chosen, tasks)))
 
 

@@ -8,7 +8,7 @@ import msgspec
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a search for better prompts may do and spend. It also uses these settings above the tables, as a training
     run does: `prompts_file` (prompts to start from), `prices`, `roles_by`, `redact`, `seed`, `concurrency` (8 without
-    a value) and `episode_timeout`."""
+    a value) and `episode_timeout`, and `sampling.max_tokens` for answers of `run` and `model`."""
 
     reflection: str | None = None
     """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
@@ -38,5 +38,3 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Run or export whose policies answer; without it and `model` the application's own provider does."""
     model: str | None = None
     """Model that answers for all roles, untrained: a folder or a Hugging Face id."""
-    max_tokens: int = 256
-    """Most new tokens of these answers where the application names no limit."""

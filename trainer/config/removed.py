@@ -13,6 +13,7 @@ _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns 
 REMOVED: dict[str, str] = {
     "prompts.prompts": "Use prompts_file, above the tables.",
     "prompts.kinds": "Leave it out: system messages are improved, and user messages of roles that have none.",
+    "prompts.max_tokens": "Use sampling.max_tokens, which training reads too.",
     "prompts.timeout": "Use episode_timeout, above the tables.",
     "prompts.reflection_params": "Leave it out: the reflection model answers with its own defaults.",
     "prompts.max_growth": "Leave it out: a new text may have 1.5 times the characters of the old one, and 500 more.",

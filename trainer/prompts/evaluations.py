@@ -46,7 +46,7 @@ def answering_in_search(
         workflow,
         policies=options.run,
         model=options.model,
-        max_tokens=options.max_tokens,
+        max_tokens=options.sampling.max_tokens,
         temperature=None,
         say=say,
         seed=options.seed,

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from cotune.config.prompts import SearchSettings
+from cotune.config.rollouts import SamplingConfig
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
 from cotune.storage.run_layout import present_address, whole_address
 from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
-from cotune.trainer.config.load import read_toml
+from cotune.trainer.config.load import assign, read_toml
 from cotune.trainer.config.removed import removed_setting
 
 
@@ -37,6 +38,9 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Episodes in flight."""
     episode_timeout: float = 600.0
     """Seconds for one episode, and then for the judge of it."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Its `max_tokens` is the most new tokens of answers of `run` and `model` if the application names no limit. The
+    temperature is the application's own."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_calls", "max_cost", "minibatch", "rounds", "concurrency", "episode_timeout")
@@ -73,7 +77,10 @@ def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[s
             raise ConfigError(f"prompts.{name}", options[name], fault, f"Write {name} above the first [table].")
     # A run's file may say "" for none, as in prompts_file = "".
     shared = {name: table[name] for name in SHARED if table.get(name, "") != ""}
-    return {**shared, **options, **given}
+    named = {**shared, **options}
+    for name, value in given.items():
+        assign(named, name, value)
+    return named
 
 
 def load_options(

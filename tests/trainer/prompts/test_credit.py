@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import cotune
+from cotune.config.rollouts import SamplingConfig
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.templates import Template
 from cotune.recording.recorder import LiveCall
@@ -91,7 +92,13 @@ def test_calls_before_the_changed_role_come_from_the_record(tmp_path: Path, dive
 def test_policies_answer_edited_prompts_and_repeat_what_came_before(tmp_path: Path) -> None:
     build_bytes(tmp_path / "model")
     options = ImproveOptions(
-        rounds=3, max_calls=120, credit=0, minibatch=2, max_tokens=4, model=str(tmp_path / "model"), roles=("writer",)
+        rounds=3,
+        max_calls=120,
+        credit=0,
+        minibatch=2,
+        sampling=SamplingConfig(max_tokens=4),
+        model=str(tmp_path / "model"),
+        roles=("writer",),
     )
 
     @cotune.workflow
