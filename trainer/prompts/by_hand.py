@@ -1,4 +1,4 @@
-"""What a change by hand is worth: the prompts before and after it, on the same tasks."""
+"""The effect of a change by hand: compares the prompts before and after it on the same tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cotune.trainer.prompts.spending import LimitReached, Spending
 from cotune.trainer.reporting.progress import episode_bar
 
 MAX_CALLS = 2000
-"""Most calls of a comparison. More tasks than these allow belong to a search, which has a limit of its own."""
+"""Most calls of a comparison. For more tasks use a search, whose limit can be set."""
 
 
 def compare(
@@ -34,8 +34,11 @@ def compare(
     after: Prompts,
     folder: Path,
 ) -> HeldOut | None:
-    """Run the application with both prompts on each task, and record that in a new `folder`; None where the workflow
-    gives no outcome. The application's own provider answers. Raises LimitReached after MAX_CALLS calls."""
+    """Run the application with both prompts on each task, and record the runs in a new `folder`. Returns None if the
+    workflow gives no outcome.
+
+    The application's own provider answers. Raises LimitReached after MAX_CALLS calls.
+    """
     app = workflow_of(workflow)
     check_judge(app)
     listed = as_tasks(tasks)
@@ -57,11 +60,14 @@ def compare(
     return held
 
 
-def result(held: HeldOut) -> str:
-    """The result in one sentence."""
-    said = {"better": "better", "worse": "worse", "not shown": "not shown to be better or worse"}[held.verdict]
-    difference = shown(held.difference, "+.3f")
-    text = f"{said}: {held.base:.3f} before, {held.best:.3f} after, difference {difference}"
-    text += f" on {plural(held.tasks, 'task')} ({held.level:.0%})"
-    text += f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else ""
-    return text + (f"; {plural(held.unknown, 'task')} left out without an outcome" if held.unknown else "")
+def result(held_out: HeldOut) -> str:
+    """Return the result in one sentence."""
+    verdict = "not shown to be better or worse" if held_out.verdict == "not shown" else held_out.verdict
+    difference = shown(held_out.difference, "+.3f")
+    text = f"{verdict}: {held_out.base:.3f} before, {held_out.best:.3f} after, difference {difference}"
+    text += f" on {plural(held_out.tasks, 'task')} ({held_out.level:.0%})"
+    if held_out.unmatched:
+        text += f"; {plural(held_out.unmatched, 'call')} did not have the old text"
+    if held_out.unknown:
+        text += f"; {plural(held_out.unknown, 'task')} left out without an outcome"
+    return text

@@ -14,7 +14,7 @@ from cotune.replay.script import read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.trainer.prompts.evaluations import FORKS, Evaluations
 from cotune.trainer.prompts.showing import said_by
-from cotune.trainer.prompts.tried import read_tried
+from cotune.trainer.prompts.task_result import read_result
 
 BRANCHES = 2
 """Of each fork, beside the recorded episode."""
@@ -102,7 +102,7 @@ async def _measured(
 
 
 def _outcome(evaluations: Evaluations, episode: str, floor: float) -> float:
-    tried = read_tried(evaluations.store, evaluations.store.episode(episode))
+    tried = read_result(evaluations.store, evaluations.store.episode(episode))
     return floor if tried.outcome is None else tried.outcome
 
 

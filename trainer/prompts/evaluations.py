@@ -1,4 +1,4 @@
-"""Runs candidates on tasks, and never twice: what a record holds is answered from it."""
+"""Runs candidates on tasks, each only once: recorded results are used again."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
 from cotune.replay.forks import repeatable
-from cotune.replay.script import Replay, Script, read_script
+from cotune.replay.script import Replay, Script, ScriptCall, read_script
 from cotune.sampling.scoring import Scored
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.prompts.options import ImproveOptions
 from cotune.trainer.prompts.spending import LimitReached, Spending
-from cotune.trainer.prompts.tried import Tried, read_tried
+from cotune.trainer.prompts.task_result import TaskResult, read_result
 
 SEARCH, HELD_OUT, FORKS = PHASES, HELD_OUT_PHASE, f"{PHASES}-forks"
 """Phases of the episodes of a search."""
 _ATTEMPTS = 3
-"""Times that an episode is begun that fails through no fault of the application."""
+"""Most attempts at an episode that fails for a reason outside the application."""
 
 
 def answering_in_search(
     workflow: Workflow, options: ImproveOptions, say: Callable[[str], None]
 ) -> AbstractAsyncContextManager[Responder | None]:
-    """Who answers the application's calls in a search: see `answering`."""
+    """Yield the responder for the application's calls in a search: see `answering`."""
     return answering(
         workflow,
         policies=options.run,
@@ -56,7 +56,7 @@ def answering_in_search(
 
 @dataclass
 class Evaluations:
-    """The episodes of a search, run and remembered."""
+    """Runs the episodes of a search, and remembers their results."""
 
     workflow: Workflow
     store: Store
@@ -65,87 +65,96 @@ class Evaluations:
     spending: Spending
     on_episode: Callable[[Episode], None] = lambda episode: None
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened beside plain episodes: repeated prefixes, divergences, retries, calls without an edit."""
+    """Numbers of repeated prefixes, divergences, retries, calls without an edit, and errors."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Of scorers and of the judge, by the name of the count: the first one."""
+    """The first error of scorers and of the judge, by the name of their count."""
 
     def __post_init__(self) -> None:
-        self._known: dict[tuple[str, str, str], Tried] = {}
-        self._seen: dict[tuple[str, str, str], Episode] = {}
+        # Keys are the phase, the id of the prompts, and the id of the task.
+        self._results: dict[tuple[str, str, str], TaskResult] = {}
+        self._recorded: dict[tuple[str, str, str], Episode] = {}
         self._gate = asyncio.Semaphore(self.options.concurrency)
-        self._down: RunError | None = None
+        self._models_down: RunError | None = None
         for phase in (SEARCH, HELD_OUT, FORKS):
             for episode in self.store.episodes(EpisodeFilters(phase=phase)):
                 self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
                 if episode.is_outcome and phase != FORKS:
-                    self._seen.setdefault((phase, episode.prompts, episode.task.id), episode)
-        for id in self.store.figures().unfinished():  # a killed process had asked them, and they were paid
+                    self._recorded.setdefault((phase, episode.prompts, episode.task.id), episode)
+        for id in self.store.figures().unfinished():  # calls of a killed process were paid too
             self.spending.add(self.store.calls(id, lean=True))
 
     async def run(
         self, prompts: Prompts, tasks: Sequence[Task], *, phase: str = SEARCH, parent: Prompts | None = None
-    ) -> list[Tried]:
-        """The candidate on these tasks, in their order. Where `parent` ran on a task before, calls before the first
-        one of a changed role are answered from its record.
+    ) -> list[TaskResult]:
+        """Return the results of a candidate on these tasks, in their order, and run the tasks that are missing.
 
-        Raises LimitReached once the episodes under way have ended, RunError where models cannot be reached.
+        If `parent` ran on a task before, the calls before the first call of a changed role are answered from its
+        record. Raises LimitReached once running episodes have ended, RunError if models cannot be reached.
         """
         await asyncio.gather(*(self._recall((phase, prompts.id, task)) for task in {task.id for task in tasks}))
-        due = {task.id: task for task in tasks if self.known(prompts, task.id, phase) is None}
-        made = await asyncio.gather(
-            *(self._run(prompts, task, phase, parent) for task in due.values()), return_exceptions=True
+        missing = {task.id: task for task in tasks if self.result_of(prompts, task.id, phase) is None}
+        outcomes = await asyncio.gather(
+            *(self._run(prompts, task, phase, parent) for task in missing.values()), return_exceptions=True
         )
-        errors = [one for one in made if isinstance(one, BaseException)]
-        if errors:
+        errors = [error for error in outcomes if isinstance(error, BaseException)]
+        if errors:  # any other error says more than a limit
             raise min(errors, key=lambda error: isinstance(error, LimitReached))
-        found = (self.known(prompts, task.id, phase) for task in tasks)
-        return [one for one in found if one is not None]
+        results: list[TaskResult] = []
+        for task in tasks:
+            result = self.result_of(prompts, task.id, phase)
+            if result is not None:
+                results.append(result)
+        return results
 
-    def known(self, prompts: Prompts, task: str, phase: str = SEARCH) -> Tried | None:
-        """What a candidate did on a task, if it ran on it."""
-        return self._known.get((phase, prompts.id, task))
+    def result_of(self, prompts: Prompts, task: str, phase: str = SEARCH) -> TaskResult | None:
+        """Return the result of a candidate on a task; None if it has not run on it."""
+        return self._results.get((phase, prompts.id, task))
 
-    def asked(self, phase: str) -> set[str]:
-        """Ids of the candidates that have run in a phase; "" is the prompts as they were."""
-        return {prompts for of, prompts, _ in (*self._seen, *self._known) if of == phase}
+    def candidates_of(self, phase: str) -> set[str]:
+        """Return the ids of the candidates that have run in a phase; "" stands for the unedited prompts."""
+        keys = [*self._recorded, *self._results]
+        return {prompts for key_phase, prompts, _ in keys if key_phase == phase}
 
     async def complete(self, episode: Episode) -> Episode:
-        """An episode of an earlier process, with the rewards that this one was stopped before."""
+        """Give an episode of an interrupted process the rewards that it still lacks."""
         async with self._gate:
             await self._score(episode, self.store.calls(episode.id), again=True)
         return episode
 
     async def fork(self, prompts: Prompts, script: Script, fork: str, task: Task, number: int) -> Episode:
-        """An episode that repeats another of these prompts up to the call `fork`, from which on all is new."""
-        replay = Replay(script=_unsealed(script, fork), fork=fork)
+        """Run an episode that repeats another one of these prompts up to the call `fork`, and is new from there."""
+        replay = Replay(script=_without_ids_at(script, fork), fork=fork)
         async with self._gate:
             self.spending.require_room()
             return await self._episode(task, FORKS, prompts, replay, number)
 
     async def _recall(self, key: tuple[str, str, str]) -> None:
-        if key in self._seen and key not in self._known:
-            self._keep(key, await self.complete(self._seen[key]))
+        """Read the result of a recorded episode, if there is one."""
+        if key in self._recorded and key not in self._results:
+            self._add_result(key, await self.complete(self._recorded[key]))
 
     async def _run(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> None:
         async with self._gate:
-            if self._down is not None:  # what waits would fail as well, each after its own time-outs
-                raise self._down
+            if self._models_down is not None:  # other episodes would fail too, each after its own time-outs
+                raise self._models_down
             self.spending.require_room()
-            episode = await self._whole(prompts, task, phase, parent)
-        self._keep((phase, prompts.id, task.id), episode)
+            episode = await self._run_task(prompts, task, phase, parent)
+        self._add_result((phase, prompts.id, task.id), episode)
 
-    async def _whole(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
+    async def _run_task(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
+        """Run a candidate on a task. It repeats the beginning of its parent's episode, if that is possible."""
         replay = self._prefix(prompts, task, phase, parent) if parent is not None else None
         if replay is not None:
             episode = await self._episode(task, phase, prompts, replay)
             if episode.blame != "divergence":
                 self.counts["repeated"] += 1
-                return await self._sound(episode, task, phase, prompts)
+                return await self._retry(episode, task, phase, prompts)
             self.counts["diverged"] += 1
-        return await self._sound(await self._episode(task, phase, prompts), task, phase, prompts)
+        return await self._retry(await self._episode(task, phase, prompts), task, phase, prompts)
 
-    async def _sound(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
-        """The episode, or another one where it failed through no fault of the application."""
+    async def _retry(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
+        """Return the episode, or a new one if it failed for a reason outside the application. Raises RunError after
+        `_ATTEMPTS`."""
         for attempt in range(1, _ATTEMPTS):
             if episode.is_outcome:
                 return episode
@@ -154,11 +163,11 @@ class Evaluations:
             episode = await self._episode(task, phase, prompts)
         if episode.is_outcome:
             return episode
-        self._down = RunError(
+        self._models_down = RunError(
             f"Task {task.id} failed {_ATTEMPTS} times, and not by the application: {episode.error or episode.status}",
-            "Go on with --resume once the models can be reached.",
+            "Continue with --resume once the models can be reached.",
         )
-        raise self._down
+        raise self._models_down
 
     async def _episode(
         self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None, number: int = 0
@@ -187,58 +196,64 @@ class Evaluations:
         return episode
 
     async def _score(self, episode: Episode, calls: Iterable[CallRecord], *, again: bool = False) -> None:
-        """Give answers, and the episode, the rewards of the workflow's scorers and judge that they do not have yet.
-        With `again` an episode that has an outcome is not judged."""
-        chosen = {call.id: candidate_id(call.id, call.chosen or 0) for call in calls if call.chosen is not None}
-        scored = self.store.rewards(chosen.values())
-        bare = [call for call in calls if call.id in chosen and not scored.get(chosen[call.id])]
-        given = await score_calls(self.workflow, self.store, ((call, episode.task) for call in bare))
-        for target, one in given.items():
-            if isinstance(one, Scored):
-                self.store.write(reward_records(target, *one, redaction=self.workflow.redaction))
+        """Have the workflow's scorers and judge reward answers, and the episode, if they have no rewards yet. With
+        `again` an episode that has an outcome is not judged."""
+        chosen = {call.id: candidate_id(call.id, call.chosen) for call in calls if call.chosen is not None}
+        stored = self.store.rewards(chosen.values())
+        unscored = [call for call in calls if call.id in chosen and not stored.get(chosen[call.id])]
+        scores = await score_calls(self.workflow, self.store, ((call, episode.task) for call in unscored))
+        for target, score in scores.items():
+            if isinstance(score, Scored):
+                self.store.write(reward_records(target, *score, redaction=self.workflow.redaction))
             else:
-                self._fault("scorer_errors", one)
-        due = not again or not self.store.rewards([episode.id]).get(episode.id)
-        if self.workflow.episode_judge is not None and episode.status == "ok" and due:
+                self._count_error("scorer_errors", score)
+        has_outcome = again and bool(self.store.rewards([episode.id]).get(episode.id))
+        if self.workflow.episode_judge is not None and episode.status == "ok" and not has_outcome:
             judge, limit = self.workflow.episode_judge, self.options.episode_timeout
             try:
                 async with asyncio.timeout(limit):
                     await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
             except TimeoutError:
                 cause = f"The episode judge did not finish within {limit:g} seconds on task {episode.task.id!r}."
-                self._fault("judge_errors", WorkflowError(cause, "Look at what it waits for, or raise timeout."))
+                remedy = "Find out why it waits, or raise episode_timeout."
+                self._count_error("judge_errors", WorkflowError(cause, remedy))
             except WorkflowError as error:
-                self._fault("judge_errors", error)
+                self._count_error("judge_errors", error)
         await asyncio.to_thread(self.store.flush)
 
-    def _fault(self, name: str, error: WorkflowError) -> None:
+    def _count_error(self, name: str, error: WorkflowError) -> None:
         self.counts[name] += 1
         self.errors.setdefault(name, str(error))
 
     def _prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
-        """How the candidate's episode repeats its parent's; None where it cannot, or nothing would be saved."""
-        before = self.known(parent, task.id, phase)
-        if before is None:
+        """Return how the candidate repeats the beginning of its parent's episode; None if that is not possible, or if
+        no call would be saved."""
+        parent_result = self.result_of(parent, task.id, phase)
+        if parent_result is None:
             return None
-        was = {part.name: part.now for part in parent.parts}
-        changed = {role for part in prompts.parts if part.now != was.get(part.name) for role in part.roles}
-        calls = self.store.calls(before.episode)
-        fork = next((call for call in calls if call.role in changed), None)
+        old_texts = {part.name: part.now for part in parent.parts}
+        changed_roles: set[str] = set()
+        for part in prompts.parts:
+            if part.now != old_texts.get(part.name):
+                changed_roles.update(part.roles)
+        calls = self.store.calls(parent_result.episode)
+        fork = next((call for call in calls if call.role in changed_roles), None)
         if fork is None or fork is calls[0] or not repeatable(calls, fork):
             return None
         try:
-            script = read_script(self.store, before.episode)
+            script = read_script(self.store, parent_result.episode)
         except CotuneError:
             return None
-        held = script.before(fork.id)
-        if any(call.id in held and call.role in changed for call in script.calls):
-            return None  # calls side by side: the record would answer some of them under the old prompt
-        return Replay(script=_unsealed(script, fork.id), fork=fork.id)
+        # With parallel calls, the record would answer some calls of a changed role, which had the old prompt.
+        repeated = script.before(fork.id)
+        if any(call.id in repeated and call.role in changed_roles for call in script.calls):
+            return None
+        return Replay(script=_without_ids_at(script, fork.id), fork=fork.id)
 
-    def _keep(self, key: tuple[str, str, str], episode: Episode) -> None:
-        tried = read_tried(self.store, episode)
-        self.counts["unmatched"] += sum(tried.unmatched.values())
-        self._known[key] = tried
+    def _add_result(self, key: tuple[str, str, str], episode: Episode) -> None:
+        result = read_result(self.store, episode)
+        self.counts["unmatched"] += sum(result.unmatched.values())
+        self._results[key] = result
 
 
 def check_judge(workflow: Workflow) -> None:
@@ -253,16 +268,18 @@ def check_judge(workflow: Workflow) -> None:
 
 
 def _asked(episode: Episode, calls: Sequence[CallRecord]) -> Sequence[CallRecord]:
-    """Its calls without the one at which it diverged from a record, which nobody was asked."""
-    return [call for call in calls if call.status == "ok"] if episode.blame == "divergence" else calls
+    """Return the calls that were sent to a model: not the call at which an episode diverged from its record."""
+    if episode.blame != "divergence":
+        return calls
+    return [call for call in calls if call.status == "ok"]
 
 
-def _unsealed(script: Script, fork: str) -> Script:
-    """The script without the token ids of the prompt at the fork, which is another one under other prompts."""
-    calls = tuple(
-        msgspec.structs.replace(call, answer=msgspec.structs.replace(call.answer, prompt_ids=()))
-        if call.id == fork
-        else call
-        for call in script.calls
-    )
-    return msgspec.structs.replace(script, calls=calls)
+def _without_ids_at(script: Script, fork: str) -> Script:
+    """Return the script without the token ids of the prompt at the fork: with other prompts they are different."""
+    calls: list[ScriptCall] = []
+    for call in script.calls:
+        if call.id == fork:
+            answer = msgspec.structs.replace(call.answer, prompt_ids=())
+            call = msgspec.structs.replace(call, answer=answer)
+        calls.append(call)
+    return msgspec.structs.replace(script, calls=tuple(calls))

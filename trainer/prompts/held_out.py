@@ -1,4 +1,4 @@
-"""What a search is worth: its best prompts and those before, on tasks that it has not seen."""
+"""The verdict of a search: its best prompts against the prompts before, on tasks that the search has not used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cotune.prompts.edits import Prompts
 from cotune.records.structs import Task
 from cotune.trainer.evaluation.statistics import paired_difference
 from cotune.trainer.prompts.evaluations import HELD_OUT, Evaluations
-from cotune.trainer.prompts.tried import Tried
+from cotune.trainer.prompts.task_result import TaskResult
 
 Verdict = Literal["better", "worse", "not shown"]
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison. `asked` are the candidates that these tasks have been asked about, this one included, and
-    `level` is that of the interval: 95% over all of them (Bonferroni)."""
+    """The comparison. `asked` is the number of candidates that were tested on these tasks, with this one. `level` is
+    the level of the interval: 95% over all of them (Bonferroni)."""
 
     tasks: int
     base: float
@@ -29,11 +29,11 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     asked: int
     level: float
     prompt_tokens: tuple[float, float]
-    """A run, before and after."""
+    """Prompt tokens of a run, before and after."""
     unmatched: int = 0
-    """Calls to which the edits did not apply."""
+    """Number of calls without the text that the edits replace."""
     unknown: int = 0
-    """Tasks that are left out, as a run on them ended well and nobody knows its outcome."""
+    """Number of tasks that are left out, because a run on them did not fail and has no outcome."""
 
     @property
     def verdict(self) -> Verdict:
@@ -59,48 +59,54 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 async def compare_held_out(
     evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task]
 ) -> HeldOut | None:
-    """Run both on the held-out tasks, once each; None where no outcome is known.
+    """Run both prompts on each held-out task once, and compare them; None if no outcome is known.
 
     Raises as `Evaluations.run` does.
     """
     before = await evaluations.run(base, tasks, phase=HELD_OUT)
     after = await evaluations.run(best, tasks, phase=HELD_OUT)
-    asked = len(evaluations.asked(HELD_OUT) - {base.id})
-    return compared(before, after, asked=max(asked, 1))
+    candidates = evaluations.candidates_of(HELD_OUT) - {base.id}
+    return compared(before, after, asked=max(len(candidates), 1))
 
 
-def compared(before: Sequence[Tried], after: Sequence[Tried], *, asked: int = 1) -> HeldOut | None:
-    """The comparison of two runs of the same tasks; None where no outcome is known.
+def compared(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked: int = 1) -> HeldOut | None:
+    """Compare the results of two prompts on the same tasks; None if no outcome is known.
 
-    A failed episode counts the lowest outcome of both, and at most 0. A task is left out where an episode did not fail
-    and has no outcome, as of a judge that could not be asked: that says nothing of the prompts.
+    A failed episode counts with the lowest outcome of both, at most 0. A task is left out if an episode on it did not
+    fail and has no outcome, for example because the judge did not answer: this says nothing about the prompts.
     """
-    known = [one.outcome for one in (*before, *after) if one.outcome is not None]
-    if not known:
+    both = [*before, *after]
+    outcomes = [result.outcome for result in both if result.outcome is not None]
+    if not outcomes:
         return None
-    floor = min(0.0, *known)
-    unknown = {one.task for one in (*before, *after) if one.outcome is None and not one.error}
-    was, now = _outcomes(before, floor, unknown), _outcomes(after, floor, unknown)
+    floor = min(0.0, *outcomes)
+    unknown = {result.task for result in both if result.outcome is None and not result.error}
+    outcomes_before, outcomes_after = _outcomes(before, floor, unknown), _outcomes(after, floor, unknown)
     level = 1 - (1 - LEVEL) / asked
-    difference = paired_difference(now, was, level)
+    difference = paired_difference(outcomes_after, outcomes_before, level)
     if difference is None:
         return None
     return HeldOut(
-        tasks=len(was),
-        base=fmean(was.values()),
-        best=fmean(now.values()),
+        tasks=len(outcomes_before),
+        base=fmean(outcomes_before.values()),
+        best=fmean(outcomes_after.values()),
         difference=difference,
         asked=asked,
         level=level,
-        prompt_tokens=(_tokens(before), _tokens(after)),
-        unmatched=sum(sum(one.unmatched.values()) for one in after),
+        prompt_tokens=(_mean_tokens(before), _mean_tokens(after)),
+        unmatched=sum(sum(result.unmatched.values()) for result in after),
         unknown=len(unknown),
     )
 
 
-def _outcomes(tried: Sequence[Tried], floor: float, unknown: Collection[str]) -> Mapping[str, float]:
-    return {one.task: floor if one.outcome is None else one.outcome for one in tried if one.task not in unknown}
+def _outcomes(results: Sequence[TaskResult], floor: float, left_out: Collection[str]) -> Mapping[str, float]:
+    """Return the outcome of each task that is not left out; `floor` if it failed."""
+    outcomes: dict[str, float] = {}
+    for result in results:
+        if result.task not in left_out:
+            outcomes[result.task] = floor if result.outcome is None else result.outcome
+    return outcomes
 
 
-def _tokens(tried: Sequence[Tried]) -> float:
-    return fmean(one.prompt_tokens for one in tried)
+def _mean_tokens(results: Sequence[TaskResult]) -> float:
+    return fmean(result.prompt_tokens for result in results)

@@ -36,8 +36,8 @@ from cotune.tables import plural
 from cotune.terminal import print_line, terminal
 from cotune.trainer.prompts.credit import Credit, Turns, measure
 from cotune.trainer.prompts.evaluations import Evaluations, answering_in_search, check_judge
-from cotune.trainer.prompts.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompts.held_out import HeldOut, compare_held_out
+from cotune.trainer.prompts.improved_parts import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompts.options import (
     ImproveOptions,
     PromptRun,
@@ -51,8 +51,8 @@ from cotune.trainer.prompts.outcome import ImproveReport, described, write_candi
 from cotune.trainer.prompts.problem import SCORERS, Accepted, PromptProblem
 from cotune.trainer.prompts.reflection import Reflection
 from cotune.trainer.prompts.spending import LimitReached, Spending
+from cotune.trainer.prompts.task_result import TaskResult
 from cotune.trainer.prompts.tasks import SearchTasks, split_for_search
-from cotune.trainer.prompts.tried import Tried
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
@@ -69,11 +69,11 @@ def improve(
     responder: Responder | None = None,
     reflector: Responder | None = None,
 ) -> ImproveReport:
-    """Search for better prompts; `out` is a new folder, or with `resume` that of a search that was interrupted.
+    """Search for better prompts. `out` is a new folder, or with `resume` the folder of an interrupted search.
 
-    `responder` answers the application's calls, and `reflector` those of the reflection model, in place of who would.
-    Raises CotuneError subclasses for bad input, and where models cannot be reached; what was found until then is in the
-    folder.
+    `responder` answers the application's calls, and `reflector` the requests to the reflection model, instead of the
+    configured models. Raises CotuneError subclasses for bad input, and if models cannot be reached; the prompts found
+    until then are in the folder.
     """
     options = with_whole_places(options)
     trusted = not resume
@@ -91,15 +91,15 @@ def improve(
         key_for(options.reflection_url, options.reflection_key_env)
     if options.prompts_file is None and prompts_of(options.run) is not None:
         options = msgspec.structs.replace(options, prompts_file=options.run)
-    known = as_tasks(tasks)
-    split = split_for_search(known, options)
+    listed = as_tasks(tasks)
+    split = split_for_search(listed, options)
     folder = PromptRun(out)
     about = {
         "app": whole_address(workflow) if isinstance(workflow, str) else "",
         "cwd": str(Path.cwd()),
         "workflow": app.name,
         "tasks": str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else "",
-        "task_ids": [task.id for task in known],
+        "task_ids": [task.id for task in listed],
         "options": json.loads(msgspec.json.encode(options)),
         "versions": installed(("cotune", "gepa", "openai")),
     }
@@ -111,31 +111,34 @@ def improve(
 
 
 @contextlib.contextmanager
-def _opened(folder: PromptRun, now: dict[str, Any], resume: bool) -> Iterator[str]:
-    """The folder of the search, held; yields the secret of its marks."""
+def _opened(folder: PromptRun, description: dict[str, Any], resume: bool) -> Iterator[str]:
+    """Lock the folder of the search, and write its `description` (or check it, with `resume`). Yields the secret of
+    its marks."""
     if folder.described.exists() and not resume:
-        raise RunError(f"{folder.path} already holds a search.", "Choose another --out, or go on with --resume.")
+        raise RunError(f"{folder.path} already holds a search.", "Choose another --out, or continue with --resume.")
     if resume:
         before = read_search(folder.path)
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.lock, f"The search {folder.path}")
     try:
         if resume:
-            _check_same(before, now)
-            now = {**json.loads(folder.described.read_bytes()), "options": now["options"]}
+            _check_same(before, description)
+            description = {**json.loads(folder.described.read_bytes()), "options": description["options"]}
         else:
-            now = {**now, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "secret": secrets.token_hex(16)}
-        write_atomically(folder.described, json.dumps(now, indent=2).encode())
-        yield str(now["secret"])
+            created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            description = {**description, "created": created, "secret": secrets.token_hex(16)}
+        write_atomically(folder.described, json.dumps(description, indent=2).encode())
+        yield str(description["secret"])
     finally:
         lock.release()
 
 
-def _check_same(before: StoredSearch, now: dict[str, Any]) -> None:
-    """Raise ConfigError where a search that goes on would be another one."""
-    if before.task_ids != now["task_ids"]:
-        raise ConfigError("tasks", None, "are others than those of the search", "Name the same file, or a new --out.")
-    check_changes(before.options, now["options"])
+def _check_same(before: StoredSearch, description: dict[str, Any]) -> None:
+    """Raise ConfigError if a resumed search would be another one."""
+    if before.task_ids != description["task_ids"]:
+        fault = "are not the tasks that the search was started with"
+        raise ConfigError("tasks", None, fault, "Name the same file, or a new --out.")
+    check_changes(before.options, description["options"])
 
 
 async def _improve(
@@ -145,7 +148,7 @@ async def _improve(
     folder: PromptRun,
     store: Store,
     secret: str,
-    given: Responder | None,
+    fixed_responder: Responder | None,
     reflector: Responder | None,
 ) -> ImproveReport:
     console = terminal(stderr=True)
@@ -155,15 +158,15 @@ async def _improve(
         say(note)
     spending = Spending(options.max_calls, options.max_cost, options.prices)
     async with contextlib.AsyncExitStack() as stack:
-        responder = given or await stack.enter_async_context(answering_in_search(app, options, say))
+        responder = fixed_responder or await stack.enter_async_context(answering_in_search(app, options, say))
         bar = stack.enter_context(episode_bar(console, None))
         evaluations = Evaluations(app, store, responder, options, spending, bar)
         reflection = Reflection(store, options, spending, secret, reflector)
         spending.reserve = 2 * len(tasks.held_out)
         base, notes = await _base(evaluations, tasks, folder, say)
-        tried = await evaluations.run(base, tasks.validation)
-        _check_outcomes(tried, evaluations, say)
-        floor = min([0.0, *(one.outcome for one in tried if one.outcome is not None)])
+        results = await evaluations.run(base, tasks.validation)
+        _check_outcomes(results, evaluations, say)
+        floor = min([0.0, *(result.outcome for result in results if result.outcome is not None)])
         say(_plan(base, tasks, options, spending))
         credit = await measure(evaluations, base, improved(base), tasks.train, floor)
         say(f"whose calls decide: {credit.note}")
@@ -180,15 +183,16 @@ async def _improve(
             guard=guard_of(base, tasks, store, options),
             loop=asyncio.get_running_loop(),
         )
-        problem.on_accepted = _keeping(problem, folder, say)
-        return await _searched(problem, tasks, folder, credit, notes, say)
+        problem.on_accepted = _write_pool(problem, folder, say)
+        return await _search_and_compare(problem, tasks, folder, credit, notes, say)
 
 
-async def _searched(
+async def _search_and_compare(
     problem: PromptProblem, tasks: SearchTasks, folder: PromptRun, credit: Credit, notes: list[str], say: Say
 ) -> ImproveReport:
+    """Search, compare the best prompts with the prompts before on the held-out tasks, and write the result."""
     base, spending = problem.base, problem.evaluations.spending
-    held: HeldOut | None = None
+    held_out: HeldOut | None = None
     why = ""
     try:
         await _search(problem, tasks)
@@ -203,18 +207,18 @@ async def _searched(
             say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
             spending.reserve = 0
             try:
-                held = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
+                held_out = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
             except LimitReached as error:
                 why = f"{error} The held-out tasks were not all asked."
     except BaseException:
-        if problem.pool and not _says_more(folder, problem):
+        if problem.pool and not _has_better_file(folder, problem):
             _write(problem, folder, credit, None)
         raise
-    return _write(problem, folder, credit, held, why, notes)
+    return _write(problem, folder, credit, held_out, why, notes)
 
 
-def _says_more(folder: PromptRun, problem: PromptProblem) -> bool:
-    """Whether the file of an earlier process is of a longer search, or has the verdict on these very prompts."""
+def _has_better_file(folder: PromptRun, problem: PromptProblem) -> bool:
+    """Return whether the file of an earlier process has more candidates, or has the verdict on the same prompts."""
     if not folder.prompts.exists():
         return False
     before = read_prompts(folder.prompts)
@@ -223,22 +227,26 @@ def _says_more(folder: PromptRun, problem: PromptProblem) -> bool:
     return bool(before.evaluation.get("held_out")) and before.id == problem.prompts(problem.best().texts).id
 
 
-def _check_outcomes(tried: Sequence[Tried], evaluations: Evaluations, say: Say) -> None:
-    """Raise RunError where nobody knows the outcome of any run: neither candidates nor held-out tasks would say a
-    thing. Runs that failed may be what better prompts mend."""
-    if any(one.outcome is not None for one in tried):
+def _check_outcomes(results: Sequence[TaskResult], evaluations: Evaluations, say: Say) -> None:
+    """Raise RunError if no run has an outcome, because candidates could not be compared then.
+
+    If all runs failed, the search starts: better prompts may prevent that.
+    """
+    if any(result.outcome is not None for result in results):
         return
-    why = next((f" The first error: {text}" for name, text in evaluations.errors.items() if name == "judge_errors"), "")
-    if any(not one.error for one in tried):
+    if any(not result.error for result in results):
+        why = ""
+        if error := evaluations.errors.get("judge_errors"):
+            why = f" The first error: {error}"
         raise RunError(
-            f"No run on the {len(tried)} tasks to choose by has an outcome, and a search needs one.{why}",
-            "Return a number from the workflow, and choose another --out. If a judge failed, mend it and use --resume.",
+            f"No run on the {len(results)} tasks to choose by has an outcome, and a search needs one.{why}",
+            "Return a number from the workflow, and choose another --out. If a judge failed, fix it and use --resume.",
         )
-    say(f"all {plural(len(tried), 'run')} of the prompts as they are failed; the first: {tried[0].error}")
+    say(f"all {plural(len(results), 'run')} of the prompts as they are failed; the first: {results[0].error}")
 
 
 async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
-    """gepa's loop in a thread of its own; this event loop stays that of all clients of the application."""
+    """Run gepa's loop in a separate thread. The clients of the application stay on this event loop."""
     options = problem.evaluations.options
     work = asyncio.create_task(
         asyncio.to_thread(
@@ -264,18 +272,24 @@ async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
 
 
 def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
-    """The score above which there is none, where outcomes are known to be shares."""
-    tried = [problem.evaluations.known(problem.base, task.id) for task in tasks.validation]
-    outcomes = [value for one in tried if one is not None for value in one.rewards.values()]
-    names = {name for one in tried if one is not None for name in one.rewards}
-    own = [value for one in tried if one is not None for value in one.by_role.values()]
-    if not outcomes or not all(0 <= value <= 1 for value in (*outcomes, *own)):
+    """Return the highest possible score, if all rewards are between 0 and 1; else None."""
+    components: set[str] = set()
+    outcomes: list[float] = []
+    role_scores: list[float] = []
+    for task in tasks.validation:
+        result = problem.evaluations.result_of(problem.base, task.id)
+        if result is not None:
+            components.update(result.rewards)
+            outcomes += result.rewards.values()
+            role_scores += result.by_role.values()
+    if not outcomes or not all(0 <= value <= 1 for value in (*outcomes, *role_scores)):
         return None
-    return len(names) + (SCORERS if own else 0.0)
+    return len(components) + (SCORERS if role_scores else 0.0)
 
 
 async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:
-    """The parts that may change, as the application has them or as earlier prompts do, and what is said of them."""
+    """Return the parts that may change, from the application's own prompts or from earlier ones, with notes for the
+    user."""
     options = evaluations.options
     if folder.parts.exists():
         return read_prompts(folder.parts), []
@@ -300,7 +314,7 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
 
 
 def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
-    """What will be searched, and what it may cost."""
+    """Describe the parts, the tasks and the limits of the search."""
     parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in improved(base))
     money = f", {options.max_cost:g} of money" if options.max_cost is not None else ""
     if spending.prices and options.max_cost is None:
@@ -315,27 +329,27 @@ def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: 
     )
 
 
-def _keeping(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable[[Accepted], None]:
-    """Writes the pool after each candidate, and says what it is."""
+def _write_pool(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable[[Accepted], None]:
+    """Return the function that writes the pool after each new candidate, and prints its score."""
 
-    def keep(accepted: Accepted) -> None:
+    def write(accepted: Accepted) -> None:
         write_candidates(folder, problem)
         number = len(problem.pool) - 1
         calls = problem.evaluations.spending.calls
-        what = "the prompts as they are" if not number else f"candidate {number}"
-        say(f"{what}: {accepted.score:.3f} on the tasks to choose by, after {calls} calls")
+        name = f"candidate {number}" if number else "the prompts as they are"
+        say(f"{name}: {accepted.score:.3f} on the tasks to choose by, after {calls} calls")
 
-    return keep
+    return write
 
 
 def _write(
     problem: PromptProblem,
     folder: PromptRun,
     credit: Credit,
-    held: HeldOut | None,
+    held_out: HeldOut | None,
     why: str = "",
     notes: Iterable[str] = (),
 ) -> ImproveReport:
-    report = described(problem, credit.note, held, why, tuple(notes), folder)
+    report = described(problem, credit.note, held_out, why, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

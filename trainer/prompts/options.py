@@ -29,7 +29,7 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
     prices: Prices = msgspec.field(default_factory=dict)
     """Money for a million prompt tokens and a million completion tokens, by model."""
     roles_by: str | None = None
-    """What names the roles: caller | model | module:function."""
+    """How roles are named: caller | model | module:function."""
     redact: str | None = None
     """module:function that removes personal data before anything is recorded, or shown to the reflection model."""
     seed: int = 0
@@ -64,9 +64,9 @@ SHARED = tuple(name for name in ImproveOptions.__struct_fields__ if name not in 
 """Settings that stand above the tables of a TOML file, where a training run reads them too."""
 
 
-def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a user names: in a TOML file (if any), as the table [prompts] and above the tables, and those
-    that are `given`. Raises ConfigError."""
+def named_options(config: str | Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a user sets: in the table [prompts] of a TOML file (if any), above its tables, and in
+    `settings`, which come last. Raises ConfigError."""
     table = read_toml(config)
     options = table.get("prompts", {})
     if not isinstance(options, Mapping):
@@ -77,18 +77,18 @@ def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[s
             raise ConfigError(f"prompts.{name}", options[name], fault, f"Write {name} above the first [table].")
     # A run's file may say "" for none, as in prompts_file = "".
     shared = {name: table[name] for name in SHARED if table.get(name, "") != ""}
-    named = {**shared, **options}
-    for name, value in given.items():
-        assign(named, name, value)
-    return named
+    all_options = {**shared, **options}
+    for name, value in settings.items():
+        assign(all_options, name, value)
+    return all_options
 
 
 def load_options(
-    config: str | Path | None, given: Mapping[str, Any], before: Mapping[str, Any] | None = None
+    config: str | Path | None, settings: Mapping[str, Any], before: Mapping[str, Any] | None = None
 ) -> ImproveOptions:
-    """The options that a user names, as `named_options` has them, and over those of a search that goes on, `before`.
+    """Load the options that a user sets (`named_options`). They override `before`, the options of a resumed search.
     Raises ConfigError."""
-    table = {**(before or {}), **named_options(config, given)}
+    table = {**(before or {}), **named_options(config, settings)}
     try:
         return msgspec.convert(table, ImproveOptions, strict=True)
     except msgspec.ValidationError as error:
@@ -96,13 +96,14 @@ def load_options(
         if unknown := sorted(set(table) - set(ImproveOptions.__struct_fields__)):
             if removed := removed_setting(f"prompts.{unknown[0]}", table[unknown[0]]):
                 raise removed from None
-            raise ConfigError(unknown[0], table[unknown[0]], "is no option of a search for prompts", PAGE) from None
+            fault = "is not an option of a search for prompts"
+            raise ConfigError(unknown[0], table[unknown[0]], fault, PAGE) from None
         place = field if field.partition(".")[0] in SHARED else f"prompts.{field}"
         raise ConfigError(place, table.get(field), expected(fault), PAGE) from None
 
 
 def with_whole_places(options: ImproveOptions) -> ImproveOptions:
-    """The options with absolute paths of the files that there are, so that a search goes on from any folder."""
+    """Return the options with absolute paths of existing files, so that a search can be resumed from any folder."""
 
     def whole(place: str | None) -> str | None:
         return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
@@ -113,16 +114,16 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
 
 
 LIMITS = frozenset({"max_calls", "max_cost"})
-"""Options that limit what a search may spend."""
+"""Options that limit the spending of a search."""
 CHANGEABLE = LIMITS | frozenset(
     {"prices", "rounds", "concurrency", "episode_timeout", "reflection_url", "reflection_key_env"}
 )
-"""Options that a resumed search may change: none of them changes what was found so far."""
+"""Options that a resumed search may change: none of them changes the results so far."""
 
 
-def check_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a search that goes on has other options, as plain data, that make it another one."""
-    for name, value in now.items():
+def check_changes(before: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the options of a resumed search, as plain data, would make it another search."""
+    for name, value in options.items():
         if name not in CHANGEABLE and before.get(name) != value:
             fault = f"was {before.get(name)!r} when the search began, and cannot be changed"
             raise ConfigError(name, value, fault, f"May be changed: {', '.join(sorted(CHANGEABLE))}.")
@@ -133,8 +134,8 @@ class PromptRun:
 
     RUN/improve.json   options, tasks and application
     RUN/records.db     every episode and every request to the reflection model
-    RUN/parts.json     the parts that were found, unchanged
-    RUN/prompts.json   the best prompts so far, with what is known of them
+    RUN/parts.json     the parts of the application's prompts, unchanged
+    RUN/prompts.json   the best prompts so far, with their results
     RUN/candidates.json  every candidate of the search
     """
 
@@ -149,8 +150,8 @@ class PromptRun:
 
 
 class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """improve.json of a search: its application ("" for one given as an object), the folder in which it was started,
-    its tasks and options, and the secret of its marks."""
+    """improve.json of a search: its application ("" if it was started with an object), the folder in which it was
+    started, its tasks and options, and the secret of its marks."""
 
     app: str
     cwd: str
@@ -160,19 +161,20 @@ class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
 
     def orders_with(self, app: str) -> dict[str, str]:
-        """The code, the address and the key variable that it names, with the address of its application."""
-        named = {"workflow": app}
+        """Return the code, the address and the key variable that it names. `app` is the address of its application."""
+        orders: dict[str, str] = {}
+        if app:
+            orders["workflow"] = app
         for name in ("roles_by", "redact", "reflection_url", "reflection_key_env"):
             value = self.options.get(name)
             if value and (":" in value or name == "reflection_key_env"):
-                named[name] = value
-        orders = {name: value for name, value in named.items() if value}
+                orders[name] = value
         return {**orders, FOLDER: self.cwd} if orders else {}
 
 
 def read_search(path: str | Path) -> StoredSearch:
-    """The search of a folder, with its application where it is now. Raises RunError."""
-    search = _as_written(path)
+    """Read the search of a folder, with the present address of its application. Raises RunError."""
+    search = _read_stored(path)
     if not search.app:
         return search
     app = present_address(search.app, {"folder": search.cwd}, PromptRun(path).path)
@@ -180,13 +182,13 @@ def read_search(path: str | Path) -> StoredSearch:
 
 
 def orders_of_search(path: str | Path) -> FolderOrders:
-    """What a search's folder decides of code, addresses and keys. Raises RunError."""
-    written, now = _as_written(path), read_search(path)
-    return FolderOrders(PromptRun(path).path, now.orders_with(now.app), written.orders_with(written.app))
+    """Return the code, addresses and key variables that the folder of a search names. Raises RunError."""
+    stored, present = _read_stored(path), read_search(path)
+    return FolderOrders(PromptRun(path).path, present.orders_with(present.app), stored.orders_with(stored.app))
 
 
-def _as_written(path: str | Path) -> StoredSearch:
+def _read_stored(path: str | Path) -> StoredSearch:
     file = PromptRun(path).described
     if not file.is_file():
-        raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
+        raise RunError(f"{path} holds no search that could continue.", "Leave out --resume.")
     return read_typed(file, StoredSearch, "Begin a new search, with another --out.")

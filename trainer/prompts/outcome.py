@@ -1,4 +1,4 @@
-"""What a search has found: the file of prompts with its provenance, and the report."""
+"""The result of a search: the file of prompts with its provenance, and the report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cotune.prompts.wording import Wording
 from cotune.storage.judge_ledger import totals_of
 from cotune.tables import BAD, GOOD, cells, grid, plural
 from cotune.trainer.evaluation.statistics import shown
-from cotune.trainer.prompts.found import IMPROVED
 from cotune.trainer.prompts.held_out import HeldOut, Verdict
+from cotune.trainer.prompts.improved_parts import IMPROVED
 from cotune.trainer.prompts.options import PromptRun
 from cotune.trainer.prompts.problem import PromptProblem
 from cotune.trainer.run.run_folder import write_atomically
@@ -31,7 +31,7 @@ _COUNTED = {
     "scorer_errors": "answers got no reward, as their scorer failed",
     "judge_errors": "runs got no outcome, as their judge failed",
 }
-"""What is counted beside runs and calls."""
+"""The counts of a search in addition to runs and calls, in words."""
 _REFUSED = {
     "lost_slot": "lost or repeated a slot",
     "same": "said what the prompt says now",
@@ -49,7 +49,7 @@ _REFUSED = {
 
 
 class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `improve`. `verdict` is that on the held-out tasks."""
+    """The result of `improve`. `verdict` is on the held-out tasks."""
 
     path: str
     prompts: Prompts
@@ -66,16 +66,21 @@ class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
     credit: str
     taken: dict[str, int]
     ended: str = ""
-    """Why the search ended before its last round; empty where it came to it."""
+    """The reason if the search ended before its last round, else empty."""
     notes: tuple[str, ...] = ()
 
 
 def described(
-    problem: PromptProblem, credit: str, held: HeldOut | None, ended: str, notes: tuple[str, ...], folder: PromptRun
+    problem: PromptProblem,
+    credit: str,
+    held_out: HeldOut | None,
+    ended: str,
+    notes: tuple[str, ...],
+    folder: PromptRun,
 ) -> ImproveReport:
-    """The report, with the prompts as they are to be written."""
+    """Return the report, with the prompts to write."""
     best, first = problem.best(), problem.pool[0]
-    verdict: Verdict = "not shown" if held is None else held.verdict
+    verdict: Verdict = "not shown" if held_out is None else held_out.verdict
     options, spending = problem.evaluations.options, problem.evaluations.spending
     counts = dict(problem.evaluations.counts)
     if problem.unscored:
@@ -102,7 +107,7 @@ def described(
         },
         evaluation={
             "verdict": verdict,
-            "held_out": None if held is None else held.to_json(),
+            "held_out": None if held_out is None else held_out.to_json(),
             "validation": {"base": first.score, "best": best.score, "tasks": len(first.scores)},
         },
     )
@@ -110,7 +115,7 @@ def described(
         path=str(folder.path),
         prompts=prompts,
         verdict=verdict,
-        held_out=held,
+        held_out=held_out,
         validation=(first.score, best.score),
         candidates=len(problem.pool) - 1,
         spending=dict(spending.to_json()),
@@ -125,24 +130,30 @@ def described(
 
 
 def _judges(folder: PromptRun) -> str:
-    """What judges have asked, which has limits of its own."""
+    """Describe the requests of judges, which have separate limits; empty without any."""
     total = totals_of(folder.path)
     if not total.get("requests"):
         return ""
-    return f"judges, beside this: {plural(int(total['requests']), 'request')}, {total['cost']:.4g} of money"
+    return f"judges, in addition: {plural(int(total['requests']), 'request')}, {total['cost']:.4g} of money"
 
 
 def write_candidates(folder: PromptRun, problem: PromptProblem) -> None:
     """Write the pool of a search, each candidate with its texts and scores."""
-    pool = [
-        {"texts": dict(one.texts), "score": one.score, "scores": dict(one.scores), "made_of": one.parent}
-        for one in problem.pool
-    ]
+    pool: list[dict[str, Any]] = []
+    for candidate in problem.pool:
+        pool.append(
+            {
+                "texts": dict(candidate.texts),
+                "score": candidate.score,
+                "scores": dict(candidate.scores),
+                "made_of": candidate.parent,
+            }
+        )
     write_atomically(folder.candidates, json.dumps(pool, indent=2, ensure_ascii=False).encode())
 
 
 def render(report: ImproveReport) -> Group:
-    """The report for the terminal."""
+    """Render the report for a terminal."""
     lines: list[RenderableType] = []
     wording = Wording(report.prompts.parts)
     for part in report.prompts.parts:
@@ -169,7 +180,7 @@ def render(report: ImproveReport) -> Group:
 
 
 def verdict_text(report: ImproveReport) -> str:
-    """The verdict in one or two sentences."""
+    """Return the verdict in one or two sentences."""
     before, after = report.validation
     luck = (
         f"On the tasks to choose by the score went from {before:.3f} to {after:.3f}, which says little: the best of "
@@ -181,9 +192,9 @@ def verdict_text(report: ImproveReport) -> str:
             return "No better prompts were found."
         return f"Not shown: there is no comparison on the held-out tasks. {luck}"
     difference = shown(held.difference, "+.3f")
-    said = f"{held.base:.3f} before, {held.best:.3f} after, difference {difference} on {held.tasks} tasks"
+    figures = f"{held.base:.3f} before, {held.best:.3f} after, difference {difference} on {held.tasks} tasks"
     level = "95%" if held.asked <= 1 else f"{100 * held.level:.1f}%, as {held.asked} candidates were asked about"
     words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
     tokens = f"Tokens of prompts a run: {held.prompt_tokens[0]:.0f} -> {held.prompt_tokens[1]:.0f}."
     left_out = f" Left out: {plural(held.unknown, 'task')} without a known outcome." if held.unknown else ""
-    return f"{words[report.verdict]} on held-out tasks: {said} ({level}).{left_out} {tokens}"
+    return f"{words[report.verdict]} on held-out tasks: {figures} ({level}).{left_out} {tokens}"

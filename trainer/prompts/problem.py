@@ -1,4 +1,4 @@
-"""A search's questions, asked from gepa's thread and answered on the event loop of the run."""
+"""The problem that gepa solves: it calls from its own thread, and the answers are computed on the run's event loop."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from cotune.trainer.prompts.credit import Credit, Turns
 from cotune.trainer.prompts.evaluations import Evaluations
 from cotune.trainer.prompts.reflection import Reflection, new_text, request
 from cotune.trainer.prompts.showing import examples, slot_values
+from cotune.trainer.prompts.task_result import TaskResult
 from cotune.trainer.prompts.texts import edited
-from cotune.trainer.prompts.tried import Tried
 
 T = TypeVar("T")
-Guard = Callable[[PromptPart, str, str, Sequence[Tried]], Sequence[str]]
-"""Of a part, its text now, a proposed one and the runs that it was made from: names of the rules that it breaks."""
+Guard = Callable[[PromptPart, str, str, Sequence[TaskResult]], Sequence[str]]
+"""Takes a part, its present text, a proposed text and the runs behind the proposal. Returns the names of the rules that
+the proposal breaks."""
 
 UNSCORED = -1e6
-"""In place of every score of a candidate of which a call did not match: it is never better than anything."""
+"""Replaces all scores of a candidate if a call did not have the text to edit, so that it is never better."""
 SCORERS = 0.5
-"""How much the mean of the roles' own scorers counts, next to 1 for the outcome: a role that gets better shows even
-while the next role wastes its answers."""
+"""Weight of the mean score of the roles' scorers; the outcome has weight 1. An improved role shows in this score even
+if the next role wastes its answers."""
 SHOWN = 3
-"""Runs that the reflection model sees each time: the worst ones, and one of the best. More would fill its context."""
+"""Number of the worst runs that the reflection model sees each time, in addition to one of the best. More would fill
+its context."""
 SPARE_ROUNDS = 10
-"""Rounds without a new run, beyond three for each minibatch, after which none is to be expected: all minibatches are
-perfect, or all proposals are refused or known."""
+"""The search ends after this many rounds without a new run, plus three for each minibatch: then all minibatches are
+perfect, or all proposals are refused or were tried before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A candidate of the pool: its texts, its scores by validation task, and the candidate that it was made of."""
+    """A candidate of the pool: its texts, its scores by validation task, and the candidate it was derived from."""
 
     texts: Mapping[str, str]
     scores: Mapping[str, float]
@@ -54,14 +56,14 @@ class Accepted:
 
 @dataclass
 class PromptProblem:
-    """What the search asks, with all that answers it. Its methods are called in gepa's thread."""
+    """The search problem for gepa, with everything it needs. Methods are called in gepa's thread."""
 
     evaluations: Evaluations
     reflection: Reflection
     base: Prompts
-    """All parts, with the texts from which the search starts."""
+    """All parts, with their texts at the start of the search."""
     parts: Mapping[str, PromptPart]
-    """Those that may change, by name."""
+    """The parts that may change, by name."""
     wording: Wording
     tasks: Mapping[str, Task]
     credit: Credit
@@ -72,44 +74,49 @@ class PromptProblem:
     on_accepted: Callable[[Accepted], None] = lambda accepted: None
     pool: list[Accepted] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    """Proposals by why they were refused."""
+    """Number of refused proposals by reason."""
     ended: Exception | None = None
-    """Why the search ended before its last round."""
+    """The error that ended the search before its last round."""
     unscored: int = 0
-    """Candidates of which a call did not match."""
+    """Number of candidates with a call that did not have the text to edit."""
     rounds: int = 0
     exhausted: bool = False
-    """Whether it ended as nothing new was proposed any more."""
+    """Whether it ended because nothing new was proposed any more."""
 
     def __post_init__(self) -> None:
         self._parents: dict[tuple[tuple[str, str], ...], Candidate] = {}
-        self._met: set[tuple[str, str]] = set()
-        self._news = self._idle = 0
+        self._evaluated: set[tuple[str, str]] = set()
+        """Ids of prompts and tasks that have been run."""
+        self._new_in_round = self._idle_rounds = 0
         self._waiting: concurrent.futures.Future[Any] | None = None
         self._stopped = False
 
     def prompts(self, candidate: Candidate) -> Prompts:
-        """The prompts of a candidate."""
+        """Return the prompts of a candidate."""
         return edited(self.base, self.wording, candidate)
 
     def start(self) -> dict[str, str]:
-        """The candidate from which the search starts."""
+        """Return the first candidate of the search."""
         return {part.name: self.wording.text(part.now) for part in self.parts.values()}
 
     def evaluate(self, candidate: Candidate, tasks: Sequence[str]) -> list[Graded]:
+        """Run a candidate on tasks, and return its scores."""
         prompts = self.prompts(candidate)
-        made_of = self._parents.get(_key(candidate))
-        parent = None if made_of is None else self.prompts(made_of)
+        parent_texts = self._parents.get(_key(candidate))
+        parent = None if parent_texts is None else self.prompts(parent_texts)
         try:
-            tried = self._wait(self.evaluations.run(prompts, [self.tasks[id] for id in tasks], parent=parent))
+            results = self._wait(self.evaluations.run(prompts, [self.tasks[id] for id in tasks], parent=parent))
         except Exception as error:
             self.ended = error
             raise
-        self._count((prompts.id, task) for task in tasks)
-        if any(one.unmatched for one in tried):
+        for task in tasks:
+            if (prompts.id, task) not in self._evaluated:
+                self._evaluated.add((prompts.id, task))
+                self._new_in_round += 1
+        if any(result.unmatched for result in results):
             self.unscored += 1
-            return [Graded(UNSCORED, one) for one in tried]
-        return [Graded(one.score(SCORERS, self.floor), one) for one in tried]
+            return [Graded(UNSCORED, result) for result in results]
+        return [Graded(result.score(SCORERS, self.floor), result) for result in results]
 
     def choose(self, candidate: Candidate, graded: Sequence[Graded]) -> list[str]:
         return self.turns.next()
@@ -118,7 +125,7 @@ class PromptProblem:
         if self._stopped or self.ended is not None:  # gepa asks again after an error
             return {}
         try:
-            new = self._wait(self._proposed(candidate, parts, [one.of for one in graded]))
+            new = self._wait(self._proposed(candidate, parts, [scored.of for scored in graded]))
         except Exception as error:  # noqa: BLE001 - gepa would hide it, and spend the rest
             self.ended = error
             return {}
@@ -127,19 +134,22 @@ class PromptProblem:
         return new
 
     def accepted(self, candidate: Candidate, scores: Mapping[str, float], parent: int | None) -> None:
-        made = Accepted(texts=dict(candidate), scores=dict(scores), parent=parent)
-        self.pool.append(made)
+        """Add a candidate to the pool."""
+        new = Accepted(texts=dict(candidate), scores=dict(scores), parent=parent)
+        self.pool.append(new)
         try:
-            self.on_accepted(made)
+            self.on_accepted(new)
         except Exception as error:  # noqa: BLE001 - gepa would hide it
             self.ended = error
 
     def stop(self) -> bool:
+        """Count a round, and return whether the search ends before it."""
         self.rounds += 1
-        self._idle, self._news = 0 if self._news else self._idle + 1, 0
+        self._idle_rounds = 0 if self._new_in_round else self._idle_rounds + 1
+        self._new_in_round = 0
         options = self.evaluations.options
-        spare = SPARE_ROUNDS + 3 * -(-len(self.tasks) // options.minibatch)
-        self.exhausted = self._idle > spare
+        minibatches = -(-len(self.tasks) // options.minibatch)  # rounded up
+        self.exhausted = self._idle_rounds > SPARE_ROUNDS + 3 * minibatches
         return self._stopped or self.ended is not None or self.exhausted or self.rounds > options.rounds
 
     def cancel(self) -> None:
@@ -149,27 +159,35 @@ class PromptProblem:
             self._waiting.cancel()
 
     def best(self) -> Accepted:
-        """The candidate with the best mean on the validation tasks; of equals the first one, from which the search
-        started, or else the shortest."""
-        return max(self.pool, key=lambda one: (one.score, one is self.pool[0], -sum(map(len, one.texts.values()))))
+        """Return the candidate with the best mean on the validation tasks. Among equals, the start of the search wins,
+        then the shortest."""
 
-    async def _proposed(self, candidate: Candidate, parts: Sequence[str], tried: Sequence[Tried]) -> dict[str, str]:
+        def rank(candidate: Accepted) -> tuple[float, bool, int]:
+            length = sum(len(text) for text in candidate.texts.values())
+            return candidate.score, candidate is self.pool[0], -length
+
+        return max(self.pool, key=rank)
+
+    async def _proposed(
+        self, candidate: Candidate, parts: Sequence[str], results: Sequence[TaskResult]
+    ) -> dict[str, str]:
         new: dict[str, str] = {}
         for name in parts:
-            text = await self._one(self.parts[name], candidate, tried)
+            text = await self._propose_text(self.parts[name], candidate, results)
             if text is not None:
                 new[name] = text
         return new
 
-    async def _one(self, part: PromptPart, candidate: Candidate, tried: Sequence[Tried]) -> str | None:
+    async def _propose_text(self, part: PromptPart, candidate: Candidate, results: Sequence[TaskResult]) -> str | None:
+        """Ask the reflection model for a new text of one part. Returns None if there is none, or if it is refused."""
         text = candidate[part.name]
         store = self.evaluations.store
-        fence = self.reflection.fence(part.name, text, [one.episode for one in tried])
-        shown = examples(store, part, tried, self.wording, fence, shown=SHOWN, contrasts=self.credit.contrasts)
+        fence = self.reflection.fence(part.name, text, [result.episode for result in results])
+        shown = examples(store, part, results, self.wording, fence, shown=SHOWN, contrasts=self.credit.contrasts)
         if not shown:
             self.refused["not_called"] += 1
             return None
-        values = slot_values(store, part, tried)
+        values = slot_values(store, part, results)
         most = longest(part)
         reply = await self.reflection.ask(request(part, text, values, shown, self.wording, fence, most), part.name)
         if reply is None:
@@ -182,24 +200,20 @@ class PromptProblem:
         if fence.mark in new:
             self.refused["quotes_mark"] += 1
             return None
-        against = self.guard(part, text, new, tried)
-        self.refused.update(against)
-        return None if against else new
-
-    def _count(self, met: Any) -> None:
-        before = len(self._met)
-        self._met.update(met)
-        self._news += len(self._met) - before
+        broken_rules = self.guard(part, text, new, results)
+        self.refused.update(broken_rules)
+        return None if broken_rules else new
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work on the run's event loop, and wait for it in gepa's thread."""
         if self._stopped:
             work.close()
-            raise CotuneError("The search was interrupted.", "Go on with --resume.")
+            raise CotuneError("The search was interrupted.", "Continue with --resume.")
         self._waiting = waiting = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return waiting.result()
         except concurrent.futures.CancelledError:
-            raise CotuneError("The search was interrupted.", "Go on with --resume.") from None
+            raise CotuneError("The search was interrupted.", "Continue with --resume.") from None
 
 
 def _key(candidate: Candidate) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Asks the reflection model for a new text of one part; its requests and answers are records like any."""
+"""Asks the reflection model for a new text of one part. Its requests and answers are recorded like all others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOWHERE = "http://localhost/v1"
 MOST_FAILURES = 3
 """Requests in a row that may fail."""
 _NEW = re.compile(r"<new-text>((?:(?!<new-text>).)*?)</new-text>", re.DOTALL)
-"""The marks alone may stand in what the model thinks aloud: the last text between them counts."""
+"""The model may also use the marks while it thinks aloud, so the last text between them counts."""
 
 _SYSTEM = """You improve one text of an application that calls language models: an instruction that one of its roles \
 gets with every request. You see the text as it is now, and runs of the application with it. Find out why answers went \
@@ -55,8 +55,10 @@ def request(
     fence: Fence,
     longest: int,
 ) -> list[dict[str, Any]]:
-    """The messages of a request for a new text of `part`, which says `text` now."""
-    lines = [f"The text is the {_what(part)} of the role{'s' if len(part.roles) > 1 else ''} {', '.join(part.roles)}."]
+    """Return the messages of a request for a new text of `part`; `text` is its present text."""
+    lines = [
+        f"The text is the {_part_name(part)} of the role{'s' if len(part.roles) > 1 else ''} {', '.join(part.roles)}."
+    ]
     if part.old.slots:
         lines.append(
             "The application fills in what differs from request to request. Each of these marks must stand in the new "
@@ -73,12 +75,14 @@ def request(
 
 
 def new_text(reply: str, old: str) -> str | None:
-    """The text that a reply proposes, with the white space at the ends of the old one; None without one."""
-    found = _NEW.findall(reply)
-    return as_wide(found[-1], old) if found and found[-1].strip() else None
+    """Return the text that a reply proposes, with the white space at the ends of the old one; None without a text."""
+    texts = _NEW.findall(reply)
+    if not texts or not texts[-1].strip():
+        return None
+    return as_wide(texts[-1], old)
 
 
-def _what(part: PromptPart) -> str:
+def _part_name(part: PromptPart) -> str:
     return {
         "system": "system message",
         "user": "first instruction, a user message,",
@@ -93,39 +97,39 @@ def _legend(mark: str, values: Sequence[str], fence: Fence) -> str:
 
 @dataclass
 class Reflection:
-    """The reflection model. What it answered before the search was interrupted, it answers again."""
+    """The reflection model. Its answers from before an interruption are used again."""
 
     store: Store
     options: ImproveOptions
     spending: Spending
     secret: str
-    """Of this search: marks of data are made of it, so that no data can know them."""
+    """The secret of this search. The marks of data are derived from it, so that data cannot contain them."""
     responder: Responder | None = None
-    """Answers in place of the model."""
+    """Answers instead of the model."""
     asked: int = 0
     failures: int = 0
     last_error: str = ""
-    _kept: dict[str, deque[str]] = field(default_factory=dict)
+    _recorded: dict[str, deque[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for episode in self.store.episodes(EpisodeFilters(phase=REFLECTING)):
             calls = self.store.calls(episode.id)
             self.spending.count(calls, reflection=True)
             if episode.status == "ok":
-                self._kept.setdefault(episode.task.id, deque()).append(self._reply(episode.id))
+                self._recorded.setdefault(episode.task.id, deque()).append(self._reply(episode.id))
 
     def fence(self, *about: object) -> Fence:
-        """Marks for the data of one request."""
+        """Return the marks for the data of one request."""
         return Fence(hashlib.sha256(canonical([self.secret, *about])).hexdigest()[:16])
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], name: str) -> str | None:
-        """The reply to a request, about the part `name`; None where it failed. Raises RunError where several failed in
-        a row, LimitReached."""
+        """Return the reply to a request about the part `name`; None if it failed. Raises LimitReached, and RunError if
+        `MOST_FAILURES` requests in a row have failed."""
         id = hashlib.sha256(canonical([self.options.reflection, list(messages)])).hexdigest()[:24]
-        if self._kept.get(id):
+        if self._recorded.get(id):
             self.failures = 0
             self.asked += 1
-            return self._kept[id].popleft()
+            return self._recorded[id].popleft()
         self.spending.require_room()
 
         async def reflect(_: Any) -> dict[str, float | None]:
@@ -155,7 +159,7 @@ class Reflection:
             raise RunError(
                 f"The reflection model {self.options.reflection} failed {self.failures} times in a row: "
                 f"{self.last_error}",
-                "Check --reflection, --set reflection_url and the key of the environment, then go on with --resume.",
+                "Check --reflection, --set reflection_url and the key of the environment, then continue with --resume.",
             )
         return None
 

@@ -1,4 +1,4 @@
-"""What a search has spent, by role, and its limits."""
+"""The calls, tokens and money that a search has spent, by role, and its limits."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class Spent:
 
 @dataclass
 class Spending:
-    """Spent by role, and the limits. `reserve` is what must be left for the comparison on held-out tasks."""
+    """The amounts spent by role, and the limits. `reserve` episodes are kept for the comparison on held-out tasks."""
 
     max_calls: int
     max_cost: float | None
     prices: Prices
     by_role: dict[str, Spent] = field(default_factory=dict)
     episodes: int = 0
-    """Of the application; a request to the reflection model is none."""
+    """Episodes of the application; requests to the reflection model do not count."""
     asked: int = 0
-    """Calls of these, those that were answered from a record too."""
+    """Calls of these episodes, including calls that were answered from a record."""
     running: int = 0
-    """Episodes under way, of which nothing is counted yet."""
+    """Episodes that are running and not counted yet."""
     reserve: int = 0
-    """Episodes."""
+    """Episodes to keep for the held-out tasks."""
 
     def count(self, calls: Sequence[CallRecord], *, reflection: bool = False) -> None:
-        """Count the calls of an episode that has ended; those answered from a record cost nothing."""
+        """Count the calls of an episode that has ended. Calls that were answered from a record cost nothing."""
         if not reflection:
             self.episodes += 1
             self.asked += len(calls)
         self.add(calls)
 
     def add(self, calls: Sequence[CallRecord]) -> None:
-        """Count calls of an episode that has not come to its end."""
+        """Count the calls of an episode that did not end."""
         for call in calls:
             if call.replayed is None:
                 self._add(call)
@@ -74,11 +74,11 @@ class Spending:
 
     @property
     def calls(self) -> int:
-        return sum(one.calls for one in self.by_role.values())
+        return sum(spent.calls for spent in self.by_role.values())
 
     @property
     def cost(self) -> float:
-        return sum(one.cost for one in self.by_role.values())
+        return sum(spent.cost for spent in self.by_role.values())
 
     @property
     def calls_per_episode(self) -> float:
@@ -90,7 +90,7 @@ class Spending:
 
     @property
     def limit(self) -> str:
-        """The limit that one more episode could pass, in words; empty where there is room."""
+        """The limit that one more episode could pass, in words; empty if there is room."""
         further = self.running + self.reserve + 1
         if self.calls + further * self.calls_per_episode > self.max_calls:
             return f"max_calls = {self.max_calls}"
@@ -99,22 +99,22 @@ class Spending:
         return ""
 
     def require_room(self) -> None:
-        """Raise LimitReached where one more episode could pass a limit."""
+        """Raise LimitReached if one more episode could pass a limit."""
         if limit := self.limit:
-            kept = f", and {self.reserve} runs are kept for the held-out tasks" if self.reserve else ""
-            each = f"a run takes about {self.calls_per_episode:.1f}{kept}"
+            reserved = f", and {self.reserve} runs are kept for the held-out tasks" if self.reserve else ""
+            each = f"a run takes about {self.calls_per_episode:.1f}{reserved}"
             raise LimitReached(
                 f"The search has reached {limit}: {self.calls} calls are made, {each}.",
-                "Raise it and go on with --resume.",
+                "Raise it and continue with --resume.",
             )
 
     @property
     def unpriced(self) -> str:
-        """The calls that count as no money, in words; empty without any, or without prices."""
-        found = {role: spent.unpriced for role, spent in sorted(self.by_role.items()) if spent.unpriced}
-        if not found or not self.prices:
+        """The calls whose cost is not known, in words; empty without any, or without prices."""
+        unpriced = {role: spent.unpriced for role, spent in sorted(self.by_role.items()) if spent.unpriced}
+        if not unpriced or not self.prices:
             return ""
-        calls = ", ".join(f"{count} of {role}" for role, count in found.items())
+        calls = ", ".join(f"{count} of {role}" for role, count in unpriced.items())
         return f"counted as no money: calls whose model has no --price, or that reported no tokens ({calls})"
 
     def to_json(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The tasks of a search: some to reflect on, some to choose by, and some that it never sees."""
+"""The tasks of a search: some to reflect on, some to choose candidates by, and held-out ones, which it never uses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cotune.trainer.prompts.options import ImproveOptions
 LEAST = 2
 """Tasks of each kind."""
 VALIDATION = 0.4
-"""Share of the tasks that chooses between candidates; the others are reflected on."""
-_MORE = "Give more tasks: with few, what is found is luck."
+"""Share of the tasks that chooses between candidates; the search reflects on the others."""
+_MORE = "Give more tasks: with few, a better candidate is luck."
 
 
 class SearchTasks(msgspec.Struct, frozen=True):
-    """Tasks to reflect on, to choose between candidates by, and held out; and what is to be said of them."""
+    """Tasks to reflect on (`train`), tasks to choose between candidates, held-out tasks, and notes for the user."""
 
     train: Sequence[Task]
     validation: Sequence[Task]
@@ -31,21 +31,22 @@ class SearchTasks(msgspec.Struct, frozen=True):
 
 
 def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTasks:
-    """The split, by a hash of the tasks' ids. Raises ConfigError where there are too few, and for a file of held-out
-    tasks that is none."""
+    """Split the tasks by a hash of their ids. Raises ConfigError if there are too few, or if the file of held-out tasks
+    cannot be read."""
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{options.seed} {task.id}".encode()).digest())
     notes: list[str] = []
     if options.eval_tasks is not None:
-        held_out, rest = load_tasks(options.eval_tasks), ranked
+        held_out, for_search = load_tasks(options.eval_tasks), ranked
         notes += overlap(tasks, held_out)
     else:
         third = len(ranked) // 3
-        held_out, rest = ranked[:third], ranked[third:]
+        held_out, for_search = ranked[:third], ranked[third:]
         notes.append(f"held out: {plural(third, 'task')} of {len(tasks)}; --eval-tasks FILE takes others")
-    validation = max(LEAST, round(VALIDATION * len(rest)))
-    found = SearchTasks(rest[validation:], rest[:validation], held_out, notes)
+    validation = max(LEAST, round(VALIDATION * len(for_search)))
+    split = SearchTasks(for_search[validation:], for_search[:validation], held_out, notes)
     for name in ("train", "validation", "held_out"):
-        if len(getattr(found, name)) < LEAST:
-            fault = f"leaves {plural(len(getattr(found, name)), 'task')} for {name.replace('_', ' ')}"
-            raise ConfigError("tasks", len(tasks), f"{fault}, of which {LEAST} are needed", _MORE)
-    return found
+        count = len(getattr(split, name))
+        if count < LEAST:
+            fault = f"leaves {plural(count, 'task')} for {name.replace('_', ' ')}, and {LEAST} are needed"
+            raise ConfigError("tasks", len(tasks), fault, _MORE)
+    return split

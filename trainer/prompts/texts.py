@@ -11,19 +11,18 @@ from cotune.prompts.wording import Wording
 
 
 def as_wide(text: str, like: str) -> str:
-    """`text` with the white space at the ends of `like`: models strip it, and applications may rely on it."""
+    """Return `text` with the white space at the ends of `like`: models strip it, and applications may rely on it."""
     start = like[: len(like) - len(like.lstrip())]
     end = like[len(like.rstrip()) :]
     return f"{start}{text.strip()}{end}" if like.strip() else text
 
 
 def edited(parts: Prompts, wording: Wording, texts: Mapping[str, str]) -> Prompts:
-    """The prompts with these texts, by the names of their parts."""
-
-    def one(part: PromptPart) -> PromptPart:
-        if part.name not in texts:
-            return part
-        new = wording.template(texts[part.name])
-        return msgspec.structs.replace(part, new=None if new == part.old else new)
-
-    return msgspec.structs.replace(parts, parts=tuple(one(part) for part in parts.parts))
+    """Return the prompts with these new texts, by the names of their parts."""
+    edited_parts: list[PromptPart] = []
+    for part in parts.parts:
+        if part.name in texts:
+            new = wording.template(texts[part.name])
+            part = msgspec.structs.replace(part, new=None if new == part.old else new)
+        edited_parts.append(part)
+    return msgspec.structs.replace(parts, parts=tuple(edited_parts))
