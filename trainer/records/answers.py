@@ -19,11 +19,11 @@ from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
 
-_REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
+_REDACTED = "{count} answers are of calls with redacted parts: their replacements are learned"
 _REWARDED = "Lower records.min_reward, or give rewards with: cotune records score RUN app:solve --write."
 _MEANINGS = {
-    "inexpressible": "the model's chat template does not write the answer, or writes what would be read back as "
-    "something else",
+    "inexpressible": "the model's chat template does not write the answer, or its text would be read back as another "
+    "answer",
     "unrenderable": "the model's chat template refuses the messages",
 }
 _REMEDIES = {
@@ -38,7 +38,7 @@ _REASONING = "{count} answers lose their reasoning, which the chat template does
 
 
 class Unwritten:
-    """Answers that were to be learned and have no row, by role and reason."""
+    """Counts the answers to learn from that have no row, by role and reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, Counter[str]] = {}
@@ -50,92 +50,99 @@ class Unwritten:
         self._tool_calls[role] += reason in _MEANINGS and bool(answer.tool_calls)
 
     def notes(self, learned: Mapping[str, int]) -> tuple[str, ...]:
-        """What to know of the roles that learn nothing, of the rows that each has `learned`, or that say what the
-        template cannot write: how much it is, why, and what to do."""
-        return tuple(
-            self._note(role, learned.get(role, 0), reasons)
-            for role, reasons in sorted(self._reasons.items())
-            if not learned.get(role) or reasons.keys() & _MEANINGS.keys()
-        )
+        """Return a note for each role that learns nothing, or with answers that the chat template cannot write: their
+        number, the reason and the remedy. `learned` has the number of rows of each role."""
+        notes: list[str] = []
+        for role, reasons in sorted(self._reasons.items()):
+            if not learned.get(role) or reasons.keys() & _MEANINGS.keys():
+                notes.append(self._note(role, learned.get(role, 0), reasons))
+        return tuple(notes)
 
     def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
         lost = reasons.total()
-        why = counts(reasons) + (f", of them {calls} tool calls" if (calls := self._tool_calls[role]) else "")
+        why = counts(reasons)
+        if tool_calls := self._tool_calls[role]:
+            why += f", of them {tool_calls} tool calls"
         if learned:
             return f"Role {role} learns {learned} of {learned + lost} answers; left out are {why}. {_remedy(reasons)}"
         return f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_remedy(reasons)}"
 
 
 def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_failure: OnFailure = "lowest") -> Recorded:
-    """The answers of a records file that `settings` ask for, as rows.
+    """Return the recorded answers that `settings` select, as rows.
 
-    Failed branches count in an answer's value as `on_failure` says. Held-out evaluations of a run and its first look at
-    the application are not learned from. Raises RecordError where no answer is left.
+    Failed branches count in an answer's value as `on_failure` says. Evaluations of a run and its first episodes, which
+    find the roles, are left out. Raises RecordError if no answer is left.
     """
     left_out: Counter[str] = Counter()
     noted: Counter[str] = Counter()
     tasks: dict[str, str] = {}
     rows, learned = Rows(), Counter[str]()
-    of_episode: dict[str, list[TrainRow]] = {}
-    episodes = learned_from(store, left_out)
     unwritten = Unwritten()
-    listed = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
-    before = ""
-    for found in listed:
-        if found.episode.id != before:
-            rows.add(before, {role: join_turns(turns) for role, turns in of_episode.items()})
-            before, of_episode = found.episode.id, {}
-        row = _row(readers(found.call.role), found, noted)
+    episodes = learned_from(store, left_out)
+    answers = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
+
+    # Answers come by episode. When the next episode begins, the rows of the last one are joined and written.
+    episode = ""
+    turns_of_role: dict[str, list[TrainRow]] = {}
+    for answer in answers:
+        if answer.episode.id != episode:
+            rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
+            episode, turns_of_role = answer.episode.id, {}
+        row = _row(readers(answer.call.role), answer, noted)
         if isinstance(row, str):
             left_out[row] += 1
-            unwritten.add(found.call.role, row, found.call.candidates[found.call.chosen or 0])
+            unwritten.add(answer.call.role, row, answer.call.candidates[answer.call.chosen or 0])
             continue
-        noted[_REDACTED] += found.call.redacted
-        tasks[found.episode.id] = found.episode.task.id
-        of_episode.setdefault(found.call.role, []).append(row)
+        noted[_REDACTED] += answer.call.redacted
+        tasks[answer.episode.id] = answer.episode.task.id
+        turns_of_role.setdefault(answer.call.role, []).append(row)
         learned[row.role] += 1
-    rows.add(before, {role: join_turns(turns) for role, turns in of_episode.items()})
+    rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
+
     if not rows:
         raise RecordError(
             f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
         )
-    notes = (*unwritten.notes(learned), *(text.format(count=count) for text, count in noted.items() if count))
-    return Recorded(rows=rows, tasks=tasks, left_out=dict(left_out), notes=notes)
+    notes = [*unwritten.notes(learned)]
+    notes += [text.format(count=count) for text, count in noted.items() if count]
+    return Recorded(rows=rows, tasks=tasks, left_out=dict(left_out), notes=tuple(notes))
 
 
 def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    """The rows of one role in one episode, those joined whose prompt begins with an earlier row, prompt and answer.
+    """Join the rows of one role in one episode: a row whose prompt begins with the prompt and answer of an earlier row
+    becomes part of that row.
 
-    A joined row has a loss mask: what stands between the answers does not count. The loss stays the same, and what the
-    turns share is computed once.
+    A joined row has a loss mask: the tokens between the answers do not count. The loss stays the same, and the tokens
+    that the turns share are computed once.
     """
-    found: list[TrainRow] = []
+    joined: list[TrainRow] = []
     for row in rows:
-        at = next((i for i, one in enumerate(found) if _goes_on(row, one)), None)
-        if at is None:
-            found.append(row)
+        index = next((i for i, earlier in enumerate(joined) if _continues(row, earlier)), None)
+        if index is None:
+            joined.append(row)
             continue
-        before = found[at]
-        between = len(row.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
-        mask = before.loss_mask or (True,) * len(before.response_ids)
-        response = (*row.prompt_ids[len(before.prompt_ids) :], *row.response_ids)
-        found[at] = msgspec.structs.replace(
-            before,
+        earlier = joined[index]
+        between = len(row.prompt_ids) - len(earlier.prompt_ids) - len(earlier.response_ids)
+        mask = earlier.loss_mask or (True,) * len(earlier.response_ids)
+        response = (*row.prompt_ids[len(earlier.prompt_ids) :], *row.response_ids)
+        joined[index] = msgspec.structs.replace(
+            earlier,
             response_ids=response,
             logprobs=(0.0,) * len(response),
             loss_mask=(*mask, *(False,) * between, *(True,) * len(row.response_ids)),
             images=row.images,
         )
-    return found
+    return joined
 
 
-def _goes_on(row: TrainRow, before: TrainRow) -> bool:
-    path = before.prompt_ids + before.response_ids
-    return row.prompt_ids[: len(path)] == path and row.images[: len(before.images)] == before.images
+def _continues(row: TrainRow, earlier: TrainRow) -> bool:
+    path = earlier.prompt_ids + earlier.response_ids
+    return row.prompt_ids[: len(path)] == path and row.images[: len(earlier.images)] == earlier.images
 
 
 def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
-    """The episodes of a records file but for evaluations and first looks, whose calls are counted."""
+    """Yield the episodes of a records file, except evaluations and first looks, whose calls are counted."""
     for episode in store.episodes():
         if episode.phase.startswith("eval"):
             left_out["evaluation"] += episode.calls
@@ -145,14 +152,14 @@ def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
             yield episode
 
 
-def _row(reader: Reader, found: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
-    """The row of an answer, or why there is none."""
-    call, chat = found.call, reader.chat
+def _row(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
+    """Return the row of an answer, or the reason why there is none."""
+    call, chat = answer.call, reader.chat
     assert call.chosen is not None
-    if found.fault is not None:
-        return found.fault
-    tools, options = tools_shown(call.params, found.tools), template_options(call.params)
-    encoded = encode_answer(chat, found.messages, tools, found.answer, options)
+    if answer.fault is not None:
+        return answer.fault
+    tools, options = tools_shown(call.params, answer.tools), template_options(call.params)
+    encoded = encode_answer(chat, answer.messages, tools, answer.answer, options)
     if isinstance(encoded, str):
         return encoded
     if len(encoded.prompt) + len(encoded.answer) > reader.longest:
@@ -166,16 +173,16 @@ def _row(reader: Reader, found: RecordedAnswer, noted: Counter[str]) -> TrainRow
         logprobs=(0.0,) * len(encoded.answer),
         advantage=1.0,
         trajectory=call.episode,
-        images=chat.images(found.messages),
+        images=chat.images(answer.messages),
     )
 
 
 def _remedy(left_out: Counter[str]) -> str:
-    """What mends the commonest reason for which answers are left out."""
+    """Return the remedy for the commonest reason for which answers are left out."""
     commonest = next((reason for reason, _ in left_out.most_common(1)), "")
     return _REMEDIES.get(commonest, "Look at the records with cotune show; record more with cotune trace.")
 
 
 def counts(left_out: Mapping[str, int]) -> str:
-    """Reasons and their counts, the commonest first."""
+    """List reasons with their counts, the commonest first."""
     return ", ".join(f"{reason}: {count}" for reason, count in Counter(left_out).most_common() if count)

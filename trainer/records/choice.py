@@ -1,5 +1,4 @@
-"""Which recorded episodes a run learns from: those of an application, a version, a time, or what is new since the last
-run."""
+"""The choice of recorded episodes for a run: of an application, of a time, or new since the last run."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from cotune.trainer.run.run_folder import RunFolder
 Marks = tuple[int, int]
 
 
-class _Chosen:
-    """A store of which only some episodes are listed."""
+class _FilteredStore:
+    """A store that lists only some of its episodes."""
 
     def __init__(self, store: Store, filters: EpisodeFilters) -> None:
         self._store = store
@@ -36,9 +35,9 @@ class _Chosen:
 
 
 def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
-    """The store as the run sees it, and a sentence about it ("" for all of it).
+    """Return the store with the chosen episodes, and a sentence about the choice; it is empty if all are chosen.
 
-    The run's first start fixes what is new; run.json keeps it, so that it is the same when the run is resumed.
+    The first start of the run decides which episodes are new. run.json stores that, so that a resumed run has the same.
     """
     held = dict(folder.described.get("held") or {})
     if "until" not in held:
@@ -50,23 +49,28 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
     filters = EpisodeFilters(app=settings.app)
-    said = [f"app {settings.app}"] if settings.app else []
+    choices: list[str] = []
+    if settings.app:
+        choices.append(f"app {settings.app}")
     if settings.since == "last":
         filters = msgspec.structs.replace(filters, new=(since, until))
-        said.append(f"what is new since {held['after']}" if held["after"] else "everything, as no run came before")
+        after = held["after"]
+        choices.append(f"all episodes since {after}" if after else "everything, as no run came before")
     elif settings.since:
         filters = msgspec.structs.replace(filters, since=moment("records.since", settings.since))
-        said.append(f"since {settings.since}")
-    if not said:
+        choices.append(f"since {settings.since}")
+    if not choices:
         return store, ""
-    return cast(Store, _Chosen(store, filters)), f"learning from {', '.join(said)}"
+    return cast(Store, _FilteredStore(store, filters)), f"learning from {', '.join(choices)}"
 
 
 def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
-    """Up to where the last run beside this one has learned from the same store, and its name; None without any.
+    """Return the position in the store up to which the last run in the same folder has learned, and its name; None if
+    there is no such run.
 
-    Runs that failed or were stopped do not count: what they read is still to be learned."""
-    found: list[tuple[Marks, str]] = []
+    Runs that failed or were stopped do not count: their episodes are still to be learned.
+    """
+    finished_runs: list[tuple[Marks, str]] = []
     for path in folder.path.parent.iterdir():
         if path == folder.path or not is_run(path):
             continue
@@ -75,8 +79,8 @@ def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple
                 finished, described = run.state == "finished", run.description
         except CotuneError:
             continue
-        asked, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
-        same = held.get("store") == store_place and asked.get("app", "") == settings.app
+        records, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
+        same = held.get("store") == store_place and records.get("app", "") == settings.app
         if same and finished and "until" in held:
-            found.append((tuple(held["until"]), path.name))
-    return max(found, default=None)
+            finished_runs.append((tuple(held["until"]), path.name))
+    return max(finished_runs, default=None)

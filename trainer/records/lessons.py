@@ -1,5 +1,5 @@
-"""What is learned from records: rows by policy and episode, tokenized once and kept packed in a file, so that they may
-be more than memory holds."""
+"""The rows that are learned from records, by policy and episode. They are tokenized once and stored packed in a file,
+because there may be more than memory holds."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.chat.template import ChatTemplate
 
 FEWEST = 10
-"""With fewer tasks than these none is held out."""
+"""With fewer tasks, none is held out."""
 HELD_OUT = 0.1
-"""Share of the tasks that are held out: the loss of a few tasks is enough to see when it rises."""
+"""Share of the tasks that are held out. A few tasks are enough to see when their loss rises."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TrainRow]).decode
 
 
 class Reader(NamedTuple):
-    """How the answers of a role become rows: in the template of its policy's base, with at most `longest` tokens."""
+    """Turns the answers of a role into rows: in the chat template of its policy's base, with at most `longest`
+    tokens."""
 
     chat: ChatTemplate
     longest: int
 
 
 Readers = Callable[[str], Reader]
-"""The reader of each role."""
+"""Returns the reader of a role."""
 
 
 class Rows(Mapping[str, Mapping[str, bytes]]):
@@ -42,28 +43,31 @@ class Rows(Mapping[str, Mapping[str, bytes]]):
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self.images: dict[bytes, bytes] = {}
-        """Each image once, by the digest that rows have in its place."""
+        """Each image once, by its digest. Rows have the digests."""
 
     def add(self, episode: str, rows: Mapping[str, Sequence[TrainRow]]) -> None:
         """Add the rows of an episode by role."""
         before = self[episode] if episode in self._places else {}
-        for role, found in rows.items():
-            new = [msgspec.structs.replace(row, images=tuple(map(self._kept, row.images))) for row in found]
-            packed = _encode([*(_decode(before[role]) if role in before else ()), *new])
+        for role, role_rows in rows.items():
+            all_rows = _decode(before[role]) if role in before else []
+            for row in role_rows:
+                digests = tuple(self._store_image(image) for image in row.images)
+                all_rows.append(msgspec.structs.replace(row, images=digests))
+            packed = _encode(all_rows)
             self._places.setdefault(episode, {})[role] = (self._file.seek(0, 2), len(packed))
             self._file.write(packed)
 
-    def _kept(self, image: bytes) -> bytes:
+    def _store_image(self, image: bytes) -> bytes:
         digest = hashlib.sha256(image).digest()
         self.images[digest] = image
         return digest
 
     def __getitem__(self, episode: str) -> Mapping[str, bytes]:
-        found = {}
+        packed: dict[str, bytes] = {}
         for role, (start, size) in self._places[episode].items():
             self._file.seek(start)
-            found[role] = self._file.read(size)
-        return found
+            packed[role] = self._file.read(size)
+        return packed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -78,7 +82,7 @@ class Rows(Mapping[str, Mapping[str, bytes]]):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found in the records: rows by episode and role, the task of each episode, and what was left out."""
+    """The rows of the records by episode and role, the task of each episode, and the answers that were left out."""
 
     rows: Rows
     tasks: Mapping[str, str]
@@ -92,31 +96,33 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """What tells two records apart, as far as they are learned from, in hex."""
-        found = hashlib.blake2b(digest_size=16)
+        """A digest of the rows, in hex."""
+        digest = hashlib.blake2b(digest_size=16)
         for episode, roles in self.rows.items():
             for role, rows in roles.items():
-                found.update(f"{episode} {role} {len(rows)} ".encode() + rows)
-        return found.hexdigest()
+                digest.update(f"{episode} {role} {len(rows)} ".encode() + rows)
+        return digest.hexdigest()
 
     def of(self, episodes: Iterable[str], players: Mapping[str, str]) -> dict[str, list[TrainRow]]:
-        """The rows of some episodes by policy; `players` are the trained roles with the policies that play them."""
-        found: dict[str, list[TrainRow]] = {}
+        """Return the rows of some episodes by policy. `players` are the trained roles, each with its policy."""
+        rows: dict[str, list[TrainRow]] = {}
         for episode in episodes:
             for role, packed in self.rows[episode].items():
                 if role in players:
-                    found.setdefault(players[role], []).extend(map(self._seeing, _decode(packed)))
-        return found
+                    rows.setdefault(players[role], []).extend(map(self._with_images, _decode(packed)))
+        return rows
 
     def longest(self, players: Mapping[str, str]) -> dict[str, TrainRow]:
-        """The longest row of each policy."""
-        found: dict[str, TrainRow] = {}
+        """Return the longest row of each policy."""
+        longest: dict[str, TrainRow] = {}
         for episode in self.rows:
             for name, rows in self.of([episode], players).items():
-                found[name] = max(filter(None, (found.get(name), *rows)), key=_length)
-        return found
+                for row in rows:
+                    if name not in longest or _length(row) > _length(longest[name]):
+                        longest[name] = row
+        return longest
 
-    def _seeing(self, row: TrainRow) -> TrainRow:
+    def _with_images(self, row: TrainRow) -> TrainRow:
         if not row.images:
             return row
         return msgspec.structs.replace(row, images=tuple(self.rows.images[digest] for digest in row.images))
@@ -127,7 +133,7 @@ def _length(row: TrainRow) -> int:
 
 
 def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
-    """Episodes to learn from, episodes of tasks that are held out, and a sentence about the latter ("" for none)."""
+    """Return the episodes to learn from, the episodes of held-out tasks, and a note if there are none."""
     episodes = list(recorded.rows)
     tasks = sorted({recorded.tasks[episode] for episode in episodes})
     if len(tasks) < FEWEST:
@@ -139,8 +145,8 @@ def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
 
 
 def total(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:
-    """How many rows of each role some episodes have."""
-    found: Counter[str] = Counter()
+    """Count the rows of each role in some episodes."""
+    counts: Counter[str] = Counter()
     for episode in episodes:
-        found.update({role: len(_decode(packed)) for role, packed in rows[episode].items()})
-    return found
+        counts.update({role: len(_decode(packed)) for role, packed in rows[episode].items()})
+    return counts

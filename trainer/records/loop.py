@@ -155,7 +155,7 @@ def _metrics(
 
 
 def _role_figures(rows: Sequence[TrainRow], update: Mapping[str, float]) -> dict[str, float]:
-    """Figures of a role from its rows; the losses are those of its policy's update."""
+    """Return the figures of a role from its rows, with the losses of its policy's update."""
     lengths = [sum(row.loss_mask) if row.loss_mask else len(row.response_ids) for row in rows]
     figures = {"rows": float(len(rows)), "tokens_mean": sum(lengths) / max(len(rows), 1)}
     for name in ("loss", "margin", "accuracy"):

@@ -26,33 +26,33 @@ from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is remembered of an answer while all are compared: where it is, and what it is worth."""
+    """An answer while all are compared: its place in the store, and its rewards."""
 
     episode: str
     task: str
     call: str
     role: str
     index: int
-    said: bytes
-    """Digest of the answer: equal answers have equal ones."""
+    digest: bytes
+    """Equal for equal answers."""
     rewards: tuple[float, ...]
-    """Of every time that it was given; an answer is worth their mean."""
+    """One for each time that the answer occurred; their mean counts."""
 
     @property
     def worth(self) -> float:
         return fmean(self.rewards)
 
 
-class _Given(NamedTuple):
-    """An answer, read again."""
+class _StoredAnswer(NamedTuple):
+    """An answer with its call, read from the store again."""
 
     call: CallRecord
     candidate: Candidate
 
     @classmethod
-    def read(cls, store: Store, answer: _Answer) -> _Given:
+    def read(cls, store: Store, answer: _Answer) -> _StoredAnswer:
         call = next(call for call in store.calls(answer.episode) if call.id == answer.call)
-        return cls(call, next(one for one in call.candidates if one.index == answer.index))
+        return cls(call, next(candidate for candidate in call.candidates if candidate.index == answer.index))
 
 
 def read_pairs(
@@ -61,13 +61,16 @@ def read_pairs(
     on_failure: OnFailure = "lowest",
     labels: Mapping[str, float] | None = None,
 ) -> Recorded:
-    """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
+    """Return a pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
 
-    Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
-    of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, its
-    value in the tree of the episodes that share it (`answer_values`), or else that of its episode (`outcome_values`,
-    with `on_failure`); equal answers count once, with their mean. With `labels` by candidate, people's scores are the
-    rewards, and there are no others. Raises RecordError where there is no pair.
+    Answers are compared if role, task and prompt are the same: candidates of a tree, forks of a replay, first turns of
+    several episodes. Equal answers count once, with the mean of their rewards.
+
+    An answer's reward is the sum of its own rewards. If no answer to its prompt has rewards, it is the value of the
+    answer in the tree of the episodes that share it (`answer_values`), or else the outcome of its episode
+    (`outcome_values`, with `on_failure`). With `labels` by candidate, people's scores are the only rewards.
+
+    Raises RecordError if there is no pair.
     """
     left_out: Counter[str] = Counter()
     unwritten = Unwritten()
@@ -79,11 +82,11 @@ def read_pairs(
         if len(answers) < 2 or not worst.worth < best.worth:
             left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
             continue
-        pair = _rows(store, readers(best.role), _Given.read(store, best), _Given.read(store, worst))
+        pair = _rows(store, readers(best.role), _StoredAnswer.read(store, best), _StoredAnswer.read(store, worst))
         if isinstance(pair, str):
             left_out[pair] += len(answers)
             for answer in answers:
-                unwritten.add(answer.role, pair, _Given.read(store, answer).candidate)
+                unwritten.add(answer.role, pair, _StoredAnswer.read(store, answer).candidate)
             continue
         left_out["in_between"] += len(answers) - 2
         learned[best.role] += len(pair)
@@ -102,9 +105,9 @@ def read_pairs(
 def _by_prompt(
     store: Store, left_out: Counter[str], on_failure: OnFailure, labels: Mapping[str, float] | None
 ) -> dict[Hashable, list[_Answer]]:
-    """The different answers to each prompt that have a reward."""
-    own: dict[Hashable, list[_Answer]] = defaultdict(list)
-    shared: dict[Hashable, list[_Answer]] = defaultdict(list)
+    """Return the different answers to each prompt that have a reward."""
+    with_own_reward: dict[Hashable, list[_Answer]] = defaultdict(list)
+    with_shared_reward: dict[Hashable, list[_Answer]] = defaultdict(list)
     outcomes = outcome_values(store, on_failure)
     values = answer_values(store, outcomes)
     repeated: set[str] = set()
@@ -118,12 +121,12 @@ def _by_prompt(
                 left_out["replayed"] += 1
                 continue
             repeated.add(first)
-            same = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
-            prompt: Hashable = (episode.task.id, call.role, same or (call.messages_out, call.tools_out))
+            token_prompt = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
+            prompt: Hashable = (episode.task.id, call.role, token_prompt or (call.messages_out, call.tools_out))
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
-            found = store.rewards(ids)
+            all_rewards = store.rewards(ids)
             for id, candidate in zip(ids, call.candidates, strict=True):
-                rewards, chosen = found.get(id), candidate.index == call.chosen
+                rewards, chosen = all_rewards.get(id), candidate.index == call.chosen
                 if labels is not None:
                     rewards = {"label": labels[id]} if id in labels else None
                     if rewards is None:
@@ -142,68 +145,78 @@ def _by_prompt(
                     call=call.id,
                     role=call.role,
                     index=candidate.index,
-                    said=_digest(candidate),
+                    digest=_digest(candidate),
                     rewards=(worth,),
                 )
-                (own if rewards else shared)[prompt].append(answer)
-    for key, answers in shared.items():
-        if key in own:
+                if rewards:
+                    with_own_reward[prompt].append(answer)
+                else:
+                    with_shared_reward[prompt].append(answer)
+
+    # Shared rewards only count for prompts without an answer that has rewards of its own.
+    for prompt, answers in with_shared_reward.items():
+        if prompt in with_own_reward:
             left_out["no_reward"] += len(answers)
-    return {prompt: _distinct(answers) for prompt, answers in {**shared, **own}.items()}
+    by_prompt = {**with_shared_reward, **with_own_reward}
+    return {prompt: _distinct(answers) for prompt, answers in by_prompt.items()}
 
 
 def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
-    found: dict[Hashable, _Answer] = {}
+    """Merge equal answers into one with all of their rewards."""
+    distinct: dict[bytes, _Answer] = {}
     for answer in answers:
-        if before := found.get(answer.said):
-            answer = msgspec.structs.replace(before, rewards=(*before.rewards, *answer.rewards))
-        found[answer.said] = answer
-    return list(found.values())
+        if equal := distinct.get(answer.digest):
+            answer = msgspec.structs.replace(equal, rewards=(*equal.rewards, *answer.rewards))
+        distinct[answer.digest] = answer
+    return list(distinct.values())
 
 
 def _digest(candidate: Candidate) -> bytes:
-    said = pack_ids(candidate.token_ids) if candidate.token_ids else canonical(candidate.message)
-    return hashlib.blake2b(said, digest_size=16).digest()
+    content = pack_ids(candidate.token_ids) if candidate.token_ids else canonical(candidate.message)
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _rows(store: Store, reader: Reader, best: _Given, worst: _Given) -> list[TrainRow] | str:
-    """The rows of a pair, which have one prompt, or why there are none."""
-    found, chat = [], reader.chat
+def _rows(store: Store, reader: Reader, best: _StoredAnswer, worst: _StoredAnswer) -> list[TrainRow] | str:
+    """Return the rows of a pair, which have one prompt, or the reason why there are none."""
+    pair: list[Ids] = []
+    chat = reader.chat
     for answer in (best, worst):
         ids = _sampled(store, chat, answer) or _encoded(store, chat, answer)
         if isinstance(ids, str):
             return ids
-        found.append(ids)
+        pair.append(ids)
     try:
         messages = [store.message(id) for id in best.call.messages_out]
         images = chat.images(messages)
     except (RecordError, RequestRefused) as error:
         return "lost_message" if isinstance(error, RecordError) else "unrenderable"
-    prompt = found[0][0]
-    if found[1][0] != prompt:
+    prompt = pair[0][0]
+    if pair[1][0] != prompt:
         return "other_prompt"
-    if len(prompt) + max(len(answer) for _, answer in found) > reader.longest:
+    if len(prompt) + max(len(answer_ids) for _, answer_ids in pair) > reader.longest:
         return "too_long"
-    return [
-        TrainRow(
+    rows: list[TrainRow] = []
+    for answer, (_, answer_ids) in zip((best, worst), pair, strict=True):
+        row = TrainRow(
             id=candidate_id(answer.call.id, answer.candidate.index),
             role=answer.call.role,
             prompt_ids=prompt,
-            response_ids=ids,
-            logprobs=(0.0,) * len(ids),
+            response_ids=answer_ids,
+            logprobs=(0.0,) * len(answer_ids),
             advantage=0.0,
             trajectory=answer.call.episode,
             images=images,
         )
-        for answer, (_, ids) in zip((best, worst), found, strict=True)
-    ]
+        rows.append(row)
+    return rows
 
 
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
+"""The token ids of a prompt and of an answer."""
 
 
-def _sampled(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | None:
-    """Prompt and answer as they were sampled, where they are on record and of this model's tokenizer."""
+def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | None:
+    """Return prompt and answer as they were sampled, if they are recorded and fit this model's tokenizer."""
     call, ids = answer.call, answer.candidate.token_ids
     if call.prompt is None or not ids or max(ids) >= len(chat.tokenizer):
         return None
@@ -216,7 +229,8 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | None:
     return (prompt, ids) if read == answer.candidate.text else None
 
 
-def _encoded(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | str:
+def _encoded(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | str:
+    """Return prompt and answer in this model's chat template, or the reason why it cannot write them."""
     call = answer.call
     try:
         messages = [store.message(id) for id in call.messages_out]
@@ -224,5 +238,5 @@ def _encoded(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | str:
     except RecordError:
         return "lost_message"
     options: Mapping[str, object] = template_options(call.params)
-    found = encode_answer(chat, messages, tools_shown(call.params, tools), answer.candidate.message, options)
-    return found if isinstance(found, str) else (found.prompt, found.answer)
+    encoded = encode_answer(chat, messages, tools_shown(call.params, tools), answer.candidate.message, options)
+    return encoded if isinstance(encoded, str) else (encoded.prompt, encoded.answer)

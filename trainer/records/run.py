@@ -44,14 +44,14 @@ from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.schedules.schedule import TaskSchedule
 
 PATIENCE = 3
-"""A policy stops learning when so many held-out losses in a row were not its lowest."""
+"""A policy stops learning after this many held-out losses in a row that were not its lowest."""
 START = "start.json"
-"""File of a run for what is compared with the weights that it starts from."""
+"""File of a run with the figures of its rows under the initial weights."""
 
 
 @dataclass(kw_only=True)
 class RecordsRun(Run):
-    """A run that learns from records; nothing is written to its store, which holds them."""
+    """A run that learns from records. Its store contains them; nothing is written to it."""
 
     learner: Objective
     recorded: Recorded
@@ -62,13 +62,13 @@ class RecordsRun(Run):
 
     @property
     def learning(self) -> list[str]:
-        """The policies that still learn: those whose held-out loss falls."""
+        """The policies that still learn, because their held-out loss falls."""
         best = self.state.best
         return [name for name in self.state.policies.trained if name not in best or best[name].since < PATIENCE]
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left to make."""
+        """Whether all steps are done, or no policy learns any more."""
         return super().finished or not self.learning
 
 
@@ -96,16 +96,17 @@ async def open_records_run(
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
         learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
-        begun: list[str] = []
-        notes = [*division_notes, _said(config, store, recorded, episodes, held_out), *recorded.notes, note, since]
+        started: list[str] = []
+        summary = _summary(config, store, recorded, episodes, held_out)
+        notes = [*division_notes, summary, *recorded.notes, note, since]
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
-            learner.go_on(folder.path / START)
+            learner.resume(folder.path / START)
         else:
             if config.init:
-                begun, said = await warm_start(config.init, config.model, policies, learner)
-                notes += said
+                started, start_notes = await warm_start(config.init, config.model, policies, learner)
+                notes += start_notes
             all_rows = functools.partial(recorded.of, recorded.rows, players)
             await asyncio.to_thread(learner.start, all_rows, folder.path / START)
         run = RecordsRun(
@@ -117,7 +118,7 @@ async def open_records_run(
             schedule=TaskSchedule(episodes, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
             held_out=recorded.of(held_out, players),
             notes=list(filter(None, notes)),
-            state=Checkpoint(policies=policies, versions=dict.fromkeys(begun, 1)),
+            state=Checkpoint(policies=policies, versions=dict.fromkeys(started, 1)),
         )
         if saved is not None:
             say(f"loading the checkpoint after {plural(saved[0].steps, 'step')} ...")
@@ -132,12 +133,15 @@ async def open_records_run(
 
 def _read(config: TrainConfig, store: Store) -> Recorded:
     templates = load_templates(config.bases, config.tool_formats)
-    by_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
-    specs, on_failure = config.specs, failure_reward(config.on_failure)
-    by_role = {role: by_base[specs[p.name].model or config.model] for p in config.policy for role in p.roles}
+    reader_of_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
+    on_failure = failure_reward(config.on_failure)
+    reader_of_role: dict[str, Reader] = {}
+    for policy in config.policy:
+        base = config.specs[policy.name].model or config.model
+        reader_of_role |= dict.fromkeys(policy.roles, reader_of_base[base])
 
     def reader(role: str) -> Reader:
-        return by_role.get(role, by_base[config.model])
+        return reader_of_role.get(role, reader_of_base[config.model])
 
     if config.recipe == "dpo":
         labels = load_labels(config.records.labels) if config.records.labels else None
@@ -146,23 +150,23 @@ def _read(config: TrainConfig, store: Store) -> Recorded:
 
 
 def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
-    """The policies of the recorded roles. Raises ConfigError for a role that is configured and not recorded."""
-    known = ", ".join(recorded.roles)
-    named = {"roles": config.roles, "policy.roles": [role for p in config.policy for role in p.roles]}
-    for field, roles in named.items():
-        for role in roles:
-            if role not in recorded.roles:
-                raise ConfigError(
-                    field,
-                    role,
-                    f"has no recorded answers to learn from; these have: {known}",
-                    f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
-                )
+    """Return the policies of the recorded roles. Raises ConfigError for a role that is configured and not recorded."""
+    configured = [("roles", role) for role in config.roles]
+    for policy in config.policy:
+        configured += [("policy.roles", role) for role in policy.roles]
+    for field, role in configured:
+        if role not in recorded.roles:
+            raise ConfigError(
+                field,
+                role,
+                f"has no recorded answers to learn from; these have: {', '.join(recorded.roles)}",
+                f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
+            )
     return resolve_policies(config, recorded.roles)
 
 
 def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
-    """As `split`, but nothing is held out if a policy would have no row left to learn from."""
+    """Split as `split` does, but hold out nothing if a policy would have no row left to learn from."""
     episodes, held_out, note = split(recorded, seed)
     rows = total(recorded.rows, episodes)
     for name in policies.trained:
@@ -173,17 +177,17 @@ def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[s
 
 
 def _check_same(folder: RunFolder, recorded: Recorded) -> None:
-    """Write the records' digest to run.json. Raises RunError where it holds that of others."""
+    """Write the records' digest to run.json. Raises RunError if it has the digest of other records."""
     described = folder.described
     held = described.get("held") or {}
-    found = {"records": recorded.digest, "episodes": len(recorded.rows)}
+    digest, episodes = recorded.digest, len(recorded.rows)
     if "records" not in held:
-        folder.describe_as({**described, "held": {**held, **found}})
-    elif held["records"] != found["records"]:
+        folder.describe_as({**described, "held": {**held, "records": digest, "episodes": episodes}})
+    elif held["records"] != digest:
         raise RunError(
-            f"The records are other than the run was started with: {held['episodes']} episodes then, "
-            f"{found['episodes']} now.",
-            "Give it the same records, or start a new run.",
+            f"The records are not the ones that the run was started with: {held['episodes']} episodes then, "
+            f"{episodes} now.",
+            "Pass the same records, or start a new run.",
         )
 
 
@@ -205,26 +209,29 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
-    own = {one.name: PolicyTraining(settings_of(config, one.name).learner, loss) for one in config.policy}
+    trainings = {
+        policy.name: PolicyTraining(settings_of(config, policy.name).learner, loss) for policy in config.policy
+    }
     if not config.cluster.on_ray:
-        return await open_local_learner(config, policies, loss, own)
+        return await open_local_learner(config, policies, loss, trainings)
     from cotune.trainer.opening.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)
     cluster.open_ray()
-    return await cluster.open_learner(policies, loss, own)
+    return await cluster.open_learner(policies, loss, trainings)
 
 
-def _said(
+def _summary(
     config: TrainConfig, store: Store, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]
 ) -> str:
-    """What is learned from, in a sentence."""
-    what = "pairs" if config.recipe == "dpo" else "rows"
-    share = 2 if config.recipe == "dpo" else 1
-    rows = ", ".join(f"{role} {count // share}" for role, count in sorted(total(recorded.rows, episodes).items()))
-    out = f", {len(held_out)} held out" if held_out else ""
-    left = counts(recorded.left_out)
-    return (
-        f"recipe {config.recipe}: {what} from {plural(len(episodes), 'episode')}{out}: {rows}"
-        f"{f'; left out: {left}' if left else ''} ({store.address})"
-    )
+    """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out."""
+    unit, rows_per_unit = ("pairs", 2) if config.recipe == "dpo" else ("rows", 1)
+    row_counts = total(recorded.rows, episodes)
+    by_role = ", ".join(f"{role} {count // rows_per_unit}" for role, count in sorted(row_counts.items()))
+    text = f"recipe {config.recipe}: {unit} from {plural(len(episodes), 'episode')}"
+    if held_out:
+        text += f", {len(held_out)} held out"
+    text += f": {by_role}"
+    if left_out := counts(recorded.left_out):
+        text += f"; left out: {left_out}"
+    return f"{text} ({store.address})"

@@ -125,10 +125,10 @@ def test_another_address_of_the_same_records_is_no_other_store(
         end(store)
     Path("link").symlink_to("day")
     assert "as no run came before" in learn_from("n1", str(tmp_path / "day"))
-    assert "what is new since n1" in learn_from("n2", again)
+    assert "all episodes since n1" in learn_from("n2", again)
     monkeypatch.chdir(tmp_path / "elsewhere")
     Path("runs").symlink_to("../runs")
-    assert "what is new since n2" in learn_from("n3", f"../{again}")
+    assert "all episodes since n2" in learn_from("n3", f"../{again}")
 
 
 def test_the_same_relative_path_elsewhere_is_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ def test_the_same_relative_path_elsewhere_is_another_store(tmp_path: Path, monke
     assert "as no run came before" in learn_from("n1", "day")
     monkeypatch.chdir(tmp_path / "b")
     assert "as no run came before" in learn_from("n2", "day")
-    assert "what is new since n2" in learn_from("n3", "day")
+    assert "all episodes since n2" in learn_from("n3", "day")
     monkeypatch.chdir(tmp_path / "a")
-    assert "what is new since n1" in learn_from("n4", "day")
+    assert "all episodes since n1" in learn_from("n4", "day")
 
 
 def test_each_night_learns_what_is_new(address: str, trainer: Trainer) -> None:
@@ -174,7 +174,7 @@ def test_each_night_learns_what_is_new(address: str, trainer: Trainer) -> None:
         store.commit([RewardRecord(waits, "team", 1.0, time.time())])
     traced("c", 1.0)
     night("n3")
-    assert "what is new since n1" in trainer.said and "rows from 2 episodes:" in trainer.said
+    assert "all episodes since n1" in trainer.said and "rows from 2 episodes:" in trainer.said
     traced("d", 1.0)
     night("n4")
-    assert "what is new since n3" in trainer.said and "rows from 1 episode:" in trainer.said
+    assert "all episodes since n3" in trainer.said and "rows from 1 episode:" in trainer.said

@@ -114,8 +114,8 @@ def test_a_role_whose_answers_cannot_be_written_is_told(tmp_path: Path, tiny_bas
     clerk, third, writer = found.notes
     assert clerk == (
         "Role clerk learns nothing: all 2 of its answers are left out (inexpressible: 2, of them 2 tool calls). "
-        "inexpressible: the model's chat template does not write the answer, or writes what would be read back as "
-        "something else. Take a model whose chat template writes tool calls, or set tool_format."
+        "inexpressible: the model's chat template does not write the answer, or its text would be read back as another "
+        "answer. Take a model whose chat template writes tool calls, or set tool_format."
     )
     assert third == (
         "Role third learns nothing: all 1 of its answers are left out (too_long: 1). "
@@ -249,7 +249,7 @@ def test_records_that_have_changed_are_another_run(trainer: Trainer, tmp_path: P
     traced(tmp_path / "t")
     learn(trainer, tmp_path / "t", steps=1)
     traced(tmp_path / "t", "z", 1)
-    with pytest.raises(RunError, match="other than the run was started with: 24 episodes then, 25 now"):
+    with pytest.raises(RunError, match="not the ones that the run was started with: 24 episodes then, 25 now"):
         trainer.resume(application(converse), None, steps=2)
 
 

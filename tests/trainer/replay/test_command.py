@@ -227,7 +227,7 @@ def test_an_episode_that_never_ends_or_raises_fails_alone(trained: Path, capsys,
     status, text = replay(capsys, str(trained), "--all", "--timeout", "2")
     assert status == 1 and "same outcome 1" in text and "failed, had not before 2" in text
     assert "did not finish within 2.0 seconds" in text and "raised ValueError: out of order" in text
-    monkeypatch.setattr("cotune.trainer.replay.report._CAUSES", 1)
+    monkeypatch.setattr("cotune.trainer.replay.report._CAUSES_SHOWN", 1)
     _, text = replay(capsys, str(trained), "--all", "--timeout", "2")
     assert "1 episode with other errors" in text
 
