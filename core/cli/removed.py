@@ -50,7 +50,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "prompts improve --reflection-url": "Use --set reflection_url=URL.",
     "prompts improve --reflection-key-env": "Use --set reflection_key_env=NAME.",
     "prompts improve --roles": "Use --set 'roles=[\"ROLE\"]', with the names of all roles to improve.",
-    "prompts improve --kinds": 'Use --set \'kinds=["system", "user"]\'.',
+    "prompts improve --kinds": "Leave it out: system messages are improved, and user messages of roles that have none.",
     "prompts improve --keep": "Use --set \"keep=['REGEX']\".",
     "prompts improve --max-growth": "A new text may have 1.5 times the characters of the old one, and 500 more.",
     "prompts improve --prompts": "Use --set prompts_file=FILE.",

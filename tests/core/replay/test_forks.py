@@ -13,6 +13,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
+from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord, Candidate, Fork
 from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
 
@@ -72,10 +73,12 @@ def test_a_role_may_have_any_name():
 
 def test_budget():
     # forks at steps 1 and 3 of six, 3 branches each: 3 (6 - 1) + 3 (6 - 3) sampled, 3 (1 + 3) from the record
-    assert budget(SIX, [SIX[1], SIX[3]], 3) == Budget(branches=6, sampled=24, repeated=12)
-    assert budget(SIX, [], 3) == Budget()
+    assert budget(SIX, [SIX[1], SIX[3]], Plan(kind="replay", k=3), {}) == Budget(branches=6, sampled=24, repeated=12)
+    assert budget(SIX, [], Plan(kind="replay", k=3), {}) == Budget()
     beside = [call(0), call(1, started=0.2), call(2)]  # 1 began while 0 was answered
-    assert budget(beside, [beside[0]], 1) == Budget(branches=1, sampled=2, repeated=1)
+    assert budget(beside, [beside[0]], Plan(kind="replay", k=2), {}) == Budget(branches=2, sampled=4, repeated=2)
+    own = {SIX[3].role: Plan(kind="replay", k=2)}
+    assert budget(SIX, [SIX[3]], Plan(kind="replay", k=5), own).branches == 2
 
 
 def test_what_cannot_be_repeated_stops_later_forks():
