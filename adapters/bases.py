@@ -1,4 +1,4 @@
-"""Where the base models of a run or an export lie now, if elsewhere than it says."""
+"""Finds the base models of a run or an export after they were moved."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from pathlib import Path
 from cotune.errors import ConfigError
 
 Moved = str | Path | Mapping[str, str | Path] | None
-"""The place of the only base model, or the place of each that was moved, by the name that was recorded or the last part
-of it."""
+"""The new place of the only base model, or of each moved base model by its recorded name or the last part of it."""
 
 
 def places(moved: Moved, recorded: Iterable[str]) -> dict[str, str]:
-    """Where each recorded base model lies now. Raises ConfigError where it is not clear which of them is meant."""
+    """The present place of each recorded base model, by recorded name.
+
+    Raises ConfigError if `moved` does not tell which base model it replaces.
+    """
     names = list(dict.fromkeys(recorded))
     if isinstance(moved, str | Path):
         if len(names) > 1:
             fault = f"does not say which base model it replaces; there are {', '.join(names)}"
             raise ConfigError("model", str(moved), fault, f"Write OLD=NEW: --model {Path(names[0]).name}={moved}")
         moved = dict.fromkeys(names, moved)
-    found = {name: name for name in names}
+    present = {name: name for name in names}
     for old, new in (moved or {}).items():
-        meant = [name for name in names if old == name] or [name for name in names if old == Path(name).name]
-        if len(meant) != 1:
-            fault = "is the last part of several base models" if meant else "replaces no base model"
-            raise ConfigError("model", f"{old}={new}", f"{fault}; there are {', '.join(names)}", "Write one as it is.")
-        found[meant[0]] = str(new)
-    return found
+        if old in present:
+            present[old] = str(new)
+            continue
+        matching = [name for name in names if old == Path(name).name]
+        if len(matching) != 1:
+            fault = "is the last part of several base models" if matching else "replaces no base model"
+            remedy = "Write its recorded name in full."
+            raise ConfigError("model", f"{old}={new}", f"{fault}; there are {', '.join(names)}", remedy)
+        present[matching[0]] = str(new)
+    return present

@@ -1,4 +1,4 @@
-"""README.md of an export, its card on the Hub: its roles, the training, the evaluation, the cost, how to serve it."""
+"""Writes the README.md of an export, which is its model card on the Hub: roles, training, evaluation, cost, serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.adapters.curve import svg
-from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
+from cotune.adapters.manifest import LLAMA_CPP_PORT, ExportedRole, Manifest, not_updated
 from cotune.adapters.prompts import prompts_named
 from cotune.integrations.models.folder.gguf import public_name
 from cotune.intervals import Interval
@@ -25,73 +25,79 @@ from cotune.storage.checkpoints import checkpoint_name
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"
-"""Image in the card."""
-_PORT, _GGUF_PORT = 8000, 8001
+"""File of the image in the card."""
+_PORT = 8000
+"""The default port of `cotune serve`."""
 _TITLES = {"cotune": "cotune", "vllm": "vLLM, one server per line", "llama.cpp": "llama.cpp", "ollama": "Ollama"}
 _OLLAMA = (
-    "Ollama listens on port 11434. It has chat templates of its own and takes the one that it knows for the model's: "
-    "compare `ollama show --template ROLE` with the model's own; where they differ, add a `TEMPLATE` to the Modelfile."
+    "Ollama listens on port 11434. It may replace the model's chat template by one of its own. Compare "
+    "`ollama show --template ROLE` with the template of the model; if they differ, add a `TEMPLATE` to the Modelfile."
 )
 
 
 class Background(msgspec.Struct, frozen=True, kw_only=True):
-    """The run of an export. `uses` are by role, over all its calls. `unevaluated` says why there is no evaluation of
-    the exported weights, although the run has some."""
+    """The figures of an export's run."""
 
     facts: Facts
     charts: list[Chart]
     uses: dict[str, Use]
+    """Tokens and cost of all calls, by role."""
     evaluated: StoredEvaluation | None
     headline: Headline
     unevaluated: str = ""
+    """The reason why the exported weights have no evaluation, although the run has others; empty otherwise."""
 
 
 def read_background(run: Path, evaluation: Path | None = None, steps: Collection[int] = ()) -> Background:
-    """The background from a run folder.
+    """Read the figures of a run for the card of its export.
 
-    `steps` are those of the exported checkpoints; empty if they are the newest. The evaluation is that of the folder
-    `evaluation`, else the newest one of the run that tried the exported weights. One of the run that cannot be read is
-    left out with a warning. Raises ConfigError if `evaluation` holds none, RunError.
+    `steps` are the numbers of steps of the exported checkpoints; empty for the newest checkpoint. The card shows the
+    evaluation in the folder `evaluation`. By default it shows the run's newest evaluation of the exported weights; an
+    evaluation of the run that cannot be read is left out with a warning. Raises ConfigError if the folder `evaluation`
+    holds no evaluation, RunError.
     """
     named = read_evaluation(evaluation) if evaluation else None
     with OpenedRun(run) as opened:
-        found = first_charts(charts([opened]), most=len(FIRST))
-        told, unevaluated = _figures_of(opened, named, set(steps))
-        chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
+        headline, unevaluated = _headline_of_weights(opened, named, set(steps))
+        # The first chart of each section that a reader of the card cares about.
+        shown = []
+        candidates = first_charts(charts([opened]), most=len(FIRST))
+        for section in ("Outcome", "Roles"):
+            shown += [chart for chart in candidates if chart.section == section][:1]
         return Background(
             facts=facts(opened),
-            charts=[chart for chart in chosen if chart is not None],
+            charts=shown,
             uses=dict(sorted(Totals(opened).by_role().items())),
-            evaluated=named or told.evaluation,
-            headline=told,
+            evaluated=named or headline.evaluation,
+            headline=headline,
             unevaluated=unevaluated,
         )
 
 
-def _figures_of(run: OpenedRun, named: StoredEvaluation | None, steps: set[int]) -> tuple[Headline, str]:
-    """The figures of the weights after these steps, and why they have no evaluation although the run has some."""
+def _headline_of_weights(run: OpenedRun, named: StoredEvaluation | None, steps: set[int]) -> tuple[Headline, str]:
+    """The results of the weights after these steps, and the reason if only other weights were evaluated."""
     if named:
         return run.headline_with([named], until=max(steps, default=None)), ""
     if not steps:
         return run.headline, ""
-    of_these = [one for one in run.evaluations if steps == {one.steps}]
-    told = run.headline_with(of_these, until=max(steps))
-    in_lines = {line["step"] + 1 for line in run.metrics if line.get("held_out")}
-    if of_these or (len(steps) == 1 and steps <= in_lines):
-        return told, ""
+    evaluations = [evaluation for evaluation in run.evaluations if steps == {evaluation.steps}]
+    headline = run.headline_with(evaluations, until=max(steps))
+    evaluated_in_training = {line["step"] + 1 for line in run.metrics if line.get("held_out")}
+    if evaluations or (len(steps) == 1 and steps <= evaluated_in_training):
+        return headline, ""
 
-    # Held-out figures are of other weights, and those of records are of the whole run.
-    changes = tuple(change for change in told.changes if change.kind not in ("held_out", "recorded"))
-    told = msgspec.structs.replace(told, changes=changes)
+    # Held-out figures belong to other weights, and figures of records to the whole run: neither may be shown.
+    changes = tuple(change for change in headline.changes if change.kind not in ("held_out", "recorded"))
+    headline = msgspec.structs.replace(headline, changes=changes)
     if len(steps) > 1:
-        return told, "This combination was not evaluated: its policies are from several checkpoints."
-    if run.evaluations or in_lines:
-        return told, f"The checkpoint after step {max(steps)} was not evaluated."
-    return told, ""
+        return headline, "This combination was not evaluated: its policies are from several checkpoints."
+    if run.evaluations or evaluated_in_training:
+        return headline, f"The checkpoint after step {max(steps)} was not evaluated."
+    return headline, ""
 
 
 def write_card(folder: Path, manifest: Manifest, background: Background | None) -> None:
-    """Write README.md into an export, and the image of its curves where there are any."""
+    """Write README.md into an export, and an image of its curves if there are any."""
     if background is not None and _has_image(background):
         (folder / CURVE).write_text(svg(background.charts), encoding="utf-8")
     (folder / "README.md").write_text(card(manifest, background), encoding="utf-8")
@@ -110,7 +116,7 @@ def card(manifest: Manifest, background: Background | None) -> str:
         *_prompts(manifest),
     ]
     if background is not None:
-        parts += [*_reached(background), *_curves(background), *_evaluation(background), *_bill(background)]
+        parts += [*_results(background), *_curves(background), *_evaluation(background), *_costs(background)]
     parts += [*_serve(manifest), *_in_an_application(manifest)]
     return "\n\n".join(parts) + "\n"
 
@@ -118,37 +124,48 @@ def card(manifest: Manifest, background: Background | None) -> str:
 def _prompts(manifest: Manifest) -> list[str]:
     if not manifest.prompts:
         return []
-    trained = manifest.trained_with or manifest.prompts
-    these = "these" if trained == manifest.prompts else prompts_named(trained)
+    trained_with = manifest.trained_with or manifest.prompts
+    trained_with_text = "these" if trained_with == manifest.prompts else prompts_named(trained_with)
     return [
         f"Use them with the edited prompts of `prompts.json` (`{manifest.prompts[:12]}`): `cotune serve` and "
-        f"`cotune.deployed` do so by themselves, other servers do not. They were trained with {these}."
+        f"`cotune.deployed` do so by themselves, other servers do not. They were trained with {trained_with_text}."
     ]
 
 
 def _checkpoints(manifest: Manifest) -> Iterator[str]:
-    """Which checkpoints of the run the policies are from."""
-    steps = {policy.name: policy.step for policy in manifest.policies if policy.folder and policy.step is not None}
-    names = {name: f"`{checkpoint_name(step)}`" for name, step in steps.items()}
-    if len(set(names.values())) > 1:
-        yield f"Checkpoints: {', '.join(f'{policy} {name}' for policy, name in names.items())}."
-    elif names:
-        yield f"Checkpoint: {next(iter(names.values()))}."
+    """A line with the checkpoint of the run that the policies come from, or with the checkpoint of each."""
+    checkpoint_of_policy: dict[str, str] = {}
+    for policy in manifest.policies:
+        if policy.folder and policy.step is not None:
+            checkpoint_of_policy[policy.name] = f"`{checkpoint_name(policy.step)}`"
+    checkpoints = list(dict.fromkeys(checkpoint_of_policy.values()))
+    if len(checkpoints) == 1:
+        yield f"Checkpoint: {checkpoints[0]}."
+    elif checkpoints:
+        yield f"Checkpoints: {', '.join(f'{policy} {name}' for policy, name in checkpoint_of_policy.items())}."
 
 
 def _front_matter(manifest: Manifest) -> str:
     from huggingface_hub import ModelCardData
 
-    bases = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
-    ids = [name for name in map(public_name, bases) if "/" in name]
-    trained = [policy for policy in manifest.policies if policy.folder]
-    # One library and one form for the whole repository, or none: some of its folders may be adapters, others models.
-    forms = {"lora" if policy.lora else "gguf" if policy.gguf else "" for policy in trained}
-    (form,) = forms if len(forms) == 1 else ("mixed",)
-    tags = ["cotune", "reinforcement-learning", *([form] if form in ("lora", "gguf") else [])]
+    base_models = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
+    # Local folders have no name that the Hub could link to.
+    hub_ids = [name for name in map(public_name, base_models) if "/" in name]
+
+    # The Hub knows one library and one form for a repository. A mixture of adapters and models has neither.
+    forms = set()
+    for policy in manifest.policies:
+        if policy.folder and policy.lora:
+            forms.add("lora")
+        elif policy.folder:
+            forms.add("gguf" if policy.gguf else "model")
+    form = forms.pop() if len(forms) == 1 else "mixed"
+    tags = ["cotune", "reinforcement-learning"]
+    if form in ("lora", "gguf"):
+        tags.append(form)
     data = ModelCardData(
-        base_model=ids or None,
-        library_name={"lora": "peft", "": "transformers"}.get(form),
+        base_model=hub_ids or None,
+        library_name={"lora": "peft", "model": "transformers"}.get(form),
         pipeline_tag="image-text-to-text" if _sees_images(manifest) else "text-generation",
         tags=tags,
     )
@@ -157,37 +174,38 @@ def _front_matter(manifest: Manifest) -> str:
 
 def _roles(manifest: Manifest) -> str:
     heads = ("role", "policy", "version", "kind", "folder", "base", "weights SHA-256")
-    return _table(heads, [_role(manifest, entry) for entry in manifest.roles])
+    return _table(heads, [_role_row(manifest, entry) for entry in manifest.roles])
 
 
-def _role(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
+def _role_row(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
     policy = manifest.policy(entry.role)
-    digest = next((digest for name, digest in policy.files.items() if name.endswith((".safetensors", ".gguf"))), "")
+    weights = [digest for name, digest in policy.files.items() if name.endswith((".safetensors", ".gguf"))]
+    digest = weights[0][:12] if weights else ""
     base = public_name(policy.base.model) if policy.base else "the application's own provider"
     kind = f"GGUF, {policy.gguf}" if policy.gguf else policy.kind
-    return (entry.role, policy.name, str(policy.version), kind, policy.folder or "", base, digest[:12])
+    return (entry.role, policy.name, str(policy.version), kind, policy.folder or "", base, digest)
 
 
-def _reached(about: Background) -> Iterator[str]:
+def _results(about: Background) -> Iterator[str]:
     """The headline of the run, without outcomes selected among candidates."""
-    told = [change for change in about.headline.changes if change.kind != "selected"]
-    if told:
+    changes = [change for change in about.headline.changes if change.kind != "selected"]
+    if changes:
         yield "## Results"
         if about.headline.verdict:
             yield f"**{about.headline.verdict}**"
-        yield "\n".join(f"- {change_text(change)}" for change in told)
+        yield "\n".join(f"- {change_text(change)}" for change in changes)
 
 
 def _has_image(about: Background) -> bool:
-    """Whether there is a line to draw: a single step is a figure."""
+    """Whether there is a curve to draw. A single step is shown as a figure only."""
     return any(len(chart.steps) > 1 for chart in about.charts)
 
 
 def _curves(about: Background) -> Iterator[str]:
     if not about.charts:
         return
-    steps = f"{about.facts.steps} steps" if about.facts.steps else "Training"
     yield "## Training"
+    steps = f"{about.facts.steps} steps" if about.facts.steps else "Training"
     recipe = f" of recipe `{about.facts.recipe}`" if about.facts.recipe else ""
     yield f"{steps}{recipe}, {about.facts.seconds / 60:,.1f} minutes."
     if _has_image(about):
@@ -195,8 +213,8 @@ def _curves(about: Background) -> Iterator[str]:
     rows = []
     for chart in about.charts:
         for line in chart.series:
-            known = [value for value in line.values if value is not None]
-            first, last = (figure(value, chart.percent) for value in (known[0], known[-1]))
+            values = [value for value in line.values if value is not None]
+            first, last = figure(values[0], chart.percent), figure(values[-1], chart.percent)
             rows.append((chart.title, line.label, first, last, sparkline(line.values)))
     yield _table(("", "of", "first", "last", "steps"), rows)
     yield "\n".join(f"- {chart.title}: {chart.help}" for chart in about.charts)
@@ -214,22 +232,21 @@ def _evaluation(about: Background) -> Iterator[str]:
         "On held-out tasks, with 95% intervals and the number of tasks. `base` is untrained, `swapped` gives each role "
         "another's policy. The policies were trained on `reward`."
     )
-    found = about.evaluated.evaluations
-    plain = any(mode.outcome for mode in found.values())
-    rows = [
-        (
-            label,
-            _counted(mode.success, True),
-            _counted(mode.reward),
-            *([_counted(mode.outcome)] if plain else []),
-            str(mode.episodes),
-            str(mode.failures),
-        )
-        for label, mode in found.items()
-    ]
-    yield _table(("", "success", "reward", *([PLAIN_COLUMN] if plain else []), "episodes", "failed"), rows)
-    if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
-        yield "\n".join(verdicts)
+    modes = about.evaluated.evaluations
+    heads = ["", "success", "reward", "episodes", "failed"]
+    rows = []
+    for label, mode in modes.items():
+        success, reward = _interval_cell(mode.success, True), _interval_cell(mode.reward)
+        rows.append([label, success, reward, str(mode.episodes), str(mode.failures)])
+    if any(mode.outcome for mode in modes.values()):
+        # The plain outcome stands after the reward, if there is one.
+        heads.insert(3, PLAIN_COLUMN)
+        for row, mode in zip(rows, modes.values(), strict=True):
+            row.insert(3, _interval_cell(mode.outcome))
+    yield _table(heads, rows)
+    verdicts = [comparison.verdict for comparison in about.evaluated.comparisons if comparison.verdict]
+    if verdicts:
+        yield "\n".join(f"- {verdict}" for verdict in verdicts)
 
 
 def evaluation_command(workflow: str, export: str | Path) -> str:
@@ -237,28 +254,30 @@ def evaluation_command(workflow: str, export: str | Path) -> str:
     return shlex.join(["cotune", "eval", workflow or "app:solve", "--run", str(export), "--tasks", "held_out.jsonl"])
 
 
-def _counted(found: Interval | None, percent: bool = False) -> str:
-    return f"{interval_text(found, percent)} of {found.n}" if found else ""
+def _interval_cell(interval: Interval | None, percent: bool = False) -> str:
+    return f"{interval_text(interval, percent)} of {interval.n}" if interval else ""
 
 
-def _bill(about: Background) -> Iterator[str]:
-    """Tokens, and money where every model has a price: those of `[prices]` of the run, or of its evaluation."""
-    rows = [
-        (f"training: {role}", f"{use.calls:,}", f"{use.prompt:,}", f"{use.completion:,}", _money(use.cost))
-        for role, use in about.uses.items()
-    ]
+def _costs(about: Background) -> Iterator[str]:
+    """Tokens, and money if every model has a price in `[prices]` of the run or of its evaluation."""
+    rows = []
+    for role, use in about.uses.items():
+        tokens = (f"{use.prompt:,}", f"{use.completion:,}")
+        rows.append((f"training: {role}", f"{use.calls:,}", *tokens, _money(use.cost)))
     if about.facts.judge_cost:
         rows.append(("training: judges", "", "", "", _money(about.facts.judge_cost)))
-    for mode, found in (about.evaluated.evaluations if about.evaluated else {}).items():
-        cost = None if found.use.unpriced else found.use.cost
-        per = "" if cost is None else f" ({1000 * cost / max(found.episodes, 1):.4g} per 1,000 tasks)"
-        tokens = (f"{found.use.prompt_tokens:,}", f"{found.use.completion_tokens:,}")
-        rows.append((f"evaluation: {mode}", "", *tokens, _money(cost) + per))
+    if about.evaluated:
+        for mode, evaluation in about.evaluated.evaluations.items():
+            tokens = (f"{evaluation.use.prompt_tokens:,}", f"{evaluation.use.completion_tokens:,}")
+            cost, cost_text = evaluation.use.cost, ""
+            if cost is not None and not evaluation.use.unpriced:
+                cost_text = f"{_money(cost)} ({1000 * cost / max(evaluation.episodes, 1):.4g} per 1,000 tasks)"
+            rows.append((f"evaluation: {mode}", "", *tokens, cost_text))
     if rows:
-        yield "## What it took"
-        priced = 5 if any(row[-1] for row in rows) else 4
+        yield "## Cost"
         heads = ("", "calls", "prompt tokens", "completion tokens", "cost")
-        yield _table(heads[:priced], [row[:priced] for row in rows])
+        columns = 5 if any(row[-1] for row in rows) else 4
+        yield _table(heads[:columns], [row[:columns] for row in rows])
 
 
 def _money(cost: float | None) -> str:
@@ -282,7 +301,7 @@ def _in_an_application(manifest: Manifest) -> Iterator[str]:
     role = json.dumps(manifest.roles[0].role)
     gguf = any(policy.gguf for policy in manifest.policies)
     vision = _sees_images(manifest)
-    url = f"http://127.0.0.1:{_GGUF_PORT if gguf else _PORT}/v1"
+    url = f"http://127.0.0.1:{LLAMA_CPP_PORT if gguf else _PORT}/v1"
     yield "## In an application"
     if not gguf:
         yield "In its process, unchanged; every role is answered by its policy:"
@@ -314,7 +333,7 @@ llm = LLM(model="openai/" + {role}, base_url="{url}", api_key="none")
 
 
 def _sees_images(manifest: Manifest) -> bool:
-    """Whether a base model reads images; GGUF files of such models are not written."""
+    """Whether a base model reads images. cotune writes no GGUF files of these models."""
     return any(policy.base.sees_images for policy in manifest.policies if policy.base)
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions over role policies, answered and, where that is wanted, recorded."""
+"""Answers POST /v1/chat/completions with role policies, and records the requests if asked to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("cotune.serve")
 
 @dataclass(frozen=True)
 class Recording:
-    """Where answered requests are recorded, each as an episode of one call, and by which redactors."""
+    """The place that answered requests are recorded in, each as an episode of one call, and the redactors to apply."""
 
     sink: Sink
     app: str = ""
@@ -57,7 +57,7 @@ class Recording:
 class ChatEndpoint:
     """POST /v1/chat/completions over policies, as an ASGI application.
 
-    `counts` tells requests by outcome, `not_enforced` the fields answered without.
+    `counts` counts requests by outcome. `not_enforced` counts request fields that answers did not follow.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatEndpoint:
         names: ModelNames | None = None,
     ) -> None:
         self.names = names or name_models(local, prompts=prompts is not None)
-        # Calls carry the role that their model name leads to, or the name itself where the default answers.
+        # A call's role is the role of its model name, or the name itself if the default policy answers.
         self.local = replace(local, served=self.names.served, others=self.names.default)
         self.access = access
         self.limits = limits
@@ -83,9 +83,9 @@ class ChatEndpoint:
         """Requests that do not have the texts that the prompts edit, by reason."""
         self._prompts = prompts
         self._recording = recording
-        self._episode = self._opened(Recording(Nowhere()))
+        self._episode = self._open_episode(Recording(Nowhere()))
 
-    def _opened(self, recording: Recording, key: str = "") -> LiveEpisode:
+    def _open_episode(self, recording: Recording, key: str = "") -> LiveEpisode:
         task = Task(id="serve", input=None)
         return LiveEpisode(
             recording.sink,
@@ -108,7 +108,7 @@ class ChatEndpoint:
             self.in_flight -= 1
 
     def find(self, model: str) -> ServedModel:
-        """The policy of a model name. Raises RequestError (404) with the known names and what to do."""
+        """The policy of a model name. Raises RequestError (404) with the known names and the remedy."""
         served = self.names.find(model)
         if served is None:
             raise RequestError(404, self.names.fault(model), param="model", code="model_not_found")
@@ -122,18 +122,18 @@ class ChatEndpoint:
             raise invalid_value(error) from None
         # The responder honours some fields of other servers and refuses others.
         others = {name: value for name, value in body.items() if name not in ChatRequest.__struct_fields__}
-        call = self._call(request, others, own_key(header(scope, b"x-cotune-key")))
+        call = self._start_call(request, others, own_key(header(scope, b"x-cotune-key")))
         try:
             content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
         except ClientGone:
             self.counts["disconnected"] += 1
-            self._failed(call, "cancelled", "the client went away")
+            self._record_failure(call, "cancelled", "the client went away")
             return
         except RequestError as error:
-            self._failed(call, "timeout" if error.status == 504 else "error", error.message)
+            self._record_failure(call, "timeout" if error.status == 504 else "error", error.message)
             raise
         except BaseException as error:
-            self._failed(call, "cancelled", type(error).__name__)
+            self._record_failure(call, "cancelled", type(error).__name__)
             raise
         self.counts["ok"] += 1
         headers = {"content-type": kind, "x-cotune-policy": quote(str(self.find(request.model).policy), safe="@ ")}
@@ -143,34 +143,37 @@ class ChatEndpoint:
             headers |= {"x-cotune-episode": call.episode.id, "x-cotune-call": call.id}
         await Response(content, headers=headers)(scope, receive, send)
 
-    def _call(self, request: ChatRequest, others: Mapping[str, Any], key: str) -> LiveCall:
-        """The call of a request, which is recorded once it has ended where requests are, in an episode that the
-        application calls `key`."""
-        # A further name of a role is that role's: its prompts are edited too.
+    def _start_call(self, request: ChatRequest, others: Mapping[str, Any], key: str) -> LiveCall:
+        """Start the call of a request, with edited prompts.
+
+        If requests are recorded, the call is in an episode of its own, which the application names by `key`.
+        """
+        # An alias counts as its role, so the role's prompts are edited.
         role = self.find(request.model).name or request.model
-        asked, caller = {**others, **msgspec.structs.asdict(request)}, CallerContext(role, "serve", given=True)
+        body = {**others, **msgspec.structs.asdict(request)}
+        caller = CallerContext(role, "serve", given=True)
         if self._recording is not None:
-            call = self._opened(self._recording, key).start(caller, asked)
+            call = self._open_episode(self._recording, key).start(caller, body)
         else:
-            call = LiveCall(self._episode, caller, 0, 0, asked)
-            self._episode.edit(call, asked)
+            call = LiveCall(self._episode, caller, 0, 0, body)
+            self._episode.edit(call, body)
         if call.unedited:
             self.unedited[call.unedited] += 1
         return call
 
-    def _failed(self, call: LiveCall, status: CallStatus, error: str) -> None:
+    def _record_failure(self, call: LiveCall, status: CallStatus, error: str) -> None:
         if self._recording is not None:
             call.fail(status, error)
             call.episode.end("cancelled" if status == "cancelled" else "error", error=error)
 
     async def _answer(self, request: ChatRequest, call: LiveCall) -> tuple[bytes, str]:
-        asked = msgspec.structs.asdict(request)
+        body = msgspec.structs.asdict(request)
         chat = self.responder.chat_of(request.model)
-        # The responder logs the options that it leaves out.
-        self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
+        # The responder logs these options; here they are counted for /health.
+        self.not_enforced.update(name for name in template_options(body) if not chat.reads(name))
         self.not_enforced.update(unknown_fields(call.params))
         try:
-            held = [await self.responder.respond(call)]
+            answer_box = [await self.responder.respond(call)]
         except SampleTimeout as error:
             raise RequestError(504, str(error), code="timeout") from None
         except RequestRefused as error:
@@ -180,23 +183,28 @@ class ChatEndpoint:
             raise RequestError(500, str(error), code="sampler_error") from None
         except RecursionError:
             raise RequestError(400, "The body is nested too deeply.", code="invalid_value") from None
-        return await asyncio.to_thread(_content, call, asked, held, self._recording is not None)
+        return await asyncio.to_thread(_encode_answer, call, body, answer_box, self._recording is not None)
 
 
-def _content(call: LiveCall, asked: Mapping[str, Any], held: list[Answer | None], recorded: bool) -> tuple[bytes, str]:
-    """The answer that is `held`, as the request asks for it, and `recorded` if it is to be. A long answer takes a while
-    to be freed: taken out of the list, it is freed in this thread."""
-    answer = held.pop()
+def _encode_answer(
+    call: LiveCall, body: Mapping[str, Any], answer_box: list[Answer | None], record: bool
+) -> tuple[bytes, str]:
+    """Body and content type of the response to a request; with `record` the call is also recorded.
+
+    The answer comes in a list and is taken out of it. This thread then holds the last reference, so that freeing a long
+    answer, which takes a while, does not block the event loop.
+    """
+    answer = answer_box.pop()
     assert answer is not None, "find leaves no model to a provider"
-    content = CHAT.content(call, answer, asked)
-    if recorded:
+    content = CHAT.content(call, answer, body)
+    if record:
         call.finish(answer)
         call.episode.end("ok")
     return content
 
 
 class _Responder(LocalResponder):
-    """Refuses a request that cannot be rendered, and names the field."""
+    """Answers a request that cannot be rendered with a 400 that names the field."""
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         try:

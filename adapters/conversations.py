@@ -1,7 +1,7 @@
-"""Answers calls by policies in this process; a request that continues a conversation keeps the sampled token ids.
+"""Answers calls with policies in this process. A continued conversation keeps the token ids that were sampled before.
 
-In training and evaluation an episode knows its own earlier calls. Requests to a server, and calls of a deployed
-application, come without an episode; here they are found by their messages.
+In training and evaluation an episode knows its earlier calls. Requests to a server and calls of a deployed application
+have no episode, so this module finds the earlier calls by their messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cotune.sampling.responder import PolicyResponder
 log = logging.getLogger("cotune")
 
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
-"""Most requests, bytes of all, and replies of one request that are kept."""
+"""Limits of the memory of conversations: requests, bytes of all, replies to one request."""
 _OVERHEAD = 400
 """Approximate bytes of an entry without its token ids."""
 LONG = 256 << 10
@@ -39,11 +39,12 @@ LONG = 256 << 10
 
 @dataclass(frozen=True)
 class _Turn:
-    """One answered list of messages: its prompt, and each reply by its content, with the prompt it was sampled from.
-    Token ids are packed."""
+    """The token ids of one answered list of messages. All are packed."""
 
     prompt: bytes
+    """The latest prompt that the messages were rendered to."""
     replies: dict[bytes, tuple[bytes, bytes]]
+    """Key of a reply (`_reply_key`) -> the prompt that it was sampled from, and the reply."""
 
     def size(self) -> int:
         return _OVERHEAD + len(self.prompt) + sum(_OVERHEAD + len(reply) for _, reply in self.replies.values())
@@ -51,16 +52,18 @@ class _Turn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request stands: the packed `paths` that its prompt may go on from, and the key under which it is kept."""
+    """The place of a request among the conversations."""
 
     key: bytes = b""
+    """The key to keep the request under; empty if it cannot be kept."""
     paths: Sequence[bytes] = ()
+    """Packed token ids of earlier prompts and replies that the request's prompt may continue."""
 
 
 class Conversations:
-    """Token paths by who answered (a role) and the messages. Safe to use from several threads.
+    """Token paths by role and messages. Safe to use from several threads.
 
-    Least recently used ones go first once there are `entries` requests or `size` bytes.
+    Beyond `entries` requests or `size` bytes, the least recently used ones are removed.
     """
 
     def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
@@ -69,10 +72,10 @@ class Conversations:
     def find(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Place:
         """The place of a request to `name`, with the paths of the earlier requests and replies that it repeats.
 
-        As in an episode, a request without a reply among its messages continues none.
+        As in an episode, a request without a reply among its messages continues no earlier request.
         """
         try:
-            keys = _keys(name, messages)
+            keys = _prefix_keys(name, messages)
             if not any(message.get("role") == "assistant" for message in messages):
                 return Place(keys[-1])
             paths: list[bytes] = []
@@ -80,36 +83,37 @@ class Conversations:
                 turn = self._turns.get(key)
                 if turn is not None:
                     paths += _paths(turn, messages[i] if i < len(messages) else {})
-        except (TypeError, ValueError, AttributeError, RecursionError):  # no chat: rendering it raises the error
+        except (TypeError, ValueError, AttributeError, RecursionError):
+            # The messages are malformed: rendering them raises an error that says so.
             return Place()
         return Place(keys[-1], paths)
 
     def keep(self, place: Place, prompt: Sequence[int], message: Mapping[str, Any], reply: Sequence[int]) -> None:
-        """Keep how a request was answered: its prompt's ids, and the reply that the client got."""
+        """Keep an answered request: the token ids of its prompt, and the reply that the client got."""
         if not place.key:
             return
-        turn, packed = self._turns.get(place.key), pack_ids(prompt)
-        if turn is not None and turn.prompt == packed:
-            packed = turn.prompt
-        replies = {} if turn is None else dict(turn.replies)
+        previous, packed_prompt = self._turns.get(place.key), pack_ids(prompt)
+        if previous is not None and previous.prompt == packed_prompt:
+            packed_prompt = previous.prompt  # one object for all replies, to save memory
+        replies = {} if previous is None else dict(previous.replies)
         key = _reply_key(message)
         replies.pop(key, None)  # the latest reply stands last
-        replies[key] = packed, pack_ids(reply)
+        replies[key] = packed_prompt, pack_ids(reply)
         if len(replies) > REPLIES:
             del replies[next(iter(replies))]
-        kept = _Turn(packed, replies)
-        self._turns.put(place.key, kept, kept.size())
+        turn = _Turn(packed_prompt, replies)
+        self._turns.put(place.key, turn, turn.size())
 
     def kept(self) -> dict[str, int]:
-        """How many requests are kept, and their bytes."""
+        """Number of requests in memory, and their bytes."""
         return {"requests": len(self._turns), "bytes": self._turns.bytes}
 
 
 class LocalResponder(PolicyResponder):
     """The responder of `cotune serve` and `cotune.deployed`. It finds earlier calls by their messages.
 
-    Prompts are rendered and replies read in threads, so that long ones delay nobody else; very long prompts, and
-    requests that fix the form of their reply, whose grammars may take a second, one after the other.
+    It renders prompts and parses replies in threads, so that long ones do not delay other requests. Very long prompts
+    are rendered one after the other. So are requests that fix the form of their reply: a grammar may take a second.
     """
 
     reads_aside = True
@@ -132,7 +136,7 @@ class LocalResponder(PolicyResponder):
         self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
         self._forms = ThreadPoolExecutor(1, "cotune-forms")
         self._places: dict[str, Place] = {}
-        """By call that is being answered."""
+        """Call id -> place, for calls in progress."""
 
     def longest(self, role: str) -> int:
         policy = self.policies.get(role, self.others)
@@ -149,37 +153,48 @@ class LocalResponder(PolicyResponder):
             self._places.pop(call.id, None)
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        pool = self._forms if fixes_form(call.params, call.tools) else None
-        if bytes_of((call.rewritten or call).messages, LONG) > LONG:
-            pool = self._long
-        self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
-        return prepared
+        messages = (call.rewritten or call).messages
+        if bytes_of(messages, LONG) > LONG:
+            pool: ThreadPoolExecutor | None = self._long
+        elif fixes_form(call.params, call.tools):
+            pool = self._forms
+        else:
+            pool = None  # asyncio's default pool
 
-    def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
-        place = self.conversations.find(call.role, (call.rewritten or call).messages)
-        return place, self.request(call, place.paths)
+        def find_and_render() -> tuple[Place, tuple[list[int], SamplingParams]]:
+            place = self.conversations.find(call.role, messages)
+            return place, self.request(call, place.paths)
+
+        self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, find_and_render)
+        return prepared
 
     def _policy(self, role: str) -> PolicyRef | None:
         policy = super()._policy(role)
         if self.unlisted[role] == 1:
-            who = "the application's own provider"
-            if policy is not None:
-                who = "the untrained model" if policy == UNTRAINED else f"policy {policy}"
-            log.warning("No policy here is named %r (there are: %s): %s answers.", role, self._names, who)
+            if policy is None:
+                answerer = "the application's own provider"
+            elif policy == UNTRAINED:
+                answerer = "the untrained model"
+            else:
+                answerer = f"policy {policy}"
+            log.warning("No policy here is named %r (there are: %s): %s answers.", role, self._names, answerer)
         return policy
 
 
 def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[bytes]:
-    """The prompt, and with it the reply whose content `message` has; the last reply where none does, as a message
-    may say it in another form."""
+    """The paths of a turn that `message`, which follows it in a request, may continue.
+
+    They are the prompt and, if `message` is a reply, the prompt with the reply of the same content. A client may have
+    changed the form of the reply; if no content matches, it is taken for the latest reply.
+    """
     if message.get("role") != "assistant" or not turn.replies:
         return [turn.prompt]
     prompt, reply = turn.replies.get(_reply_key(message)) or next(reversed(turn.replies.values()))
     return [prompt, prompt + reply]
 
 
-def _keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """One key for each number of first messages, of all that a client says in them."""
+def _prefix_keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """A key for each prefix of the messages, from all their fields: the first message, the first two, and so on."""
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     keys = []
     for message in messages:
@@ -190,7 +205,7 @@ def _keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 
 
 def _reply_key(message: Mapping[str, Any]) -> bytes:
-    """Content and calls, with the ids that the calls were given: they tell apart replies that say the same."""
+    """A key from the content and the tool calls. Ids of tool calls distinguish replies of equal content."""
     calls = [[call.get("id"), (call.get("function") or {}).get("name")] for call in message.get("tool_calls") or ()]
     content = json.dumps([text_of(message.get("content")), calls])
     return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Curves of a run as one SVG image, which any page shows."""
+"""Draws the curves of a run as one SVG image."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from cotune.reading.curves import Chart, Series
 from cotune.tables import figure
 
 WIDTH, HEIGHT = 420, 220
-"""Of one chart, in pixels; charts stand side by side."""
+"""Size of one chart, in pixels; charts stand side by side."""
 LEFT, TOP, RIGHT, BOTTOM = 52, 30, 12, 42
+"""Margins of a chart around its axes, in pixels."""
 _HUES = ("#1f6feb", "#d1495b", "#2a9d5c", "#b07d00", "#8250df", "#57606a")
 
 
 def svg(charts: Sequence[Chart]) -> str:
     """An image of these charts: each with its lines, their names, and the ends of both axes."""
-    parts = [part for place, chart in enumerate(charts) for part in _chart(chart, place * WIDTH)]
+    parts: list[str] = []
+    for number, chart in enumerate(charts):
+        parts += _chart(chart, number * WIDTH)
     size = f'width="{WIDTH * len(charts)}" height="{HEIGHT}" viewBox="0 0 {WIDTH * len(charts)} {HEIGHT}"'
     style = 'font-family="sans-serif" font-size="11" fill="#24292f"'
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
@@ -24,13 +27,19 @@ def svg(charts: Sequence[Chart]) -> str:
 
 
 def _chart(chart: Chart, x: int) -> Iterator[str]:
-    known = [value for line in chart.series for value in line.values if value is not None]
-    low, high = (0.0, 1.0) if chart.percent and max(known) <= 1 else (min(known), max(known))
+    """SVG elements of one chart, whose left edge is at `x`."""
+    values: list[float] = []
+    for line in chart.series:
+        values += [value for value in line.values if value is not None]
+    low, high = min(values), max(values)
+    if chart.percent and high <= 1:
+        low, high = 0.0, 1.0
     left, right, base = x + LEFT, x + WIDTH - RIGHT, HEIGHT - BOTTOM
     yield _text(left, 18, chart.title, 'font-weight="bold"')
     yield f'<path d="M{left} {TOP}V{base}H{right}" fill="none" stroke="#afb8c1"/>'
-    for value, y in ((high, TOP), (low, base)) if high > low else ((low, base),):
-        yield _text(left - 6, y + 4, figure(value, chart.percent), 'text-anchor="end"')
+    if high > low:
+        yield _text(left - 6, TOP + 4, figure(high, chart.percent), 'text-anchor="end"')
+    yield _text(left - 6, base + 4, figure(low, chart.percent), 'text-anchor="end"')
     yield _text(left, base + 15, f"step {chart.steps[0]}")
     yield _text(right, base + 15, str(chart.steps[-1]), 'text-anchor="end"')
     legend = left
@@ -49,11 +58,16 @@ def _points(
     bounds: tuple[float, float],
     frame: tuple[int, int, int],
 ) -> str:
+    """The points of a polyline, in pixels. Steps without a value have no point."""
     (first, length), (low, high), (left, right, base) = span, bounds, frame
-    height = (base - TOP) / ((high - low) or 1)
-    found = [(step, value) for step, value in zip(steps, line.values, strict=True) if value is not None]
-    places = [(left + (step - first) / length * (right - left), base - (value - low) * height) for step, value in found]
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    pixels_per_unit = (base - TOP) / ((high - low) or 1)
+    points = []
+    for step, value in zip(steps, line.values, strict=True):
+        if value is not None:
+            x = left + (step - first) / length * (right - left)
+            y = base - (value - low) * pixels_per_unit
+            points.append(f"{x:.1f},{y:.1f}")
+    return " ".join(points)
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:

@@ -32,7 +32,7 @@ from cotune.records.structs import CallRecord, Record, Task
 
 
 class RecordingOptions(TypedDict, total=False):
-    """Where and how a deployment records its calls: keyword arguments of `cotune.deployed`."""
+    """How a deployment records its calls: keyword arguments of `cotune.deployed`."""
 
     records: str | Path | None
     app: str
@@ -51,24 +51,25 @@ def deployed(
     any_prompts: bool = False,
     **recording: Unpack[RecordingOptions],
 ) -> Deployment:
-    """Answer every LLM call that the application makes inside by the policy of its role, from an export.
+    """Answer every LLM call that the application makes inside the block with the policy of its role, from an export.
 
-    Use it as `with` or `async with`. `base` is the base model where it lies elsewhere than the export says (of several,
-    a mapping from the old place to the new one); `temperature` and `max_tokens` replace the application's settings;
+    Use it as `with` or `async with`. `base` is the present place of the base model if it was moved (for several, a
+    mapping from the old place to the new one). `temperature` and `max_tokens` replace the application's settings.
     `roles` names the role of each call, as in training (`cotune.workflow`). Calls of roles that the export does not
-    have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's own
-    provider. Each role is logged once and counted in `unlisted`, and where the provider answers in `passed_through`.
+    have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's
+    provider. Each of these roles is logged once. `unlisted` counts their calls, and `passed_through` the calls that the
+    provider answered.
 
-    Calls go out with the edited prompts that the export was trained with, if any, or with `prompts`: a file, or a
-    folder that has one. Others than it was trained with are refused unless `any_prompts` is true. Without a `source`
-    the application's own provider answers. `unedited` counts calls that do not have the texts that are edited.
+    Calls are sent with the edited prompts that the export was trained with, if any, or with `prompts`: a file, or a
+    folder that has one. Prompts that it was not trained with are refused unless `any_prompts` is true. Without a
+    `source` the application's provider answers. `unedited` counts calls that do not have the texts to be edited.
 
-    With `records`, the address of a store or of a collector (for the application `app`), the calls are recorded as
-    those of a `cotune.trace`, with policy, version, token ids and log-probabilities, after `redactor`. The `with` is
-    one episode, which the application calls `key` itself, and so is each `deployment.here(key=...)`.
-    `deployment.trace` is the trace of the `with`.
+    With `records`, the address of a store or of a collector (for the application `app`), calls are recorded as in
+    `cotune.trace`, with policy, version, token ids and log-probabilities, after `redactor`. The `with` is one episode,
+    which the application names by `key`, and so is each `deployment.here(key=...)`. `deployment.trace` is the trace of
+    the `with`.
 
-    A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
+    A `with` covers the code inside it, and threads and tasks started there. In other parts of the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
 
     ```python
@@ -78,28 +79,27 @@ def deployed(
     ```
     """
     check_arguments(recording, RecordingOptions.__annotations__)
-    override = {"temperature": temperature, "max_tokens": max_tokens}
-    given = {name: value for name, value in override.items() if value is not None}
+    override: dict[str, Any] = {}
+    if temperature is not None:
+        override["temperature"] = temperature
+    if max_tokens is not None:
+        override["max_tokens"] = max_tokens
     if source is None and prompts is None:
         raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
-    tracing = _tracing(**recording)
-    return Deployment(source, base, given, roles_function(roles), chosen, tracing, check_key(recording.get("key", "")))
 
-
-def _tracing(
-    records: str | Path | None = None, app: str = "", key: str = "", redactor: Redactor | None = None
-) -> Callable[..., Trace] | None:
-    """What opens the trace of an episode; None where nothing is recorded."""
+    records, key = recording.get("records"), recording.get("key", "")
+    open_trace: Callable[..., Trace] | None = None
     if records is not None:
-        return functools.partial(Trace, records, app=app, redactor=redactor)
-    if key:
+        app, redactor = recording.get("app", ""), recording.get("redactor")
+        open_trace = functools.partial(Trace, records, app=app, redactor=redactor)
+    elif key:
         raise ConfigError("key", key, "has no effect without records", "Pass records=, or leave it out.")
-    return None
+    return Deployment(source, base, override, roles_function(roles), chosen, open_trace, check_key(key))
 
 
 class Deployment:
-    """Trained policies in this process. `served` has the policy of each role."""
+    """Trained policies in this process."""
 
     def __init__(
         self,
@@ -108,21 +108,22 @@ class Deployment:
         override: Mapping[str, Any],
         roles: RolesFunction | None,
         prompts: Prompts | None = None,
-        tracing: Callable[..., Trace] | None = None,
+        open_trace: Callable[..., Trace] | None = None,
         key: str = "",
     ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by (role, status)."""
         self.passed_through: Counter[str] = Counter()
-        """Ended calls by role that the application's own provider answered."""
+        """Ended calls that the application's provider answered, by role."""
         self.unlisted: Counter[str] = Counter()
-        """Ended calls by role that the export does not have, whoever answered."""
+        """Ended calls of roles that the export does not have, by role."""
         self.unedited: Counter[tuple[str, str]] = Counter()
-        """Ended calls by (role, reason) that went out as they were asked, although the prompts edit their role."""
+        """Ended calls by (role, reason) that were sent unedited, although the prompts edit their role."""
         self.prompts = prompts
-        """The edited prompts that calls go out with."""
+        """The edited prompts that calls are sent with."""
         self.served: Mapping[str, ServedModel] = {}
+        """The policy of each role, once the deployment is open."""
         self._base = base
         self._override = override
         self._roles = roles
@@ -131,21 +132,23 @@ class Deployment:
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
-        self._tracing = tracing
+        self._open_trace = open_trace
         self._key = key
         self.trace: Trace | None = None
-        """The trace of the `with`, where its calls are recorded."""
+        """The trace of the `with`; None if its calls are not recorded."""
 
     @contextlib.contextmanager
     def here(self, *, task: Any = None, key: str = "") -> Iterator[Trace | None]:
-        """Answer the calls made inside, in the current thread or task; the deployment must be open. Where calls are
-        recorded, these are an episode of their own, of the `task`, whose trace is given, and which the application
-        calls `key`."""
-        with recording(self._episode()):
-            if self._tracing is None:
+        """Answer the calls made inside the block, in the current thread or task; the deployment must be open.
+
+        If the deployment records calls, these calls are an episode of their own, of the `task`, which the application
+        names by `key`; the block gets its trace.
+        """
+        with recording(self._new_episode()):
+            if self._open_trace is None:
                 yield None
             else:
-                with self._tracing(task=task, name="deployed", key=key) as trace:
+                with self._open_trace(task=task, name="deployed", key=key) as trace:
                     yield trace
 
     def __enter__(self) -> Deployment:
@@ -155,12 +158,14 @@ class Deployment:
 
     @property
     def version(self) -> str:
-        """Which version of the export answers: `version 4 of 2026-11-29 12:30, run r1, step-000060`. Empty while the
-        deployment is closed, and without an export."""
+        """The version of the export that answers: `version 4 of 2026-11-29 12:30, run r1, step-000060`.
+
+        Empty while the deployment is closed, and without an export.
+        """
         return self._local.manifest.title if self._local and self._local.manifest else ""
 
     def __exit__(self, *exc: object) -> None:
-        if (local := self._left(*exc)) is not None:
+        if (local := self._end(*exc)) is not None:
             run_sync(local.aclose())
 
     async def __aenter__(self) -> Deployment:
@@ -169,21 +174,25 @@ class Deployment:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if (local := self._left(*exc)) is not None:
+        if (local := self._end(*exc)) is not None:
             await local.aclose()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Count calls by how they ended, and keep nothing of them."""
-        ended = [record for record in records if isinstance(record, CallRecord)]
+        """Count calls by how they ended. The records themselves are not kept."""
+        calls = [record for record in records if isinstance(record, CallRecord)]
+        left_to_provider: Sequence[str] = () if self._local is None else self._local.left_to_provider
+        provider_answers_others = self._local is None or self._local.others is None
         with self._lock:
-            self.calls.update((call.role, call.status) for call in ended)
-            self.unedited.update((call.role, call.unedited) for call in ended if call.unedited)
-            outside = [call.role for call in ended if call.role not in self.served]
-            left = () if self._local is None else self._local.left_to_provider
-            if self.source is not None:
-                self.unlisted.update(role for role in outside if role not in left)
-            provided = self._local is None or self._local.others is None
-            self.passed_through.update(role for role in outside if provided or role in left)
+            for call in calls:
+                self.calls[call.role, call.status] += 1
+                if call.unedited:
+                    self.unedited[call.role, call.unedited] += 1
+                if call.role in self.served:
+                    continue
+                if self.source is not None and call.role not in left_to_provider:
+                    self.unlisted[call.role] += 1
+                if provider_answers_others or call.role in left_to_provider:
+                    self.passed_through[call.role] += 1
 
     def _require_closed(self) -> None:
         if self._opened:
@@ -201,43 +210,46 @@ class Deployment:
         for activate in hooks.activators:
             activate()
         carry_context(callers=self._roles is not None)
-        self._entered = current_episode.set(self._episode())
-        if self._tracing is not None:
-            self.trace = self._tracing(name="deployed", key=self._key).__enter__()
+        self._entered = current_episode.set(self._new_episode())
+        if self._open_trace is not None:
+            self.trace = self._open_trace(name="deployed", key=self._key).__enter__()
 
-    def _left(self, *exc: Any) -> LocalPolicies | None:
+    def _end(self, *exc: Any) -> LocalPolicies | None:
+        """End the trace and the episode of the `with`; return the policies, for the caller to close."""
         assert self._opened and self._entered is not None
         self._opened = False
         if self.trace is not None:
             self.trace.__exit__(*exc)
-        with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
+        # An async deployment may end in another context than it began in; the variable cannot be reset from there.
+        with contextlib.suppress(ValueError):
             current_episode.reset(self._entered)
         local, self._local = self._local, None
         return local
 
-    def _episode(self) -> LiveEpisode:
+    def _new_episode(self) -> LiveEpisode:
         if not self._opened:
             raise CotuneError(f"{self._name} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
-        made = _Unrecorded(
+        episode = _EndlessEpisode(
             self, task, workflow="deployed", responder=self._responder, roles=self._roles, prompts=self.prompts
         )
-        made.tape.keeps = False
-        return made
+        episode.tape.keeps = False
+        return episode
 
 
-class _Unrecorded(LiveEpisode):
-    """An episode without an end: each call is its own, so that nothing of earlier calls is kept."""
+class _EndlessEpisode(LiveEpisode):
+    """An episode that may last as long as the process. Each call gets an episode of its own, so that memory stays
+    bounded."""
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         if self.forked:
             return super().start(caller, body)
-        alone = LiveEpisode(
+        episode_of_call = LiveEpisode(
             self.sink,
             self.task,
             workflow=self.workflow,
             responder=self.responder,
             roles=self.roles,
         )
-        alone.prompting = self.prompting
-        return alone.start(caller, body)
+        episode_of_call.prompting = self.prompting
+        return episode_of_call.start(caller, body)

@@ -1,5 +1,8 @@
-"""Exports: trained policies as folders that PEFT, transformers and vLLM load, or as GGUF files for llama.cpp and
-Ollama, with a roles.json."""
+"""Writes exports: trained policies as folders that PEFT, transformers and vLLM load, or as GGUF files for llama.cpp and
+Ollama, with a roles.json.
+
+The first half writes; the second half, from `TrainedPolicy` on, reads the policies of a run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import msgspec
 
 from cotune.adapters.bases import Moved, places
 from cotune.adapters.card import CURVE, Background, read_background, write_card
-from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of, other_parts
+from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, differing_parts, hashes_of
 from cotune.adapters.manifest import (
     FORMAT,
     MANIFEST,
@@ -76,14 +79,16 @@ def export_run(
     model: Moved = None,
     prompts: Prompts | None = None,
 ) -> Manifest:
-    """Export the newest checkpoint of a run, the one after `step` steps, or each policy at its "best" held-out
-    evaluation, as far as it has one.
+    """Export the newest checkpoint of a run, or another one.
 
-    With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
-    for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
-    `cotune eval --out` wrote; by default of the newest evaluation of these weights in the folder of the run. `model` is
-    where the base model lies if elsewhere than the run says; of several it maps those that were moved. `prompts` are
-    edited prompts with which the policies are used.
+    `step` chooses the checkpoint after that many steps. With "best", each policy is exported as it was at its best
+    held-out evaluation, and policies without an evaluation as they are now.
+
+    With `merge`, adapters are added to their base model, so that each policy is a whole model. With `gguf`, that model
+    is one file for llama.cpp and Ollama with matrices in this precision. The model card has the figures of
+    `evaluation`, a folder that `cotune eval --out` wrote; the default is the newest evaluation of these weights in the
+    run. `model` is the present place of a moved base model; if the run has several, it maps the old places to the new
+    ones. `prompts` are edited prompts to use with the policies.
 
     Raises RunError, ConfigError, AdapterError.
     """
@@ -112,7 +117,7 @@ def export_run(
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where exported policies come from, for roles.json and the model card."""
+    """The run that exported policies come from, for roles.json and the model card."""
 
     run: str | None = None
     trained_with: str = ""
@@ -124,20 +129,23 @@ class Origin:
 
 
 def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
-    """The model names that each role of the application asked for in the records that a run learned from; none where
-    these are gone."""
-    learned_from = read_run(run).config.records
-    address, app = (learned_from.path, learned_from.app) if learned_from.path else (run, "")
+    """The model names that each role asked for in the records that a run learned from; empty if these are unreadable.
+
+    A role that asked for no model by name has an empty tuple.
+    """
+    records = read_run(run).config.records
+    address, app = (records.path, records.app) if records.path else (run, "")
     try:
         with open_store(address, read_only=True) as store:
-            asked = store.figures().models_asked(app)
+            roles_and_models = store.figures().models_asked(app)
     except CotuneError as error:
         log.warning("The export has no model names of roles, as the records cannot be read: %s", error)
         return {}
-    models: dict[str, tuple[str, ...]] = {}
-    for role, model in asked:
-        models[role] = (*models.get(role, ()), *([model] if model else []))
-    return models
+    models_of_role: dict[str, tuple[str, ...]] = {}
+    for role, model in roles_and_models:
+        models = models_of_role.get(role, ())
+        models_of_role[role] = (*models, model) if model else models
+    return models_of_role
 
 
 def write_export(
@@ -152,10 +160,10 @@ def write_export(
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export, which is kept as a version (see `versions`).
 
-    `others` is the untrained model that plays roles which no policy plays; None leaves them to the application's
-    provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
-    precision. `prompts` are written beside the policies. The folder appears complete or not at all. Raises ConfigError
-    when `out` holds anything but an export, and for a model that cannot be written as GGUF.
+    `others` is the untrained model that plays roles without a policy; None leaves them to the application's provider.
+    With `merge` an adapter is added to its base model; with `gguf` the result is one GGUF file of this precision.
+    `prompts` are written next to the policies. The folder appears complete or not at all. Raises ConfigError if `out`
+    holds other files than an export, and for a model that cannot be written as GGUF.
     """
     origin = origin or Origin()
     target = Path(out).resolve()
@@ -164,15 +172,10 @@ def write_export(
         fault = "holds other files, which an export would replace"
         raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
     if gguf is not None:
-        for model, name in {p.model: p.name for p in reversed(policies) if p.kind in TRAINED and p.model}.items():
-            try:
-                check_gguf(locate_model(model))
-            except ConfigError as error:
-                fault = f"(the base of policy {name!r}) {error.fault}"
-                raise ConfigError(error.field, error.value, fault, error.remedy) from None
+        _check_bases_for_gguf(policies)
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", None, "play no role", "Train a run first.")
-    # All is written next to the target, reaches the disk, and then takes its place.
+    # The export is written next to the target and synced to disk, then renamed: a crash never leaves a partial one.
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -191,6 +194,20 @@ def write_export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _check_bases_for_gguf(policies: Sequence[TrainedPolicy]) -> None:
+    """Raise ConfigError for a trained policy whose base cannot be written as GGUF."""
+    checked: set[str] = set()
+    for policy in policies:
+        if policy.kind not in TRAINED or not policy.model or policy.model in checked:
+            continue
+        checked.add(policy.model)
+        try:
+            check_gguf(locate_model(policy.model))
+        except ConfigError as error:
+            fault = f"(the base of policy {policy.name!r}) {error.fault}"
+            raise ConfigError(error.field, error.value, fault, error.remedy) from None
 
 
 def _write(
@@ -222,25 +239,25 @@ def _write(
         return base
 
     exported: list[ExportedPolicy] = []
+    roles: list[ExportedRole] = []
     for policy in policies:
-        base = base_of(policy)
-        exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge, gguf))
-    roles = tuple(
-        ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
-        for policy in policies
-        for role in policy.roles
-    )
+        taken_folders = [entry.folder for entry in exported if entry.folder]
+        exported.append(_write_policy(folder, policy, base_of(policy), taken_folders, merge, gguf))
+        for role in policy.roles:
+            metrics = dict(policy.metrics.get(role, {}))
+            roles.append(ExportedRole(role=role, policy=policy.name, metrics=metrics))
+    trained_with_others = prompts is not None and origin.trained_with != prompts.id
     manifest = Manifest(
         format=FORMAT,
         cotune=version("cotune"),
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         run=origin.run,
         policies=tuple(exported),
-        roles=roles,
+        roles=tuple(roles),
         other_roles="frozen" if others else "provider",
         other_base=base_of(others) if others else None,
         prompts=prompts.id if prompts is not None else "",
-        trained_with=origin.trained_with if prompts is not None and origin.trained_with != prompts.id else "",
+        trained_with=origin.trained_with if trained_with_others else "",
     )
     if prompts is not None:
         write_prompts(folder, prompts)
@@ -248,11 +265,14 @@ def _write(
 
 
 def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = None) -> int:
-    """About how many bytes the trained policies of a run take as merged models (float32), or as GGUF files. Raises
-    RunError, AdapterError, ConfigError."""
+    """About how many bytes the trained policies of a run take as merged models (float32), or as GGUF files.
+
+    Raises RunError, AdapterError, ConfigError.
+    """
+    # A block of q8_0 has 32 values of a byte each, and a scale of two bytes.
     bytes_per_value = {None: 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf]
-    described, policies = read_run(run), read_policies(_newest(run))
-    bases = _places(Path(run), described, policies, model)
+    described, policies = read_run(run), read_policies(_newest_checkpoint(run))
+    bases = _places_of_bases(Path(run), described, policies, model)
     values = 0
     for policy in policies:
         base = policy.model or described.model
@@ -262,13 +282,20 @@ def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = No
 
 
 def _write_policy(
-    folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str], merge: bool, gguf: Precision | None
+    folder: Path,
+    policy: TrainedPolicy,
+    base: Base | None,
+    taken_folders: list[str],
+    merge: bool,
+    gguf: Precision | None,
 ) -> ExportedPolicy:
+    """Write one policy below the export folder, and describe it for roles.json."""
     if policy.kind in ("frozen", "provider"):
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
     if policy.weights is None or base is None:
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
-    name = readable_file_name(policy.name, [*taken, "README.md", "roles.json", PROMPTS, CURVE, VERSIONS], "policy")
+    taken = [*taken_folders, "README.md", "roles.json", PROMPTS, CURVE, VERSIONS]
+    name = readable_file_name(policy.name, taken, "policy")
     (folder / name).mkdir()
     weights = _write_weights(folder / name, policy, base, merge, gguf)
     return ExportedPolicy(
@@ -287,16 +314,16 @@ def _write_policy(
 
 
 def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool, gguf: Precision | None) -> Weights:
-    """Write a policy into its folder, in the form that is asked for; return its weights in that form, in fp32."""
+    """Write a policy into its folder as an adapter, a model or a GGUF file; return the written weights in fp32."""
     model, weights = locate_model(base.model), policy.weights
     assert weights is not None
     if gguf is not None:
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as merged:
-            found = _write_weights(Path(merged), policy, base, True, None)
+            merged_weights = _write_weights(Path(merged), policy, base, True, None)
             name = f"{policy.name} of {Path(base.model).name}"
             write_gguf(Path(merged), folder / f"{folder.name}.gguf", gguf, name=name, base=base.model)
         (folder / "Modelfile").write_text(f"FROM ./{folder.name}.gguf\n")
-        return found
+        return merged_weights
     if policy.kind == "full":
         write_model(model, weights, folder)
         return weights
@@ -318,143 +345,161 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
-
-    `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
-    SHA-256 of that base by part, as far as the run knows it; `tool_format` is how it writes tool calls, `dtype` the
-    precision in which adapters on it were trained, where that is known. `metrics` are by role. `stayed` says why no
-    step has updated a policy that is trained. `step` is how many steps its checkpoint had made, where it is of a run.
-    """
+    """One policy at one version, ready to be exported."""
 
     name: str
     kind: PolicyKind
     version: int
     roles: Sequence[str]
     model: str | None
+    """Folder or Hugging Face id of its base; None for a provider policy."""
     weights: Weights | None = None
+    """The arrays that `Learner.weights` returns; None for a policy that is not trained."""
     lora: LoraSpec | None = None
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Figures by role."""
     trained_on: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of its base by part, as far as the run recorded it."""
     tool_format: str = "auto"
     dtype: str | None = None
+    """Precision of the base while adapters were trained on it; None if unknown."""
     stayed: str = ""
+    """The reason why no step has updated a trained policy; empty if one has."""
     step: int | None = None
+    """How many steps its run had made at its checkpoint; None for a policy without a run."""
 
-    def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
-        """Raises AdapterError unless `found`, of `model`, is the base that it was trained on, if that is known."""
-        if wrong := other_parts(self.trained_on, msgspec.to_builtins(found)):
+    def check_trained_on(self, model: str, present: BaseFingerprint) -> None:
+        """Raise AdapterError if `present`, the fingerprint of `model`, differs from the base that it was trained on."""
+        if wrong := differing_parts(self.trained_on, msgspec.to_builtins(present)):
             cause = f"{model} is not the base model that the run was started with: its {', '.join(wrong)} differ."
-            raise AdapterError(cause, "Put the old one back, or name where it is with --model.")
+            raise AdapterError(cause, "Put the old one back, or name its place with --model.")
 
 
 def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
-    """Why no step has updated a policy that is trained, with the number of steps; empty where one has."""
+    """The reasons why no step has updated a trained policy, with the number of steps; empty if one has."""
     if policy.version or policy.weights is None:
         return ""
     newest = newest_checkpoint(RunLayout(run).checkpoints)
-    if newest is not None and any(one.version for one in read_policies(newest) if one.name == policy.name):
+    if newest is not None and any(saved.version for saved in read_policies(newest) if saved.name == policy.name):
         return "this checkpoint came before its first update"
     reasons = stayed_reasons(read_metrics(run)).get(policy.name)
     return stayed_text(reasons) if reasons else "no step has trained it"
 
 
 def latest_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
-    """Policies of the newest checkpoint of a run, with their weights; `model` says where its bases are now, if
-    elsewhere. Raises RunError, AdapterError, ConfigError."""
-    return _policies_of(read_run(run), _newest(run), model)
+    """Policies of the newest checkpoint of a run, with their weights. `model` is the present place of moved bases.
+
+    Raises RunError, AdapterError, ConfigError.
+    """
+    return _policies_of_checkpoint(read_run(run), _newest_checkpoint(run), model)
 
 
 def policies_at(run: str | Path, step: int, model: Moved = None) -> list[TrainedPolicy]:
     """Policies of a run as they were after `step` steps; otherwise as `latest_policies`."""
     checkpoints = RunLayout(run).checkpoints
     if not (checkpoints / checkpoint_name(step)).is_dir():
-        kept = [steps_of(path) for path in step_folders(checkpoints)]
-        if not kept:
+        steps = [steps_of(path) for path in step_folders(checkpoints)]
+        if not steps:
             raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
-        raise ConfigError("step", step, f"is no checkpoint of {run}", f"These are kept: {', '.join(map(str, kept))}.")
-    return _policies_of(read_run(run), checkpoints / checkpoint_name(step), model)
+        raise ConfigError("step", step, f"is no checkpoint of {run}", f"These are kept: {', '.join(map(str, steps))}.")
+    return _policies_of_checkpoint(read_run(run), checkpoints / checkpoint_name(step), model)
 
 
-def _newest(run: str | Path) -> Path:
-    checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
+def _newest_checkpoint(run: str | Path) -> Path:
+    checkpoints = RunLayout(run).checkpoints
+    checkpoint = newest_checkpoint(checkpoints)
     if checkpoint is None:
-        if there := ", ".join(path.name for path in step_folders(RunLayout(run).checkpoints)):
-            raise RunError(f"{run}/checkpoints/latest is missing.", f"Write the name of one into it: {there}.")
+        if names := ", ".join(path.name for path in step_folders(checkpoints)):
+            raise RunError(f"{run}/checkpoints/latest is missing.", f"Write the name of a checkpoint into it: {names}.")
         raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
     return checkpoint
 
 
 def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
-    """Each trained policy of a run as it was at its best held-out evaluation; otherwise as `latest_policies`."""
+    """Each trained policy of a run as it was at its best held-out evaluation; otherwise as `latest_policies`.
+
+    A policy that was never evaluated is taken from the newest checkpoint.
+    """
     described, checkpoints = read_run(run), RunLayout(run).checkpoints
     best = read_best(checkpoints)
     if not best:
         remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --step out."
         raise RunError(f"{run} has kept no best checkpoint.", remedy)
-    names = {figure.checkpoint for figure in best.values()}
-    kept = {name: _policies_of(described, checkpoints / name, model) for name in names}
-    known = {name: {policy.name: policy for policy in policies} for name, policies in kept.items()}
-    return [
-        known[best[policy.name].checkpoint][policy.name] if policy.name in best else policy
-        for policy in latest_policies(run, model)
-    ]
+    # Several policies may share a best checkpoint: each is read once.
+    policies_of_checkpoint: dict[str, dict[str, TrainedPolicy]] = {}
+    for name in {figure.checkpoint for figure in best.values()}:
+        policies = _policies_of_checkpoint(described, checkpoints / name, model)
+        policies_of_checkpoint[name] = {policy.name: policy for policy in policies}
+
+    chosen = []
+    for policy in latest_policies(run, model):
+        if policy.name in best:
+            policy = policies_of_checkpoint[best[policy.name].checkpoint][policy.name]
+        chosen.append(policy)
+    return chosen
 
 
 def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | None:
-    """The untrained model where it plays the roles that the run's policies do not."""
+    """The untrained model if it plays the roles without a policy; None if the application's provider does."""
     described = read_run(run)
     if described.config.other_roles != "frozen" or described.model is None:
         return None
-    saved = read_policies(_newest(run))
+    saved = read_policies(_newest_checkpoint(run))
     return TrainedPolicy(
         name=UNTRAINED.name,
         kind="frozen",
         version=0,
         roles=(),
-        model=_places(Path(run), described, saved, moved)[described.model],
+        model=_places_of_bases(Path(run), described, saved, moved)[described.model],
         trained_on=described.held.base,
         tool_format=described.config.tool_format,
-        dtype=described.dtype_of({one.kind for one in saved}),
+        dtype=described.dtype_of({policy.kind for policy in saved}),
     )
 
 
-def _places(run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved) -> dict[str, str]:
-    """Where each base model that a run names lies now."""
+def _places_of_bases(
+    run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved
+) -> dict[str, str]:
+    """The present place of each base model that a run names, by recorded name."""
     names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
-    others = [described.model] if described.config.other_roles == "frozen" else []
-    known = read_run_json(run)
-    beside = {name: relocated(name, known, run.absolute()) for name in (*names, *others) if name}
-    now = places(moved, beside.values())
-    return {name: now[place] for name, place in beside.items()}
+    if described.config.other_roles == "frozen":
+        names.append(described.model)
+    run_json = read_run_json(run)
+    # A run folder may have been moved together with the models next to it.
+    place_of_name = {name: relocated(name, run_json, run.absolute()) for name in names if name}
+    present = places(moved, place_of_name.values())
+    return {name: present[place] for name, place in place_of_name.items()}
 
 
-def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:
+def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:
+    """The policies of a checkpoint with their weights. Raises RunError if its files do not match their hashes."""
     if wrong := checkpoint_fault(checkpoint, described.id):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
     saved = read_policies(checkpoint)
-    bases = _places(checkpoint.parent.parent, described, saved, moved)
+    bases = _places_of_bases(checkpoint.parent.parent, described, saved, moved)
+    dtype = described.dtype_of({policy.kind for policy in saved})
     return [
         TrainedPolicy(
-            name=entry.name,
-            kind=entry.kind,
-            version=entry.version,
-            roles=entry.roles,
-            model=bases.get(entry.model or described.model or ""),
-            weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
-            lora=entry.lora,
-            metrics=entry.metrics,
-            trained_on=described.held.of(entry.name),
-            tool_format=described.config.tool_format_of(entry.name),
-            dtype=described.dtype_of({one.kind for one in saved}),
+            name=policy.name,
+            kind=policy.kind,
+            version=policy.version,
+            roles=policy.roles,
+            model=bases.get(policy.model or described.model or ""),
+            weights=read_weights(checkpoint / policy.weights_file) if policy.weights_file else None,
+            lora=policy.lora,
+            metrics=policy.metrics,
+            trained_on=described.held.of(policy.name),
+            tool_format=described.config.tool_format_of(policy.name),
+            dtype=dtype,
             step=steps_of(checkpoint),
         )
-        for entry in saved
+        for policy in saved
     ]
 
 
 def read_weights(path: Path) -> Weights:
-    """Arrays of a safetensors file. Raises AdapterError when it cannot be read."""
+    """Arrays of a safetensors file. Raises AdapterError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 

@@ -20,7 +20,7 @@ from cotune.storage.run_layout import EARLIER
 
 HASHES = "hashes.json"
 """File of a checkpoint that holds the hash of every other one, by its path in the folder."""
-_AT_ONCE = 4
+_HASHING_THREADS = 4
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _VOLATILE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
 
@@ -38,20 +38,22 @@ class BaseFingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
 
 
-def other_parts(held: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The parts of a base model whose digests are not those that are held, as a run or an export holds them."""
-    return [part for part, digest in held.items() if now.get(part) != digest]
+def differing_parts(recorded: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+    """Names of the parts of a base model whose digest differs from the one that a run or an export recorded."""
+    return [part for part, digest in recorded.items() if present.get(part) != digest]
 
 
 def base_fingerprint(folder: Path) -> BaseFingerprint:
-    """Fingerprint of a model folder. Raises AdapterError when it holds no config or no weights."""
+    """Fingerprint of a model folder. Raises AdapterError if it has no config or no weights."""
     config = folder / "config.json"
     if not config.is_file():
         raise AdapterError(f"{folder} has no config.json.", "Name a Hugging Face model folder.")
-    # Settings that a library writes, and that change nothing, do not count.
-    settings = {name: value for name, value in _object(config).items() if name not in _VOLATILE}
+    # Libraries rewrite these settings when they save a model; they do not change its output.
+    settings = {name: value for name, value in _read_object(config).items() if name not in _VOLATILE}
     tokenizer = "".join(f"{name} {digest}\n" for name, digest in hashes_of(folder, _TOKENIZER_FILES).items())
-    tensors = {name: digest for path in sorted(folder.glob("*.safetensors")) for name, digest in _tensors(path)}
+    tensors: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(_tensor_digests(path))
     if not tensors:
         raise AdapterError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
     parts = {
@@ -65,27 +67,30 @@ def base_fingerprint(folder: Path) -> BaseFingerprint:
 
 
 def chat_template(folder: Path) -> str:
-    """Text of the chat template of a model folder; empty where there is none."""
+    """Text of the chat template of a model folder; empty if it has none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(errors="surrogateescape")
     settings = folder / "tokenizer_config.json"
-    template: Any = _object(settings).get("chat_template") if settings.is_file() else None
-    return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""
+    template: Any = _read_object(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(template, str):
+        return template
+    # Some models have several named templates, as a list of objects.
+    return json.dumps(template, sort_keys=True) if template else ""
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object. Raises AdapterError."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises AdapterError if it does not."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise AdapterError(f"{path} is no JSON object.", "Fetch or export the model again.")
-    return found
+    return content
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, str]]:
+def _tensor_digests(path: Path) -> Iterator[tuple[str, str]]:
     """Name and digest of each tensor of a safetensors file."""
     from safetensors import SafetensorError, safe_open
     from torch import uint8
@@ -107,22 +112,29 @@ def file_sha256(path: Path) -> str:
 
 
 def hashes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Hashes of these files of a folder, or of all in it, by path; files that are not there are left out."""
-    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    chosen = found if names is None else [name for name in names if (folder / name).is_file()]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(chosen, pool.map(lambda name: file_sha256(folder / name), chosen), strict=True))
+    """SHA-256 of files of a folder, by path in the folder.
+
+    `names` selects the files; None means all of them. Missing files are left out.
+    """
+    if names is None:
+        selected = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    else:
+        selected = [name for name in names if (folder / name).is_file()]
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(zip(selected, pool.map(lambda name: file_sha256(folder / name), selected), strict=True))
 
 
 def write_hashes(folder: Path) -> None:
-    """Write `hashes.json` of all else that is in the folder."""
+    """Write `hashes.json` with the hash of every other file in the folder."""
     (folder / HASHES).unlink(missing_ok=True)
     (folder / HASHES).write_bytes(msgspec.json.format(msgspec.json.encode(hashes_of(folder)), indent=2))
 
 
-def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str = HASHES) -> str | None:
-    """The first difference from the `expected` hashes (default: those in `hashes.json`), which are in `source`; None
-    where there is none."""
+def files_fault(folder: Path, expected: Mapping[str, str] | None = None, source: str = HASHES) -> str | None:
+    """Describe the first file that is missing or has another hash; None if all files are unchanged.
+
+    `expected` are hashes by path, which stand in the file `source`; by default the content of `hashes.json`.
+    """
     if expected is None:
         try:
             expected = msgspec.json.decode((folder / HASHES).read_bytes(), type=dict[str, str])
@@ -130,32 +142,35 @@ def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str
             return f"{HASHES} cannot be read: {error.strerror}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return f"{HASHES} is broken: {error}"
-    found = hashes_of(folder, expected)
+    present = hashes_of(folder, expected)
     for name, digest in expected.items():
-        if name not in found:
+        if name not in present:
             return f"{name} is missing"
-        if found[name] != digest:
-            return f"{name} has SHA-256 {found[name]}, {source} says {digest}"
+        if present[name] != digest:
+            return f"{name} has SHA-256 {present[name]}, {source} says {digest}"
     return None
 
 
 def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
-    """The fault of a checkpoint of the run with this id: a file that was changed, or is not among the hashes, or
-    another run or step than its own. None where there is none."""
-    if wrong := changed(checkpoint):
+    """Describe the first fault of a checkpoint of the run with the id `run`; None for an intact checkpoint.
+
+    A fault is a changed file, a file that has no hash, or a checkpoint of another run or another step.
+    """
+    if wrong := files_fault(checkpoint):
         return wrong
     listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])
-    names = (path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    for name in (path.as_posix() for path in names if not path.name.startswith(".")):
-        if name not in listed and name != HASHES:
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        hidden = path.name.startswith(".")
+        if path.is_file() and not hidden and name not in listed and name != HASHES:
             return f"{name} is not in {HASHES}"
-    found = read_identity(checkpoint)
-    if found is None:
+    identity = read_identity(checkpoint)
+    if identity is None:
         return f"{CHECKPOINT} cannot be read"
-    if not found.run:
+    if not identity.run:
         return f"it does not name its run; {EARLIER} reads it"
-    if found.run != run:
-        return f"it is of another run: {found.run}, this one is {run or 'without an id'}"
-    if found.steps != steps_of(checkpoint):
-        return f"it is the checkpoint after {found.steps} steps"
+    if identity.run != run:
+        return f"it is of another run: {identity.run}, this one is {run or 'without an id'}"
+    if identity.steps != steps_of(checkpoint):
+        return f"it is the checkpoint after {identity.steps} steps"
     return None

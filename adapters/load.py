@@ -1,4 +1,4 @@
-"""An export that was checked: its manifest, the hash of every file, and the base of each of its engines."""
+"""Opens an export and checks it: its manifest, the hash of every file, and the base model of each engine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class Export:
-    """A checked export. `engines` has one for each base model, that of other roles first; none where all is left to a
-    provider."""
+    """A checked export."""
 
     folder: Path
     manifest: Manifest
     engines: tuple[EngineModel, ...]
+    """One for each base model; the base of `other_roles` is first. Empty if a provider answers every role."""
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -41,9 +41,10 @@ class Export:
         return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
 
     def folder_now(self) -> Path:
-        """Where this version lies now. A later export to its folder has moved it to .versions, or removed it.
+        """The present folder of this version. A later export to its folder moves it to .versions, or removes it.
 
-        An engine that ends is opened again from here, so a server keeps its version. Raises AdapterError.
+        An engine that ends is opened again from here, so a server keeps its version. Raises AdapterError if it was
+        removed.
         """
         for folder in (self.folder, *earlier_versions(self.folder).values()):
             try:
@@ -63,19 +64,19 @@ class Export:
         return engine.folder
 
     def weights(self, policy: ExportedPolicy) -> Weights | None:
-        """Trained weights of a policy, checked against their fingerprint; None where there are none."""
+        """Trained weights of a policy, checked against their fingerprint; None for a policy that is not trained."""
         if policy.folder is None:
             return None
         folder = self.folder_now() / policy.folder
         weights = read_weights(folder / ADAPTER_FILE) if policy.kind == "lora" else read_parameters(folder)
-        found = fingerprint(weights)
-        if found != policy.fingerprint:
+        present = fingerprint(weights)
+        if present != policy.fingerprint:
             raise AdapterError(
-                f"{folder}: the weights have fingerprint {found}, roles.json says {policy.fingerprint}.",
+                f"{folder}: the weights have fingerprint {present}, roles.json says {policy.fingerprint}.",
                 "Export the run again.",
             )
         if policy.lora is not None:
-            # A scale of alpha / rank with another rank would give other answers, and nobody would notice.
+            # An engine scales the adapter by alpha / rank: a wrong rank would change the answers without an error.
             ranks = {tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name}
             if ranks - {policy.lora.rank}:
                 raise AdapterError(
@@ -85,7 +86,7 @@ class Export:
         return weights
 
     async def publish(self, engine: EngineModel, sampler: Sampler) -> None:
-        """Publish the trained policies of one base model. Raises SyncError when one arrives altered."""
+        """Publish the trained policies of one base model. Raises SyncError if one arrives altered."""
         for policy in engine.policies:
             weights = self.weights(policy)
             if weights is not None and policy.fingerprint is not None:
@@ -95,8 +96,8 @@ class Export:
 def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = False) -> Export:
     """Open an export and check it: manifest, hash of every file, base models.
 
-    `base` says where base models are now, if elsewhere; their content must be the same. `untrained` has engines opened
-    from them also where full models could be. Raises AdapterError, ConfigError.
+    `base` is the present place of moved base models; their content must be the same. With `untrained`, every engine is
+    opened from its base model, so that the untrained model can answer too. Raises AdapterError, ConfigError.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -116,16 +117,18 @@ def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = Fal
 
 
 def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) -> tuple[EngineModel, ...]:
-    """An engine for each base: opened from the checked base, or from a full model where nothing needs the base."""
+    """An engine for each base: opened from the checked base, or from a full model if no policy needs the base."""
     bases = sorted(manifest.bases, key=lambda base: base != manifest.other_base)
-    where = places(moved, [base.model for base in bases])
+    place_of_model = places(moved, [base.model for base in bases])
     engines = []
     for base in bases:
+        place = place_of_model[base.model]
         policies = tuple(policy for policy in manifest.policies if policy.base == base)
         full = next((policy for policy in policies if policy.kind == "full"), None)
         needs_base = base == manifest.other_base or any(policy.kind in ("lora", "frozen") for policy in policies)
-        if full is None or needs_base or untrained or where[base.model] != base.model:
-            folder = _checked_base(base, where[base.model])
+        # A base that the user names is loaded, and so checked, even if a full model would do.
+        if full is None or needs_base or untrained or place != base.model:
+            folder = _checked_base(base, place)
         else:
             folder = export / str(full.folder)
         engines.append(EngineModel(base, folder, policies))
@@ -133,19 +136,19 @@ def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) ->
 
 
 def _checked_base(recorded: Base, place: str) -> Path:
-    """The folder of a base model. Raises AdapterError where it is not there, or is another one than was recorded."""
+    """The folder of a base model. Raises AdapterError if it is missing or differs from the recorded one."""
     name = Path(recorded.model).name
     try:
         folder = locate_model(place)
     except ConfigError as error:
         remedy = f"Name its folder: --model {name}=FOLDER"
         raise AdapterError(f"The base model {recorded.model} cannot be loaded: {error.cause}", remedy) from None
-    found = base_fingerprint(folder)
-    if wrong := recorded.sha256.differences(found):
+    present = base_fingerprint(folder)
+    if wrong := recorded.sha256.differences(present):
         part = wrong[0]
         raise AdapterError(
             f"The export was trained on another base: {', '.join(wrong)} of {folder} differ ({part} has SHA-256 "
-            f"{getattr(found, part)}, roles.json says {getattr(recorded.sha256, part)}).",
+            f"{getattr(present, part)}, roles.json says {getattr(recorded.sha256, part)}).",
             f"Name the copy of {recorded.model} that it was trained on: --model {name}=FOLDER",
         )
     return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.fingerprint import BaseFingerprint, changed
+from cotune.adapters.fingerprint import BaseFingerprint, files_fault
 from cotune.errors import AdapterError
 from cotune.records.policies import TRAINED, LoraSpec, OtherRoles, PolicyKind
 from cotune.records.structs import PolicyRef
@@ -17,43 +17,48 @@ from cotune.storage.checkpoints import checkpoint_name
 MANIFEST = "roles.json"
 FORMAT = 1
 UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
-"""Ends of names of files that no loader reads: they may be added to an export."""
+"""Endings of files that no loader reads. You may add them to an export."""
 _VLLM_PORT = 8000
-"""The port of `vllm serve` without one; each further server has the next one."""
+"""The default port of `vllm serve`. Each further server gets the next one."""
+LLAMA_CPP_PORT = 8001
+"""The port of the first llama-server."""
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, whether it reads
-    images, how it writes tool calls, and the precision in which adapters on it were trained, as far as it is known."""
+    """The model that a policy was trained from."""
 
     model: str
+    """A folder or a Hugging Face id."""
     sha256: BaseFingerprint
     sees_images: bool = False
     tool_format: str = "auto"
+    """Format of the tool calls that the model writes."""
     dtype: str | None = None
+    """Precision of the base while adapters were trained on it; None if unknown."""
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy of an export.
-
-    `folder` is relative to the export; None for policies without trained weights. `files` maps all files in it to
-    their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampling.protocol.fingerprint`). `base` is
-    None for a provider policy. `gguf` is the precision of a policy that is a GGUF file; the fingerprint is then that of
-    the weights in fp32 which it was made from. `stayed` says why no step has updated a trained policy; empty where one
-    has. `step` is how many steps its checkpoint had made, if it was trained in a run.
-    """
+    """One policy of an export."""
 
     name: str
     kind: PolicyKind
     version: int
     base: Base | None = None
+    """None for a provider policy."""
     folder: str | None = None
+    """Its folder, relative to the export; None for a policy without trained weights."""
     files: dict[str, str] = {}
+    """SHA-256 of each file in its folder."""
     fingerprint: str | None = None
+    """Fingerprint of the weights in memory (`cotune.sampling.protocol.fingerprint`); for a GGUF file, of the weights in
+    fp32 before they were written."""
     lora: LoraSpec | None = None
     gguf: str | None = None
+    """The precision of a GGUF file; None for other forms."""
     stayed: str = ""
+    """The reason why no step has updated a trained policy; empty if one has."""
     step: int | None = None
+    """How many steps its run had made at its checkpoint; None for a policy without a run."""
 
     @property
     def ref(self) -> PolicyRef:
@@ -69,51 +74,56 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
-    `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`. `prompts` is the
-    id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any.
-    `trained_with` is the id of those that they were trained with, where it is another (AS_WRITTEN: the application's
-    own). `export_version` counts the exports to its folder, and `replaced_version` is the one that it replaced (0 for
-    none). `models` has the model names that each recorded role asked for, also roles that no policy plays; it is empty
-    where the records are not known."""
+    """Content of roles.json."""
 
     format: int
     cotune: str
+    """The version of cotune that wrote it."""
     created: str
     run: str | None = None
     policies: tuple[ExportedPolicy, ...]
     roles: tuple[ExportedRole, ...]
     other_roles: OtherRoles = "provider"
+    """Who answers roles that are not in `roles`: "frozen" for the untrained model `other_base`, or "provider"."""
     other_base: Base | None = None
     serve: dict[str, list[str]] = {}
+    """Server -> command lines that start it; run them in the folder of the export."""
     prompts: str = ""
+    """Id of the edited prompts in prompts.json, for use with the policies; empty without any."""
     trained_with: str = ""
+    """Id of the prompts in training, if they differ from `prompts` (AS_WRITTEN: the application's own prompts)."""
     models: dict[str, tuple[str, ...]] = {}
+    """The model names that each recorded role asked for, also roles without a policy; empty if the records could not be
+    read."""
     export_version: int = 1
+    """Number of this export among the exports to its folder."""
     replaced_version: int = 0
+    """Number of the version that it replaced; 0 for none."""
 
     @property
     def title(self) -> str:
-        """Which of the exports to its folder this is: `version 4 of 2026-11-29 12:30, run r1, step-000060`."""
-        steps = sorted({policy.step for policy in self.policies if policy.step is not None})
-        title = f"version {self.export_version} of {self.created.replace('T', ' ')[:16]}"
-        run = [f"run {self.run}"] if self.run else []
-        return ", ".join([title, *run, *map(checkpoint_name, steps)])
+        """A title that tells versions of an export apart: `version 4 of 2026-11-29 12:30, run r1, step-000060`."""
+        parts = [f"version {self.export_version} of {self.created.replace('T', ' ')[:16]}"]
+        if self.run:
+            parts.append(f"run {self.run}")
+        steps = {policy.step for policy in self.policies if policy.step is not None}
+        parts += [checkpoint_name(step) for step in sorted(steps)]
+        return ", ".join(parts)
 
     def policy(self, role: str) -> ExportedPolicy:
-        """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""
+        """The policy of a role. Raises AdapterError for an unknown role, with the names of all roles."""
         name = next((entry.policy for entry in self.roles if entry.role == role), None)
-        found = next((policy for policy in self.policies if policy.name == name), None)
-        if found is None:
-            known = ", ".join(entry.role for entry in self.roles)
-            raise AdapterError(f"The export has no role {role!r}; it has: {known}.", "Name one of these.")
-        return found
+        policy = next((policy for policy in self.policies if policy.name == name), None)
+        if policy is None:
+            roles = ", ".join(entry.role for entry in self.roles)
+            raise AdapterError(f"The export has no role {role!r}; it has: {roles}.", "Name one of these.")
+        return policy
 
     @property
     def bases(self) -> list[Base]:
-        """The models that it needs or was trained from, each once."""
-        named = [*(policy.base for policy in self.policies), self.other_base]
-        return list(dict.fromkeys(base for base in named if base is not None))
+        """The base models of all policies and of the other roles, without duplicates."""
+        bases = [*(policy.base for policy in self.policies), self.other_base]
+        return list(dict.fromkeys(base for base in bases if base is not None))
 
 
 def not_updated(manifest: Manifest) -> list[str]:
@@ -137,7 +147,7 @@ def is_export(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check roles.json. Raises AdapterError naming the field, the value and the remedy."""
+    """Read and check roles.json. Raises AdapterError with the field, the value and the remedy."""
     path = folder / MANIFEST
     if not path.is_file():
         raise AdapterError(f"{folder} is no export: there is no {MANIFEST}.", "Name a folder that cotune export wrote.")
@@ -194,59 +204,75 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
 
 
 def check_files(export: Path, policy: ExportedPolicy) -> None:
-    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
+    """Raise AdapterError unless the files of a policy are exactly the listed ones, unchanged, inside the export.
+
+    Files that no loader reads may be added.
+    """
     if policy.folder is None:
         return
     folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
-    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
-    if outside is not None:
-        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
-    if wrong := changed(folder, policy.files, MANIFEST):
+    # Links are checked before any file is read.
+    for path in (folder, *folder.rglob("*")):
+        if not path.resolve().is_relative_to(inside):
+            raise AdapterError(f"{where}: {path} leads outside the export.", "Replace the link by the file.")
+    if wrong := files_fault(folder, policy.files, MANIFEST):
         raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    added = sorted(name for name in names if name not in policy.files and not name.endswith(UNREAD))
-    if added:
-        raise AdapterError(
-            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
-            "Remove it, or export the run again.",
-        )
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in policy.files and not name.endswith(UNREAD):
+            raise AdapterError(
+                f"{where}: {path} is not in roles.json, but loaders of the folder may read it.",
+                "Remove it, or export the run again.",
+            )
 
 
 def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
-    """Command lines by server, to be run in the folder of the export; model names are the roles."""
-    files = [policy for policy in manifest.policies if policy.gguf]
-    if files:
-        roles = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
-        return {
-            "llama.cpp": [
-                f"llama-server -m {shlex.quote(f'{policy.folder}/{policy.folder}.gguf')} --jinja "
-                f"--alias {shlex.quote(','.join(roles[policy.name]))} --port {port}"
-                for port, policy in enumerate(files, start=8001)
-            ],
-            "ollama": [
-                shlex.join(["ollama", "create", role, "-f", f"{policy.folder}/Modelfile"])
-                for policy in files
-                for role in roles[policy.name]
-            ],
-        }
-    adapters: dict[str, list[tuple[ExportedRole, ExportedPolicy]]] = {}
+    """Server -> command lines that start it, to be run in the folder of the export; model names are the roles."""
+    roles_of_policy: dict[str, list[str]] = {policy.name: [] for policy in manifest.policies}
+    for entry in manifest.roles:
+        roles_of_policy[entry.policy].append(entry.role)
+
+    # GGUF files are read by llama.cpp and Ollama alone, and an export has no others then.
+    if any(policy.gguf for policy in manifest.policies):
+        return _gguf_commands(manifest, roles_of_policy)
+
+    # One vLLM server has all adapters of a base model; each whole model needs a server of its own.
+    adapters: dict[str, list[tuple[str, ExportedPolicy]]] = {}
     for entry in manifest.roles:
         policy = manifest.policy(entry.role)
         if policy.kind == "lora" and policy.base:
-            adapters.setdefault(policy.base.model, []).append((entry, policy))
-    vllm = [_vllm_adapters(base, played) for base, played in adapters.items()]
+            adapters.setdefault(policy.base.model, []).append((entry.role, policy))
+    vllm = [_vllm_adapters_command(base, played) for base, played in adapters.items()]
     for policy in manifest.policies:
-        names = [entry.role for entry in manifest.roles if entry.policy == policy.name]
-        if names and policy.base and policy.kind in ("full", "frozen"):
+        roles = roles_of_policy[policy.name]
+        if roles and policy.base and policy.kind in ("full", "frozen"):
             model = f"./{policy.folder}" if policy.folder else policy.base.model
-            vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *names]))
-    ports = ["", *(f" --port {_VLLM_PORT + number}" for number in range(1, len(vllm)))]
-    return {"cotune": ["cotune serve ."], "vllm": [command + port for command, port in zip(vllm, ports, strict=False)]}
+            vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *roles]))
+    for number in range(1, len(vllm)):
+        vllm[number] += f" --port {_VLLM_PORT + number}"
+    return {"cotune": ["cotune serve ."], "vllm": vllm}
 
 
-def _vllm_adapters(base: str, played: list[tuple[ExportedRole, ExportedPolicy]]) -> str:
+def _gguf_commands(manifest: Manifest, roles_of_policy: dict[str, list[str]]) -> dict[str, list[str]]:
+    llama_cpp, ollama = [], []
+    port = LLAMA_CPP_PORT
+    for policy in manifest.policies:
+        if not policy.gguf:
+            continue
+        roles = roles_of_policy[policy.name]
+        file, alias = shlex.quote(f"{policy.folder}/{policy.folder}.gguf"), shlex.quote(",".join(roles))
+        llama_cpp.append(f"llama-server -m {file} --jinja --alias {alias} --port {port}")
+        port += 1
+        for role in roles:
+            ollama.append(shlex.join(["ollama", "create", role, "-f", f"{policy.folder}/Modelfile"]))
+    return {"llama.cpp": llama_cpp, "ollama": ollama}
+
+
+def _vllm_adapters_command(base: str, played: list[tuple[str, ExportedPolicy]]) -> str:
+    """The command that serves adapters, with their roles, on one base model."""
     rank = max(policy.lora.rank for _, policy in played if policy.lora)
-    ceiling = next((r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank), rank)
-    modules = [f"{entry.role}=./{policy.folder}" for entry, policy in played]
-    options = ["--enable-lora", "--max-loras", str(len(played)), "--max-lora-rank", str(ceiling)]
+    # The ranks that vLLM accepts for --max-lora-rank.
+    max_rank = next((accepted for accepted in (8, 16, 32, 64, 128, 256, 320, 512) if accepted >= rank), rank)
+    modules = [f"{role}=./{policy.folder}" for role, policy in played]
+    options = ["--enable-lora", "--max-loras", str(len(played)), "--max-lora-rank", str(max_rank)]
     return shlex.join(["vllm", "serve", base, *options, "--lora-modules", *modules])

@@ -1,8 +1,8 @@
-"""Which policy answers the model name that a request to `cotune serve` asks for.
+"""Choose the policy that answers a request to `cotune serve`, by the model name in the request.
 
-A server sees no roles, only model names. An export keeps the names that each role asked for in training
-(`Manifest.models`), so that an application that asks for `gpt-4o-mini` gets the policy of the role that did so.
-`cotune.deployed` sees roles and needs nothing of this.
+A server sees no roles, only model names. An export keeps the model names that each role asked for in training
+(`Manifest.models`). An application that asks for `gpt-4o-mini` therefore gets the policy of the role that asked for it
+in training. `cotune.deployed` sees roles and does not need this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cotune.records.policies import UNTRAINED
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names of a server. Any name that is neither in `served` nor in `shared` gets `default`, or a 404."""
+    """The model names of a server. A name that is neither in `served` nor in `shared` gets `default`, or a 404."""
 
     served: Mapping[str, ServedModel]
     """Model name -> policy: roles, names given by `--as`, and names that one role asked for in training."""
@@ -27,10 +27,11 @@ class ModelNames:
     """Model name -> the roles that asked for it, which a server cannot tell apart."""
     default: ServedModel | None = None
     remedy: str = ""
-    """What a 404 recommends."""
+    """The advice in the message of a 404."""
     left_to_provider: Sequence[str] = ()
+    """Roles that training left to the application's provider: the server has no policy for them."""
     plain: bool = False
-    """Whether they are those of a plain model, which somebody has listed."""
+    """Whether the server has a plain model instead of an export; the user listed its names."""
 
     def find(self, model: str) -> ServedModel | None:
         """The policy that answers a model name; None for a name that gets a 404."""
@@ -43,23 +44,23 @@ class ModelNames:
     def fault(self, model: str) -> str:
         """Why no policy answers `model`, and how to change that."""
         if roles := self.shared.get(model):
-            return f"{_shared_said(model, roles)}, or start the server with --as {model}=ROLE."
-        known = f"There is no model {model!r} here; the models are: {', '.join(self.served)}."
+            return f"{_shared_name_text(model, roles)}, or start the server with --as {model}=ROLE."
+        unknown = f"There is no model {model!r} here; the models are: {', '.join(self.served)}."
         if model in self.left_to_provider:
-            return f"{known} Training left role {model!r} to its provider."
-        return f"{known} {self.remedy}".rstrip()
+            return f"{unknown} Training left role {model!r} to its provider."
+        return f"{unknown} {self.remedy}".rstrip()
 
     def notes(self) -> list[str]:
-        """Sentences for the start of the server: who answers names that are not listed, and which nobody answers."""
-        said = [_shared_said(name, roles) for name, roles in self.shared.items()]
+        """Sentences printed when the server starts: the policy for unlisted names, and the names that get a 404."""
+        lines = [_shared_name_text(name, roles) for name, roles in self.shared.items()]
         if self.default is not None:
-            said.append(f"any other name: {self.default.policy} ({self.default.kind}), {self.default.base}")
+            lines.append(f"any other name: {self.default.policy} ({self.default.kind}), {self.default.base}")
         elif not self.plain:
-            said.append(f"any other name is refused. {self.remedy}")
-        return said
+            lines.append(f"any other name is refused. {self.remedy}")
+        return lines
 
 
-def _shared_said(name: str, roles: Sequence[str]) -> str:
+def _shared_name_text(name: str, roles: Sequence[str]) -> str:
     both = "both" if len(roles) == 2 else "all"
     return f"{', '.join(roles[:-1])} and {roles[-1]} {both} ask for {name}: use cotune.deployed"
 
@@ -70,9 +71,9 @@ def name_models(
     """Give each model name its policy.
 
     `aliases` map further names to roles. `default` names the policy for all other names, or is "base" for the untrained
-    model; without it, the only policy of an export takes them if it played every recorded role. `prompts` says that
-    requests are edited by role, so that a name must lead to one role. Raises ConfigError for an alias or a default that
-    the export does not have.
+    model; without it, the only policy of an export takes them if it played every recorded role. With `prompts`,
+    requests are edited by role, so each name must lead to exactly one role. Raises ConfigError for an alias or a
+    default that the export does not have.
     """
     served = dict(local.served)
     for name, role in (aliases or {}).items():
@@ -92,16 +93,21 @@ def name_models(
             served, {}, remedy="Start the server with --role NAME to give the model another name.", plain=True
         )
 
-    # Roles that training saw and that no policy plays were answered by the untrained model, and still are.
+    # In training, the untrained model answered the roles that no policy plays; it still does.
     for role in manifest.models:
         if role not in served and role not in local.left_to_provider and local.others is not None:
             served[role] = replace(local.others, name=role)
 
+    roles_of_model: dict[str, list[str]] = {}
+    for role, models in manifest.models.items():
+        for model in models:
+            roles_of_model.setdefault(model, []).append(role)
     shared: dict[str, list[str]] = {}
-    for name, roles in _roles_by_model(manifest).items():
+    for name, roles in roles_of_model.items():
         if name in served:
             continue
         policies = {served[role].policy if role in served else None for role in roles}
+        # Roles of one policy may share a name, unless each role has edited prompts.
         if len(roles) > 1 and (prompts or len(policies) > 1):
             shared[name] = roles
         elif roles[0] in served:
@@ -113,21 +119,15 @@ def name_models(
     return ModelNames(served, shared, answers_others, remedy, local.left_to_provider)
 
 
-def _roles_by_model(manifest: Manifest) -> dict[str, list[str]]:
-    """Model name -> the roles that asked for it in training."""
-    roles: dict[str, list[str]] = {}
-    for role, models in manifest.models.items():
-        for model in models:
-            roles.setdefault(model, []).append(role)
-    return roles
-
-
 def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
-    """The policy that played every recorded role, if it is the only one; empty otherwise."""
-    played = [entry.role for entry in manifest.roles]
+    """The name of the only policy of an export if it played every recorded role; empty otherwise."""
     if len(manifest.policies) != 1 or manifest.policies[0].base is None or not manifest.models:
         return ""
-    if not set(manifest.models) <= set(played) or (prompts and len(played) > 1):
+    played = [entry.role for entry in manifest.roles]
+    if not set(manifest.models) <= set(played):
+        return ""
+    # Edited prompts differ by role, and an unlisted name does not tell the role.
+    if prompts and len(played) > 1:
         return ""
     return manifest.policies[0].name
 
@@ -139,7 +139,7 @@ def _default_model(
         return None
     if default == UNTRAINED.name:
         return served_base(base_of_others(manifest))
-    policy = next((one for one in manifest.policies if one.name == default and one.base is not None), None)
+    policy = next((p for p in manifest.policies if p.name == default and p.base is not None), None)
     if policy is None:
         fault = f"is not a policy of the export; choose from: {', '.join(choices)}, {UNTRAINED.name}"
         raise ConfigError("default", default, fault, did_you_mean(near_names(default, choices)))

@@ -1,4 +1,4 @@
-"""Opens trained policies in this process, an export after checking it or a plain model, with what answers calls."""
+"""Opens the policies of an export, or a plain model, in engines of this process."""
 
 from __future__ import annotations
 
@@ -27,39 +27,44 @@ from cotune.sampling.protocol import ChatFormat, Sampler
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model name and its policy. `base` is the folder or id of the base model, `base_sha256` its
-    weights, `fingerprint` that of the trained weights (of the base where nothing is trained)."""
+    """A model name and its policy."""
 
     name: str
     policy: PolicyRef
     kind: str
     base: str
+    """Folder or id of the base model."""
     base_sha256: str
+    """SHA-256 of the base model's weights."""
     fingerprint: str
+    """Fingerprint of the trained weights, or of the base model's weights if the policy is not trained."""
 
 
 @dataclass(frozen=True)
 class LocalPolicies:
-    """Samplers in this process, as one, with the policies of each role published to them.
-
-    `others` answers for any role that is not listed; None leaves it to its provider. `chats` and `lengths` are of
-    policies whose base has others than `chat` and `max_model_len`, by name; `engines` has an engine for each base.
-    `manifest` is the export's, None for a plain model.
-    """
+    """The policies of an export, or a plain model, in engines of this process."""
 
     sampler: Sampler
+    """Samples from all policies, which are published to it."""
     chat: ChatFormat
     served: Mapping[str, ServedModel]
+    """Role or model name -> its policy."""
     left_to_provider: Sequence[str]
+    """Roles that the application's provider answers."""
     max_model_len: int
     others: ServedModel | None = None
+    """Answers for every unlisted role; None leaves these to the application's provider."""
     chats: Mapping[str, ChatFormat] = field(default_factory=dict)
+    """Policy name -> the chat format of its base, if it differs from `chat`."""
     lengths: Mapping[str, int] = field(default_factory=dict)
+    """Policy name -> the context length of its base, if it differs from `max_model_len`."""
     engines: Sequence[Restarting] = ()
+    """One engine for each base model."""
     manifest: Manifest | None = None
+    """The manifest of the export; None for a plain model."""
 
     def length(self, policy: PolicyRef) -> int:
-        """How many tokens a prompt of this policy and its reply may have."""
+        """The most tokens that a prompt of this policy and its reply may have together."""
         return self.lengths.get(policy.name, self.max_model_len)
 
     async def aclose(self) -> None:
@@ -76,9 +81,9 @@ async def open_local(
 ) -> LocalPolicies:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
-    `base` says where base models of an export are now, if elsewhere. `tool_format` is how the model writes tool calls;
-    None: as the export says, or "auto". With `untrained` the base model of an export can answer too. Raises
-    AdapterError, ConfigError, SyncError before anything is served.
+    `base` is the present place of moved base models of an export. `tool_format` is the format of the model's tool
+    calls; None takes the format of the export, or "auto". With `untrained` the base model of an export can answer too.
+    Raises AdapterError, ConfigError, SyncError before anything is served.
     """
     check_tool_format(tool_format or AUTO)
     if not is_export(Path(source)):
@@ -107,14 +112,14 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
         fault = error.fault.replace("is not a model folder", "is not an export, model folder", 1)
         raise ConfigError(error.field, error.value, fault, error.remedy) from None
     digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
-    own = folder.name if Path(source).expanduser().exists() else str(source)
-    served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (own, *names)}
-    opened = await _open_engine(lambda: folder, tool_format)
-    return LocalPolicies(opened.sampler, opened.chat, served, [], opened.max_model_len, engines=[opened.sampler])
+    model_name = folder.name if Path(source).expanduser().exists() else str(source)
+    served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (model_name, *names)}
+    engine = await _open_engine(lambda: folder, tool_format)
+    return LocalPolicies(engine.sampler, engine.chat, served, [], engine.max_model_len, engines=[engine.sampler])
 
 
 async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
-    # 1. An engine for each base, all at once; if one fails, the others are closed.
+    # 1. Open an engine for each base, all at once; if one fails, close the others.
     several = len(export.engines) > 1
     opening = [
         asyncio.create_task(
@@ -137,21 +142,26 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
             if isinstance(result, _OpenedEngine):
                 await result.sampler.aclose()
         raise
-    # 2. Who answers each role, with the base, chat format and length of its policy.
+    # 2. Name the policy of each role. The first engine's chat format and length are the default; policies on other
+    # engines have their own.
     manifest, first = export.manifest, opened[0]
-    bases = list(zip(export.engines, opened, strict=True))
-    others = {policy.name: engine for base, engine in bases[1:] for policy in base.policies}
-    samplers = {name: engine.sampler for name, engine in others.items()}
+    engine_of_policy: dict[str, _OpenedEngine] = {}
+    for model, engine in zip(export.engines[1:], opened[1:], strict=True):
+        for policy in model.policies:
+            engine_of_policy[policy.name] = engine
+    sampler: Sampler = first.sampler
+    if several:
+        sampler = PolicySampler({name: engine.sampler for name, engine in engine_of_policy.items()}, first.sampler)
     served = {role: served_policy(role, manifest.policy(role)) for role in export.roles}
     return LocalPolicies(
-        PolicySampler(samplers, first.sampler) if several else first.sampler,
+        sampler,
         first.chat,
         served,
         [entry.role for entry in manifest.roles if entry.role not in served],
         first.max_model_len,
         others=served_base(manifest.other_base) if manifest.other_base else None,
-        chats={name: engine.chat for name, engine in others.items()},
-        lengths={name: engine.max_model_len for name, engine in others.items()},
+        chats={name: engine.chat for name, engine in engine_of_policy.items()},
+        lengths={name: engine.max_model_len for name, engine in engine_of_policy.items()},
         engines=[engine.sampler for engine in opened],
         manifest=manifest,
     )
@@ -170,7 +180,7 @@ def served_base(base: Base) -> ServedModel:
 
 
 def base_of_others(manifest: Manifest) -> Base:
-    """The model that `--default base` means. Raises ConfigError where policies have different base models."""
+    """The model of `--default base`. Raises ConfigError if policies have different base models."""
     if manifest.other_base is not None:
         return manifest.other_base
     if len(manifest.bases) > 1:
@@ -194,10 +204,12 @@ async def _open_engine(
     publish: Callable[[Sampler], Awaitable[None]] | None = None,
     name: str = "",
 ) -> _OpenedEngine:
-    """An engine on the model in a folder, in the precision of training, with what `publish` sends to it, also after a
-    restart. `model` says where the folder is, which may change until then."""
+    """Open an engine on a model folder, in the precision of training, and send it policies by `publish`.
 
-    async def opened() -> EngineThatEnds:
+    A restart calls `model` and `publish` again: the folder may have moved by then.
+    """
+
+    async def open_and_publish() -> EngineThatEnds:
         config = EngineConfig(model=str(model()), dtype=products_dtype(dtype))
         sampler = cast(EngineThatEnds, await open_sampler(config))
         try:
@@ -208,15 +220,17 @@ async def _open_engine(
             raise
         return sampler
 
-    starting = asyncio.create_task(opened())
+    starting = asyncio.create_task(open_and_publish())
     try:
+        # The chat format and its grammars load while the engine starts.
         chat = await asyncio.to_thread(ChatTemplate.load, model(), tool_format)
-        await asyncio.to_thread(chat.open_grammars)  # while the engine loads, in a process of its own
+        await asyncio.to_thread(chat.open_grammars)
         sampler = await starting
         info = await sampler.info()
     except BaseException:
         starting.cancel()
+        # An engine that had started already must not outlive the error.
         if starting.done() and not starting.cancelled() and starting.exception() is None:
             await starting.result().aclose()
         raise
-    return _OpenedEngine(Restarting(opened, sampler, name), chat, info.max_model_len)
+    return _OpenedEngine(Restarting(open_and_publish, sampler, name), chat, info.max_model_len)

@@ -1,4 +1,4 @@
-"""Edited prompts beside weights: which ones a policy was trained with, and that it gets no others unawares."""
+"""Edited prompts of runs and exports. Policies are refused prompts that they were not trained with."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from cotune.storage.run_layout import is_run, read_run
 
 
 def prompts_named(id: str) -> str:
-    """Prompts by their id, for people; the application's own have none."""
+    """A name for messages, from the id of prompts; an application's unedited prompts have no id."""
     return "the application's own prompts" if id in ("", AS_WRITTEN) else f"prompts {id[:12]}"
 
 
 def prompts_of(source: str | Path | None) -> Prompts | None:
-    """The edited prompts that go with the weights of a run or an export; None where there are none, also for a plain
-    model. Raises ConfigError for a file that is missing, AdapterError for another than roles.json or run.json names."""
+    """The edited prompts that a run or an export uses; None if it has none, and for a plain model.
+
+    Raises ConfigError if the file is missing, AdapterError if it is not the one that roles.json or run.json names.
+    """
     folder = Path(source) if source is not None else None
-    if folder is None or not (is_export(folder) or is_run(folder)):
+    if folder is None:
         return None
-    exported = is_export(folder)
-    named = read_manifest(folder).prompts if exported else read_run(folder).prompts
-    if not named:
+    if is_export(folder):
+        recorded_id, record, remedy = read_manifest(folder).prompts, MANIFEST, "Export the run again."
+    elif is_run(folder):
+        recorded_id, record, remedy = read_run(folder).prompts, "run.json", "Put the file of the run back."
+    else:
         return None
-    found = read_prompts(folder)
-    if found.id != named:
-        file = MANIFEST if exported else "run.json"
-        cause = f"{prompts_path(folder)} holds {prompts_named(found.id)}, and {file} names {prompts_named(named)}."
-        raise AdapterError(cause, "Export the run again." if exported else "Put the file of the run back.")
-    return found
+    if not recorded_id:
+        return None
+
+    prompts = read_prompts(folder)
+    if prompts.id != recorded_id:
+        holds, names = prompts_named(prompts.id), prompts_named(recorded_id)
+        raise AdapterError(f"{prompts_path(folder)} holds {holds}, and {record} names {names}.", remedy)
+    return prompts
 
 
 def trained_with(source: str | Path | None) -> str:
@@ -47,22 +53,26 @@ def trained_with(source: str | Path | None) -> str:
 
 
 def prompts_for(
-    source: str | Path | None, given: Prompts | str | Path | None = None, *, any_prompts: bool = False
+    source: str | Path | None, prompts: Prompts | str | Path | None = None, *, any_prompts: bool = False
 ) -> Prompts | None:
-    """The prompts to use with the weights of a run or an export: those that are `given`, else those that go with it.
+    """The prompts to use with the weights of a run or an export: `prompts` if passed, else the prompts of `source`.
 
-    Raises AdapterError for others than it was trained with, unless they were found for these weights or `any_prompts`
-    allows it; ConfigError for a file that cannot be used.
+    Raises AdapterError for prompts that the weights were not trained with, unless they were improved for these weights
+    or `any_prompts` is set. Raises ConfigError for a file that cannot be used.
     """
-    own = prompts_of(source)
-    if given is None or given == "":
-        return own
-    chosen = given if isinstance(given, Prompts) else read_prompts(given)
-    known = trained_with(source)
-    fitting = (known, own.id if own is not None else AS_WRITTEN)
-    if not known or any_prompts or (chosen.id or AS_WRITTEN) in fitting or chosen.trained_with == known:
+    stored = prompts_of(source)
+    if prompts is None or prompts == "":
+        return stored
+    chosen = prompts if isinstance(prompts, Prompts) else read_prompts(prompts)
+    training_id = trained_with(source)
+    if not training_id or any_prompts:
         return chosen
-    cause = f"{source} was trained with {prompts_named(known)}, and is given {prompts_named(chosen.id)}."
+
+    stored_id = AS_WRITTEN if stored is None else stored.id
+    improved_for_these_weights = chosen.trained_with == training_id
+    if improved_for_these_weights or (chosen.id or AS_WRITTEN) in (training_id, stored_id):
+        return chosen
+    cause = f"{source} was trained with {prompts_named(training_id)}, and is given {prompts_named(chosen.id)}."
     remedy = (
         f"Leave prompts out, find some for these weights (cotune prompts improve --run {source}), or allow others: "
         "any_prompts (--any-prompts)."
@@ -70,6 +80,6 @@ def prompts_for(
     raise AdapterError(cause, remedy)
 
 
-def told(prompts: Prompts | None) -> str:
-    """A line on the prompts in use; empty without any."""
+def prompts_text(prompts: Prompts | None) -> str:
+    """A text that names the prompts in use and their roles; empty for None."""
     return "" if prompts is None else f"edited prompts {prompts.id[:12]} of {', '.join(prompts.roles)}"

@@ -1,4 +1,4 @@
-"""An engine that is started again when it ends, a few times."""
+"""Starts an engine again when it ends, up to a few times."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class EngineThatEnds(Sampler, Protocol):
 
     @property
     def broken(self) -> SamplerError | None:
-        """Why it answers no more; None while it does."""
+        """The error that ended it; None while it answers."""
 
 
 RESTARTS, WITHIN = 3, 600.0
-"""How often an engine is started again within so many seconds."""
+"""Most restarts of an engine, and the seconds in which they are counted."""
 log = logging.getLogger("cotune.engine")
 
 
 @dataclass(eq=False)
 class Restarting:
-    """A `Sampler`. Requests that an engine's end fails are sent once more to the next engine.
+    """A `Sampler` that replaces its engine when that ends. Requests that failed by it are sent once more.
 
-    `opened` opens an engine with all that it serves; `model` tells it from others in messages. May be used from any
-    event loop.
+    `opened` opens an engine and publishes its policies to it. `model` names the engine in messages; empty if there is
+    only one. May be used from any event loop.
     """
 
     opened: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
@@ -49,14 +49,15 @@ class Restarting:
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
-        """As the engine's; raises EngineLost once no engine is left."""
+        """Sample completions. Raises EngineLost once the restarts are used up."""
         sampler = await self._running()
         try:
             return await sampler.sample(prompt_token_ids, n, params, policy)
         except SamplerError:
             if sampler.broken is None or self._closed:
                 raise
-        return await (await self._running()).sample(prompt_token_ids, n, params, policy)
+        next_sampler = await self._running()
+        return await next_sampler.sample(prompt_token_ids, n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Not used: `opened` publishes to each engine."""
@@ -66,14 +67,17 @@ class Restarting:
         raise NotImplementedError
 
     async def info(self) -> SamplerInfo:
-        return await (await self._running()).info()
+        sampler = await self._running()
+        return await sampler.info()
 
     async def aclose(self) -> None:
         self._closed = True
-        await (await asyncio.to_thread(self.engine)).aclose()
+        # In a thread: a restart may hold the lock for a while.
+        sampler = await asyncio.to_thread(self.engine)
+        await sampler.aclose()
 
     def engine(self) -> EngineThatEnds:
-        """The engine that serves; where it has ended, the next one, once that has started. Blocks meanwhile.
+        """The present engine. If it has ended, start the next one and wait for it.
 
         Raises EngineLost once the restarts are used up.
         """
@@ -85,13 +89,15 @@ class Restarting:
             return self._sampler
 
     async def _running(self) -> EngineThatEnds:
-        return self._sampler if self._sampler.broken is None else await asyncio.to_thread(self.engine)
+        if self._sampler.broken is None:
+            return self._sampler
+        return await asyncio.to_thread(self.engine)
 
     def _restart(self, cause: str) -> None:
         asyncio.run(self._sampler.aclose())
         while not self._closed:
             now = time.monotonic()
-            self._ends = [at for at in self._ends if at > now - WITHIN] + [now]
+            self._ends = [ended for ended in self._ends if ended > now - WITHIN] + [now]
             if len(self._ends) > RESTARTS:
                 used_up = f"Its restarts are used up: {RESTARTS} within {WITHIN / 60:g} minutes."
                 remedy = "Look at the machine's memory and at the engine's own messages above, then start again."

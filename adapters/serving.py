@@ -21,7 +21,7 @@ from cotune.adapters.bases import Moved
 from cotune.adapters.chat_endpoint import ChatEndpoint, Recording
 from cotune.adapters.model_names import ModelNames, name_models
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
-from cotune.adapters.prompts import prompts_for, told
+from cotune.adapters.prompts import prompts_for, prompts_text
 from cotune.collect.open_sink import open_sink
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
@@ -43,8 +43,8 @@ _NO_RESPONSES = (
     "Agents SDK: set_default_openai_api('chat_completions')), or run the policies in the application by "
     "cotune.deployed, which answers both."
 )
-_LOOK = 0.5
-"""Seconds between two looks at whether the engine is there."""
+_ENGINE_CHECK_SECONDS = 0.5
+"""Seconds between two checks that the engine still runs."""
 
 
 def build_app(
@@ -55,20 +55,23 @@ def build_app(
     recording: Recording | None = None,
     names: ModelNames | None = None,
 ) -> Starlette:
-    """The ASGI application, which answers with edited `prompts`. `names` say which policy answers a model name. With a
-    `token`, all but /health needs `Authorization: Bearer TOKEN`."""
+    """The ASGI application of a server.
+
+    `names` choose the policy for each model name; `prompts` are the edited prompts to answer with. With a `token`, all
+    paths except /health need `Authorization: Bearer TOKEN`.
+    """
     access = Access(token)
     chat = ChatEndpoint(local, access, limits or BodyLimits(), prompts, recording, names)
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
-        listed = [_model(name, served, local) for name, served in chat.names.served.items()]
-        return json_response({"object": "list", "data": listed})
+        entries = [_model_entry(name, served, local) for name, served in chat.names.served.items()]
+        return json_response({"object": "list", "data": entries})
 
     async def model(request: Request) -> Response:
         access.check(request.scope)
         name = request.path_params["name"]
-        return json_response(_model(name, chat.find(name), local))
+        return json_response(_model_entry(name, chat.find(name), local))
 
     async def responses(request: Request) -> Response:
         access.check(request.scope)
@@ -78,14 +81,15 @@ def build_app(
         access.check_local(request.scope)
         info = await local.sampler.info()
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.responder.unlisted}
-        more = {
+        state = {
             "conversations": chat.responder.conversations.kept(),
             "engine_restarts": sum(engine.restarts for engine in local.engines),
-            **({} if prompts is None else {"prompts": prompts.id, "unedited": chat.unedited}),
         }
+        if prompts is not None:
+            state |= {"prompts": prompts.id, "unedited": chat.unedited}
         if local.manifest is not None:
-            more["export_version"] = local.manifest.export_version
-        return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
+            state["export_version"] = local.manifest.export_version
+        return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **state, **counts})
 
     return application(
         [
@@ -100,26 +104,28 @@ def build_app(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running server of `local`. `url` is the base URL for OpenAI clients."""
+    """A running server of `local`."""
 
     url: str
+    """The base URL for OpenAI clients."""
     port: int
     local: LocalPolicies
     names: ModelNames
-    """Which policy answers a model name."""
+    """The policy for each model name."""
     _running: RunningServer[tuple[LocalPolicies, ModelNames]]
     prompts: Prompts | None = None
     """The edited prompts that it answers with."""
 
     def wait(self) -> None:
-        """Block until the server stops. Raises EngineLost when its engine has ended too often."""
-        while not self._running.wait(_LOOK):
+        """Block until the server stops. Raises EngineLost if an engine ends too often."""
+        while not self._running.wait(_ENGINE_CHECK_SECONDS):
+            # `engine()` restarts an engine that has ended, so that the next request need not wait for it.
             for engine in self.local.engines:
                 engine.engine()
 
 
 class ServeOptions(TypedDict, total=False):
-    """Which policies answer, under which names, and what is recorded: keyword arguments of `serve` and `serving`."""
+    """Keyword arguments of `serve` and `serving`: the policies, their names, and the recording of requests."""
 
     model: Moved
     names: Sequence[str]
@@ -135,16 +141,16 @@ class ServeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """How an endpoint answers requests, and where it records them."""
+    """How an endpoint answers requests and records them."""
 
     aliases: Mapping[str, str] | None = None
     """Further names for roles."""
     default: str = ""
-    """The policy that answers all other names; empty: they are refused."""
+    """The policy that answers all other names; empty to refuse them."""
     prompts: Prompts | None = None
     """The edited prompts that it answers with."""
     records: str | Path | None = None
-    """Address of a store, or of a collector; None: nothing is recorded."""
+    """Address of a store or a collector; None to record nothing."""
     app: str = ""
     """The application that the records belong to."""
     redactors: Sequence[Redactor] = ()
@@ -161,7 +167,7 @@ def serving(
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread; `options` as in `serve`.
 
-    Raises ConfigError, AdapterError, SyncError when it cannot start.
+    Raises ConfigError, AdapterError, SyncError if it cannot start.
     """
     check_arguments(options, ServeOptions.__annotations__)
     default, redactor = options.get("default", ""), options.get("redactor")
@@ -173,7 +179,7 @@ def serving(
         app=options.get("app", ""),
         redactors=() if redactor is None else (check_redactor(redactor),),
     )
-    opened = functools.partial(
+    open_policies = functools.partial(
         open_local,
         source,
         base=options.get("model"),
@@ -181,12 +187,12 @@ def serving(
         tool_format=options.get("tool_format"),
         untrained=default == UNTRAINED.name,
     )
-    return serving_local(opened, answers, host=host, port=port, token=token, limits=limits)
+    return serving_local(open_policies, answers, host=host, port=port, token=token, limits=limits)
 
 
 @contextlib.contextmanager
 def serving_local(
-    opened: Callable[[], Coroutine[Any, Any, LocalPolicies]],
+    open_policies: Callable[[], Coroutine[Any, Any, LocalPolicies]],
     answers: Answers | None = None,
     *,
     host: str = "127.0.0.1",
@@ -194,25 +200,29 @@ def serving_local(
     token: str | None = None,
     limits: BodyLimits | None = None,
 ) -> Iterator[Endpoint]:
-    """Serve the policies that `opened` opens, in the server's loop, and close them with it; port 0 takes a free one.
+    """Serve policies in a background thread. The block starts once requests are answered.
 
-    Entered once requests are answered.
+    `open_policies` is awaited in the server's event loop; the server closes the policies when it stops. Port 0 takes a
+    free port.
     """
-    how = answers or Answers()
+    answers = answers or Answers()
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
-        local = await opened()
+        local = await open_policies()
         try:
-            names = name_models(local, how.aliases, how.default, prompts=how.prompts is not None)
-            with contextlib.nullcontext() if how.records is None else open_sink(how.records, how.app) as sink:
-                recording = None if sink is None else Recording(sink, how.app, how.redactors)
-                yield build_app(local, token, limits, how.prompts, recording, names), (local, names)
+            names = name_models(local, answers.aliases, answers.default, prompts=answers.prompts is not None)
+            with contextlib.ExitStack() as stack:
+                recording = None
+                if answers.records is not None:
+                    sink = stack.enter_context(open_sink(answers.records, answers.app))
+                    recording = Recording(sink, answers.app, answers.redactors)
+                yield build_app(local, token, limits, answers.prompts, recording, names), (local, names)
         finally:
             await local.aclose()
 
     with running(opening, host=host, port=port, token=token, name="cotune-serve") as server:
-        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, how.prompts)
+        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, answers.prompts)
 
 
 def serve(
@@ -230,28 +240,29 @@ def serve(
     The model names of an export are its roles, and the names that a single role asked for in training. A plain model
     has its own name and `names`. `aliases` are further names for roles. `default` names the policy that answers all
     other names, or is "base" for the untrained model. Without it they are refused, unless the only policy of the export
-    played every recorded role. `model` is the base model of an export if it lies elsewhere than the export says (for
-    several, a mapping from the old place to the new one). `tool_format` is how the model writes tool calls. Requests
-    need `token` (default: COTUNE_TOKEN of the environment), if there is one, and have at most `max_body` bytes.
+    played every recorded role. `model` is the present place of an export's base model if it was moved (for several, a
+    mapping from the old place to the new one). `tool_format` is the format of the model's tool calls. Requests need
+    `token` (default: COTUNE_TOKEN of the environment), if there is one, and have at most `max_body` bytes.
 
     Requests are answered with the edited prompts that the export was trained with, if any, or with the prompts of the
     file `prompts`. Prompts that it was not trained with need `any_prompts=True`. With `records`, the address of a store
     or of a collector (for the application `app`), requests are recorded, after `redactor`. `say` receives the address
-    and the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+    and the policy of each name. Raises ConfigError, AdapterError, SyncError if it cannot start, and EngineLost if an
+    engine ends too often.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
     ```
     """
     token = token or os.environ.get("COTUNE_TOKEN")
-    opened = serving(source, host=host, port=port, token=token, limits=BodyLimits(max_body), **options)
-    with opened as endpoint, stopped_by_signals():
+    server = serving(source, host=host, port=port, token=token, limits=BodyLimits(max_body), **options)
+    with server as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
         if local.manifest is not None:
             say(f"  {local.manifest.title}")
         if endpoint.prompts is not None:
-            say(f"  {told(endpoint.prompts)}")
+            say(f"  {prompts_text(endpoint.prompts)}")
         if options.get("records") is not None:
             say(f"  records: {options['records']}")
         for name, entry in endpoint.names.served.items():
@@ -267,7 +278,8 @@ def serve(
         endpoint.wait()
 
 
-def _model(name: str, served: ServedModel, local: LocalPolicies) -> dict[str, Any]:
+def _model_entry(name: str, served: ServedModel, local: LocalPolicies) -> dict[str, Any]:
+    """The object of /v1/models for one model name."""
     return {
         "id": name,
         "object": "model",

@@ -43,7 +43,7 @@ def present_version(export: Path) -> int:
 
 
 def numbered(manifest: Manifest, export: Path) -> Manifest:
-    """The manifest as the next version of an export: its number is above those of all versions that are kept."""
+    """The manifest as the next version of an export: its number is higher than the number of any version."""
     present = present_version(export)
     following = max([present, *earlier_versions(export)]) + 1
     return msgspec.structs.replace(manifest, export_version=following, replaced_version=present)
@@ -73,8 +73,10 @@ def replace_export(export: Path, incoming: Path) -> None:
 
 
 def finish_replacement(export: Path) -> None:
-    """Complete a replacement that was interrupted: put the replaced version among the earlier ones, or back in place
-    if no other version has taken it."""
+    """Complete a replacement that was interrupted.
+
+    The replaced version becomes an earlier one, or is put back if no other version has taken its place.
+    """
     replaced = _being_replaced(export)
     if not replaced.exists():
         return
@@ -86,7 +88,7 @@ def finish_replacement(export: Path) -> None:
 
 
 def interrupted_replacement(export: Path) -> Path | None:
-    """Where the version of an export lies that a replacement, interrupted half-way, has not put back."""
+    """The folder of the replaced version, if a replacement was interrupted before the new one took its place."""
     replaced = _being_replaced(export)
     return replaced if replaced.exists() and not export.exists() else None
 
@@ -105,9 +107,9 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     if number is None:
         number = _replaced_by_present(export, earlier)
     if number not in earlier:
-        kept = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
+        remedy = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
         fault = f"is not an earlier version of {folder}" if number else f"is missing: {folder} replaced no version"
-        raise ConfigError("roll_back", number or None, fault, f"{kept} To export a checkpoint anew: --step N.")
+        raise ConfigError("roll_back", number or None, fault, f"{remedy} To export a checkpoint again: --step N.")
 
     # A damaged version must not take the place of one that works.
     try:
@@ -130,13 +132,12 @@ def _replaced_by_present(export: Path, earlier: dict[int, Path]) -> int:
 
 
 def _being_replaced(export: Path) -> Path:
-    """Where the version that is replaced lies for a moment. The name is fixed, so that it is found after a crash."""
+    """The temporary place of the version that is being replaced. The name is fixed, to find it after a crash."""
     return export.with_name(f".{export.name}.replaced")
 
 
 def _keep(export: Path, replaced: Path, number: int) -> None:
-    """Move the replaced version `number`, and the earlier ones in it, below the version that took its place. Remove the
-    oldest ones."""
+    """Move the replaced version `number`, with its earlier versions, below the new version. Remove the oldest ones."""
     versions = export / VERSIONS
     if (replaced / VERSIONS).is_dir():
         (replaced / VERSIONS).rename(versions)

@@ -11,7 +11,7 @@ from cotune.adapters.bases import Moved
 from cotune.adapters.card import evaluation_command
 from cotune.adapters.export import Origin, TrainedPolicy, export_run, whole_models_size, write_export
 from cotune.adapters.manifest import Manifest, is_export, not_updated
-from cotune.adapters.prompts import prompts_for, told, trained_with
+from cotune.adapters.prompts import prompts_for, prompts_text, trained_with
 from cotune.adapters.versions import VERSIONS
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.hub import check_repository, push_again
@@ -87,7 +87,7 @@ def export(
         _say_size(whole_models_size(run, gguf, form.get("model")), out, say)
     manifest = export_run(run, out, prompts=chosen, **form)
     trained = sorted(entry.role for entry in manifest.roles if manifest.policy(entry.role).kind in TRAINED)
-    say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
+    say(f"exported {', '.join(trained)} to {out}{f', with {prompts_text(chosen)}' if chosen else ''}")
     _say_version(manifest, out, say)
     _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
     steps = {policy.step for policy in manifest.policies if policy.folder}
@@ -145,7 +145,7 @@ def _export_team(
         source = sources.get(role, sources.get(REST))
         assert source is not None, "a policy plays a role that a source was named for"
         say(f"{', '.join(policy.roles)}: {policy.name}@{policy.version} of {source.text}")
-    said = f", with {told(together)}" if together else ""
+    said = f", with {prompts_text(together)}" if together else ""
     say(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {out}{said}")
     _say_version(manifest, out, say)
     _say_untrained(manifest, say)

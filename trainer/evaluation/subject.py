@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.manifest import is_export
-from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
+from cotune.adapters.prompts import prompts_for, prompts_named, prompts_text, trained_with
 from cotune.errors import ConfigError
 from cotune.prompts.edits import Prompts
 from cotune.records.structs import PolicyRef, Task
@@ -81,7 +81,7 @@ class Subject:
         """Name the edited prompts of the calls, and policies that were trained with others; empty without prompts."""
         if prompts is None:
             return ""
-        note = f"All modes except today have {told(prompts)}."
+        note = f"All modes except today have {prompts_text(prompts)}."
         for source in self.sources:
             trained = trained_with(source.place) if source.kind != "model" else ""
             if trained and trained != prompts.id:

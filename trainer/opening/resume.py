@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.fingerprint import base_fingerprint, other_parts
+from cotune.adapters.fingerprint import base_fingerprint, differing_parts
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder.folder import locate_model
@@ -161,7 +161,7 @@ def check_bases(folder: RunFolder, present: BaseDigests) -> None:
         return
     before = msgspec.convert(held, BaseDigests)
     for policy in dict.fromkeys(["", *before.bases, *present.bases]):
-        if changed := other_parts(before.of(policy), present.of(policy)):
+        if changed := differing_parts(before.of(policy), present.of(policy)):
             whose = f" of policy {policy!r}" if policy else ""
             raise RunError(
                 f"The base model{whose} is not the one that the run was started with: its {', '.join(changed)} "

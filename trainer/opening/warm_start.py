@@ -9,7 +9,7 @@ from typing import Any
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
-from cotune.adapters.fingerprint import other_parts
+from cotune.adapters.fingerprint import differing_parts
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, PolicySpec
@@ -41,7 +41,7 @@ def check_same_bases(source: str, policies: Policies, bases: BaseDigests) -> Non
         if role not in source_policies:
             continue
         source_policy = source_policies[role]
-        if changed := other_parts(source_digests.of(source_policy), bases.of(name)):
+        if changed := differing_parts(source_digests.of(source_policy), bases.of(name)):
             fault = f"was trained on another base model: the one of {source_policy} has another {', '.join(changed)}"
             raise ConfigError("init", source, fault)
 
