@@ -1,7 +1,7 @@
-"""Installs the integrations: at once for frameworks that are loaded, and for others as soon as they are.
+"""Installs the integration of each framework: at once if it is loaded, otherwise when the application imports it.
 
-`import cotune` does so, and so does every episode. A process that only works for cotune, such as an engine's, is
-started with `NO_ACTIVATION` in its environment: importing a part of cotune there changes nothing.
+`import cotune` and every episode activate the integrations. cotune starts its own processes, for example engines, with
+`NO_ACTIVATION` in the environment: importing cotune changes nothing there.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from cotune.runtime.process_state import ProcessState
 
 _SWITCH = "COTUNE_ACTIVATE"
 NO_ACTIVATION = {_SWITCH: "0"}
-"""Environment of a process in which `import cotune` installs nothing. An episode there still does."""
+"""Environment variables that keep `import cotune` from installing integrations. An episode still installs them."""
 
 _PACKAGE = "cotune.integrations.apps."
 
 
 class Framework(NamedTuple):
-    """What there is to know of a framework before it is imported; the rest is in its folder."""
+    """Facts on a framework that are needed before it is imported. Its folder has the rest."""
 
     folder: str
     needs: tuple[str, ...]
-    """Distributions of which it must support the installed versions (`versions.SUPPORTED`)."""
+    """Distributions whose installed versions must be supported (`versions.SUPPORTED`)."""
     hooks: Mapping[str, str]
-    """By foreign module: the module of the folder whose `install` hooks it once it is loaded, or `module:function`."""
+    """Module of the framework -> module in the folder whose `install` hooks it once loaded, or `module:function`."""
     objects: str = ""
-    """How the module of its application objects' classes begins, if it has objects that can be run."""
+    """Prefix of the module of classes whose objects can be run as an application; empty without any."""
     runner: str = ""
-    """The module of the folder whose `runner` runs them."""
+    """Module in the folder whose `runner` runs these objects."""
 
 
 FRAMEWORKS = (
@@ -85,12 +85,11 @@ FRAMEWORKS = (
     Framework("crewai", ("crewai",), {"crewai": "hooks", "crewai.memory.unified_memory": "memory"}, "crewai.", "hooks"),
     Framework("dspy", (), {"dspy.clients.cache": "caches"}),
 )
-INTEGRATIONS = {
-    module: (f"{framework.folder}.{hook}", framework.needs)
-    for framework in FRAMEWORKS
-    for module, hook in framework.hooks.items()
-}
-"""By foreign module: the function that hooks it, and the distributions that it needs."""
+INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {}
+"""Module of a framework -> the function that hooks it, and the distributions that it needs."""
+for _framework in FRAMEWORKS:
+    for _module, _hook in _framework.hooks.items():
+        INTEGRATIONS[_module] = (f"{_framework.folder}.{_hook}", _framework.needs)
 
 _QUIET = {
     "CREWAI_DISABLE_TELEMETRY": "true",
@@ -100,7 +99,7 @@ _QUIET = {
 
 
 class Installations(ProcessState):
-    """Which integrations are still to be installed, and which could not be."""
+    """Integrations that wait for their framework, and errors of the ones that could not be installed."""
 
     def __init__(self) -> None:
         self.waiting = dict(INTEGRATIONS)
@@ -111,7 +110,7 @@ _installations = Installations()
 
 
 def activate() -> None:
-    """Install the integrations of all frameworks that are loaded, and of others as soon as they are. Idempotent.
+    """Install the integrations of all loaded frameworks now, and of others when they are imported. Idempotent.
 
     Raises UnsupportedVersion for a loaded framework that cannot be recorded.
     """
@@ -124,17 +123,19 @@ def activate() -> None:
 
 
 def be_quiet() -> None:
-    """Keep CrewAI from asking whether traces may be shared, for 20 seconds on a terminal, from its telemetry and its
-    look for newer versions, in a process that runs a workflow. What the user has set stays."""
+    """Turn off CrewAI's telemetry, its check for newer versions, and its 20-second question on sharing traces.
+
+    For processes that run a workflow. Variables that the user has set are not changed.
+    """
     if "crewai" in sys.modules:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
 
 
 def activate_on_import() -> None:
-    """What `import cotune` does: `activate`, unless the environment says `COTUNE_ACTIVATE=0`.
+    """Activate the integrations on `import cotune`, unless the environment has `COTUNE_ACTIVATE=0`.
 
-    What is refused is raised by the first episode instead.
+    The import raises no error for an unsupported framework; the first episode does.
     """
     if os.environ.get(_SWITCH) == NO_ACTIVATION[_SWITCH]:
         return
@@ -143,18 +144,25 @@ def activate_on_import() -> None:
 
 
 def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
-    """How to run an application object that is no function: a coroutine function of its input, or None."""
-    for base in (app if isinstance(app, type) else type(app)).__mro__:
+    """A coroutine function that runs an object of a framework (a graph, a team, a crew) on its input.
+
+    None for an object of no known framework.
+    """
+    cls = app if isinstance(app, type) else type(app)
+    for base in cls.__mro__:
         for framework in FRAMEWORKS:
             if framework.objects and base.__module__.startswith(framework.objects):
                 module = importlib.import_module(f"{_PACKAGE}{framework.folder}.{framework.runner}")
-                found: Callable[[Any], Awaitable[Any]] | None = module.runner(app)
-                return found
+                run: Callable[[Any], Awaitable[Any]] | None = module.runner(app)
+                return run
     return None
 
 
 def _install(module: str) -> None:
-    """Never raises into the application's own import: `activate` raises what is refused, and the episode fails."""
+    """Install the integration that waits for `module`.
+
+    An error must not break the application's import: it fails the present episode, and `activate` raises it later.
+    """
     name, distributions = _installations.waiting.pop(module, ("", ()))
     if not name:
         return
@@ -177,16 +185,20 @@ def _refuse(error: CotuneError) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it adds an installation to the loading of a module that integrations wait for."""
+    """Installs an integration after its module is loaded. It finds modules by asking the other finders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _installations.waiting:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+        for finder in list(sys.meta_path):  # a copy: a finder may change the list
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
 
 
 class _Loader(importlib.abc.Loader):

@@ -1,7 +1,8 @@
-"""Models of a framework that do not use the OpenAI SDK: recorded, or answered, at the methods by which they are called.
+"""Records and answers the calls of a framework's models at the methods that call them.
 
-A `Client` says for one framework how a method's arguments are read as a request, and how an answer is returned. What a
-model sends over the OpenAI SDK all the same is recorded once, as it went over the wire.
+This covers models that do not use the OpenAI SDK. A `Client` translates for one framework: a method's arguments to a
+request, and an answer to the method's result. If a model uses the OpenAI SDK after all, its call is recorded once, as
+the SDK sent it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a method: the positional ones, the model first, and the options."""
+"""Arguments of a method: the positional ones, of which the model is the first, and the options."""
 
 
 def json_schema(model: Any) -> dict[str, Any]:
@@ -28,44 +29,46 @@ def json_schema(model: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """How the models of one framework are called. The functions take the arguments of the method, the model
-    first; options may have any name, so the arguments before them are positional."""
+    """The translation between the models of one framework and cotune.
+
+    The functions take the arguments of the method, the model first. They are positional, because options may have any
+    name.
+    """
 
     request: Callable[..., Mapping[str, Any] | None]
     """The arguments as a chat request in OpenAI form; None for a call that is recorded elsewhere."""
     edited: Callable[..., Arguments]
-    """`(said, *arguments)`: positional arguments and options with what is said in place of the prompts, on copies of
-    the application's objects."""
+    """`(edit, *arguments)`: the arguments with edited prompts, in copies of the application's objects."""
     reply: Callable[..., Any]
     """`(call, answer, *arguments)`: the method's result for an answer."""
     fixed_format: bool = False
-    """Whether a response's schema is given as a class, of which no text can be edited."""
+    """Whether the schema of a response is passed as a class, whose texts cannot be edited."""
     answer: Callable[[Any], Answer]
-    """What the model returned, or the list of parts that it streamed, as an answer."""
+    """An answer, from the model's result or from the list of parts that it streamed."""
     parts: Callable[[LiveCall, Answer], Iterable[Any]] = lambda call, answer: ()
-    """An answer as the parts of a stream."""
+    """The parts of a stream, from an answer."""
     begun: Callable[[list[Any]], Answer | None] = lambda parts: None
-    """The answer so far in the parts of a stream that broke off."""
+    """The incomplete answer of a stream that was interrupted, from its parts."""
     ends: Callable[[Any], bool] = lambda part: False
-    """Whether a part ends the answer: the application may stop reading there."""
+    """Whether a part is the last of its answer: the application may stop reading there."""
     asking: Callable[[LiveCall, Mapping[str, Any]], Awaitable[Answer | None] | None] = lambda call, options: None
-    """The responder's answer under way, where the application can cancel it by an option of the method."""
+    """An awaitable of the responder's answer, if the application can cancel it by an option of the method."""
 
-    def _sent(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-        """The arguments with the edits of the call's prompts."""
+    def _edit_arguments(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
+        """The arguments with the edits of the call's prompts, if the edits apply to them."""
         warn = call.episode.warn
         if self.fixed_format:
             leave_format(call, warn)
         if call.edits is None:
             return args, options
-        said, made = call.edits.text, (args, options)
+        edit, edited = call.edits.text, (args, options)
 
         def read() -> Mapping[str, Any] | None:
-            nonlocal made
-            made = self.edited(said, *args, **options)
-            return self.request(*made[0], **made[1])
+            nonlocal edited
+            edited = self.edited(edit, *args, **options)
+            return self.request(*edited[0], **edited[1])
 
-        return made if made_of(call, read, warn) else (args, options)
+        return edited if made_of(call, read, warn) else (args, options)
 
     def hook(self, cls: type, *, call: str = "", acall: str = "", stream: str = "", astream: str = "") -> None:
         """Wrap the methods of these names that the class itself defines."""
@@ -73,15 +76,15 @@ class Client:
             replace_method(cls, name, wrapper)
 
     def call(self, original: Any) -> Any:
-        """`original`, a method that returns the whole answer."""
+        """Wrap `original`, a method that returns the whole answer."""
 
         def run(*args: Any, **options: Any) -> Any:
             call = open_call(lambda: self.request(*args, **options))
             if call is None:
                 return original(*args, **options)
-            if (found := ask(call)) is not None:
-                return self.reply(call, found, *args, **options)
-            args, options = self._sent(call, args, options)
+            if (answer := ask(call)) is not None:
+                return self.reply(call, answer, *args, **options)
+            args, options = self._edit_arguments(call, args, options)
             with observed(call):
                 result = original(*args, **options)
             end_call(call, result, self.answer)
@@ -90,15 +93,15 @@ class Client:
         return run
 
     def acall(self, original: Any) -> Any:
-        """The same of an asynchronous method."""
+        """Wrap `original`, an asynchronous method that returns the whole answer."""
 
         async def run(*args: Any, **options: Any) -> Any:
             call = open_call(lambda: self.request(*args, **options))
             if call is None:
                 return await original(*args, **options)
-            if (found := await ask_async(call, self.asking(call, options))) is not None:
-                return self.reply(call, found, *args, **options)
-            args, options = self._sent(call, args, options)
+            if (answer := await ask_async(call, self.asking(call, options))) is not None:
+                return self.reply(call, answer, *args, **options)
+            args, options = self._edit_arguments(call, args, options)
             with observed(call):
                 result = await original(*args, **options)
             end_call(call, result, self.answer)
@@ -107,69 +110,72 @@ class Client:
         return run
 
     def stream(self, original: Any) -> Any:
-        """`original`, a method that returns the answer in parts."""
+        """Wrap `original`, a method that returns the answer in parts."""
 
         def run(*args: Any, **options: Any) -> Iterator[Any]:
             call = open_call(lambda: self.request(*args, **{**options, "stream": True}))
             if call is None:
                 yield from original(*args, **options)
                 return
-            if (found := ask(call)) is not None:
-                yield from self.parts(call, found)
+            if (answer := ask(call)) is not None:
+                yield from self.parts(call, answer)
                 return
-            args, options = self._sent(call, args, options)
-            seen: list[Any] = []
+            args, options = self._edit_arguments(call, args, options)
+            parts: list[Any] = []
             source = iter(original(*args, **options))
             try:
                 while (part := step(call, source)) is not None:
-                    self._see(call, seen, part)
+                    self._add_part(call, parts, part)
                     yield part
             except BaseException as error:
-                raised(call, error, self.begun(seen))
+                raised(call, error, self.begun(parts))
                 raise
-            end_call(call, seen, self.answer, self.begun)
+            end_call(call, parts, self.answer, self.begun)
 
         return run
 
     def astream(self, original: Any) -> Any:
-        """The same of an asynchronous method."""
+        """Wrap `original`, an asynchronous method that returns the answer in parts."""
 
         async def run(*args: Any, **options: Any) -> AsyncIterator[Any]:
             call = open_call(lambda: self.request(*args, **{**options, "stream": True}))
-            if call is not None and (found := await ask_async(call, self.asking(call, options))) is not None:
-                for part in self.parts(call, found):
+            if call is not None and (answer := await ask_async(call, self.asking(call, options))) is not None:
+                for part in self.parts(call, answer):
                     yield part
                 return
             if call is not None:
-                args, options = self._sent(call, args, options)
-            seen: list[Any] = []
+                args, options = self._edit_arguments(call, args, options)
+            parts: list[Any] = []
             source = aiter(original(*args, **options))
             try:
                 while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
                     if call is not None:
-                        self._see(call, seen, part)
+                        self._add_part(call, parts, part)
                     yield part
             except BaseException as error:
                 if call is not None:
-                    raised(call, error, self.begun(seen))
+                    raised(call, error, self.begun(parts))
                 raise
             finally:
                 if hasattr(source, "aclose"):
                     await source.aclose()
             if call is not None:
-                end_call(call, seen, self.answer, self.begun)
+                end_call(call, parts, self.answer, self.begun)
 
         return run
 
-    def _see(self, call: LiveCall, seen: list[Any], part: Any) -> None:
-        seen.append(part)
+    def _add_part(self, call: LiveCall, parts: list[Any], part: Any) -> None:
+        """Keep a part, and end the call with the last one: the application may never ask for another."""
+        parts.append(part)
         if self.ends(part):
-            end_call(call, seen, self.answer)
+            end_call(call, parts, self.answer)
 
 
 class Proxy:
-    """Stands for an object of a framework inside an episode, on behalf of its owner. A subclass acts in its owner's
-    name; in everything else it is that object."""
+    """Replaces an object of a framework inside an episode and behaves like it.
+
+    A subclass changes single methods, which act on behalf of the owner.
+    """
 
     __slots__ = ("_cotune_inner", "_cotune_owner")
 
@@ -204,16 +210,17 @@ class Proxy:
 
 
 def unwrapped(value: Any) -> Any:
-    """The object itself, of a proxy."""
+    """The object behind a proxy; any other value unchanged."""
+    # `isinstance` would ask `__class__`, which a proxy takes from its inner object.
     return object.__getattribute__(value, "_cotune_inner") if issubclass(type(value), Proxy) else value
 
 
 async def step_inside(
     context: Callable[[], AbstractContextManager[None]],
     source: AsyncIterator[Any],
-    seen: Callable[[Any], None] = lambda item: None,
+    before_yield: Callable[[Any], None] = lambda item: None,
 ) -> AsyncGenerator[Any, None]:
-    """The items of `source`, each step of which runs inside a new `context()`; `seen` gets each item first."""
+    """Yield the items of `source`, each step of it inside a new `context()`. `before_yield` gets each item first."""
     try:
         while True:
             with context():
@@ -221,7 +228,7 @@ async def step_inside(
                     item = await anext(source)
                 except StopAsyncIteration:
                     return
-            seen(item)
+            before_yield(item)
             yield item
     finally:
         if hasattr(source, "aclose"):
@@ -231,14 +238,16 @@ async def step_inside(
 
 @dataclass(frozen=True)
 class AgentState:
-    """`call.state` of a call by an agent of AutoGen or the OpenAI Agents SDK. The objects are live, and the
-    application's. Of the Agents SDK only `agent` is known."""
+    """`call.state` of a call by an agent of AutoGen or the OpenAI Agents SDK.
+
+    These are the live objects of the application, not copies. With the Agents SDK only `agent` is set.
+    """
 
     agent: Any
     """The agent that makes the call, or the manager of a team (its selector, its orchestrator)."""
     team: Any = None
     """The innermost team at work; None for an agent that runs alone."""
     received: tuple[Any, ...] = ()
-    """Chat messages that the agent was given for this turn; for a manager the thread of its team."""
+    """Chat messages that the agent received for this turn; for a manager, the thread of its team."""
     prompt: tuple[Any, ...] = ()
     """The LLM messages of this call, as the agent passes them to its model client."""

@@ -1,5 +1,7 @@
-"""The edits of prompts in the forms that clients have for messages and tools. No object of the application is changed:
-what an edit concerns is copied."""
+"""Applies the edits of prompts to messages and tools in the forms of several clients.
+
+No object of the application is changed: edited objects are copies.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from cotune.prompts.chat_texts import Kind, Said, each, map_tool
 
 
 def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
-    """The texts, which are recorded as one with `joint` between them, where that one becomes `new`.
+    """Spread the edited text `new` over the texts that were recorded as one, joined by `joint`.
 
-    Texts that `new` begins and ends with stay as they are, so that a provider's cache keeps what it has of them. What
-    lies between becomes the last of the others; these become empty.
+    Texts at the beginning and at the end that `new` repeats stay unchanged, so that a provider's prompt cache still has
+    them. The last of the other texts gets the remainder of `new`; the rest become empty.
     """
     first, last = 0, len(texts)
     start, end = 0, len(new)
@@ -28,63 +30,81 @@ def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
 
 
 def edited_blocks(blocks: Sequence[Any], kind: Kind, said: Said, joint: str | None) -> Any:
-    """A content of blocks, which is recorded as one text where all are texts (`joint` is not None), else block by
-    block; `blocks` themselves where nothing changes. Blocks that become empty are left out."""
-    texts = [_text(block) for block in blocks]
-    known = [text for text in texts if text is not None]
-    if joint is not None and len(known) == len(blocks):
-        whole = said(kind, "", joint.join(known))
-        new: Sequence[str | None] = known if whole is None else spread(known, joint, whole)
+    """The content of a message, as blocks, with edited texts; `blocks` itself if no text changes.
+
+    If all blocks are texts and `joint` is not None, they are recorded, and so edited, as one text joined by it.
+    Otherwise each block is edited alone. Blocks that become empty are removed.
+    """
+    texts = [_block_text(block) for block in blocks]
+    present = [text for text in texts if text is not None]
+    edited: list[str | None]
+    if joint is not None and len(present) == len(blocks):
+        whole = said(kind, "", joint.join(present))
+        edited = list(present if whole is None else spread(present, joint, whole))
     else:
-        new = [None if text is None else _or(text, said(kind, "", text)) for text in texts]
-    if list(new) == texts:
+        edited = []
+        for text in texts:
+            new = None if text is None else said(kind, "", text)
+            edited.append(text if new is None else new)
+    if edited == texts:
         return blocks
-    made: list[Any] = []
-    marked: Any = None
-    for block, old, text in zip(blocks, texts, new, strict=True):
-        if text == "" and old:
-            marked = block.get("cache_control", marked) if isinstance(block, Mapping) else marked
+
+    content: list[Any] = []
+    # A removed block may end a cached prefix ("cache_control"). Its mark moves to the block before it if the next one
+    # is unchanged, otherwise to the next one, which replaces it.
+    pending_mark: Any = None
+    for block, old_text, text in zip(blocks, texts, edited, strict=True):
+        if text == "" and old_text:
+            if isinstance(block, Mapping):
+                pending_mark = block.get("cache_control", pending_mark)
             continue
-        one = block if text == old else text if isinstance(block, str) else {**block, "text": text}
-        if text == old and made:  # what was cached up to a block that is left out ends with the one before
-            made[-1] = _marked(made[-1], marked)
-        elif text != old:
-            one = _marked(one, marked)
-        made.append(one)
-        marked = None
-    if made:
-        made[-1] = _marked(made[-1], marked)
-    return made
+        if text == old_text:
+            if content:
+                content[-1] = _with_cache_mark(content[-1], pending_mark)
+            content.append(block)
+        else:
+            new_block = text if isinstance(block, str) else {**block, "text": text}
+            content.append(_with_cache_mark(new_block, pending_mark))
+        pending_mark = None
+    if content:
+        content[-1] = _with_cache_mark(content[-1], pending_mark)
+    return content
 
 
-def _marked(block: Any, mark: Any) -> Any:
+def _with_cache_mark(block: Any, mark: Any) -> Any:
     if mark is None or not isinstance(block, dict) or "cache_control" in block:
         return block
     return {**block, "cache_control": mark}
 
 
 def edited_tools(tools: Any, said: Said, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
-    """Tools of which `chat` is the form in OpenAI's chat, and whose own fields of these names hold the description and
-    the schema of the parameters; `tools` themselves where nothing changes."""
+    """The tools of a client with edited texts; `tools` itself if no text changes.
+
+    `chat` translates a tool to OpenAI's chat form. `described` and `schema` name the fields of the client's form that
+    hold the description and the schema of the parameters.
+    """
 
     def edited(tool: Any) -> Any:
-        asked = chat(tool)
-        new = map_tool(asked, said)
-        if new is asked:
+        chat_tool = chat(tool)
+        edited_tool = map_tool(chat_tool, said)
+        if edited_tool is chat_tool:
             return tool
-        was, now = (one.get("function") or one for one in (asked, new))
-        names = {"description": described, "parameters": schema}
-        return {**tool, **{own: now[name] for name, own in names.items() if now.get(name) is not was.get(name)}}
+        before = chat_tool.get("function") or chat_tool
+        after = edited_tool.get("function") or edited_tool
+        changes = {}
+        for chat_field, client_field in (("description", described), ("parameters", schema)):
+            if after.get(chat_field) is not before.get(chat_field):
+                changes[client_field] = after[chat_field]
+        return {**tool, **changes}
 
     return each(tools, edited)
 
 
-def _text(block: Any) -> str | None:
+def _block_text(block: Any) -> str | None:
+    """The text of a block; None for a block of another kind."""
     if isinstance(block, str):
         return block
-    found = block.get("text") if isinstance(block, Mapping) and block.get("type", "text") == "text" else None
-    return found if isinstance(found, str) else None
-
-
-def _or(text: str, new: str | None) -> str:
-    return text if new is None else new
+    if isinstance(block, Mapping) and block.get("type", "text") == "text":
+        text = block.get("text")
+        return text if isinstance(text, str) else None
+    return None

@@ -1,4 +1,4 @@
-"""Replacing methods of a framework's classes, those there are and those to come."""
+"""Replaces methods of a framework's classes, present and future."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _WRAPPED = "__cotune__"
 
 
 def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
-    """Apply `wrap` to a class and all its subclasses, those there are and those to come."""
+    """Apply `wrap` to a class and all its subclasses, present and future."""
     for cls in [base, *_subclasses(base)]:
         wrap(cls)
-    own = base.__dict__.get("__init_subclass__")
+    original = base.__dict__.get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        if own is None:
+        if original is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
-            own.__get__(None, cls)(**kwargs)
+            original.__get__(None, cls)(**kwargs)
         wrap(cls)
 
     base.__init_subclass__ = classmethod(init_subclass)
 
 
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a method that the class itself defines and does not leave abstract, once."""
+    """Wrap a method that the class itself defines, unless it is abstract or wrapped already."""
     original = cls.__dict__.get(name)
     if callable(original) and not hasattr(original, _WRAPPED) and not getattr(original, "__isabstractmethod__", False):
         wrapped = functools.wraps(original)(wrapper(original))
@@ -40,7 +40,7 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def replace_methods(base: Any, wrapper: Callable[[Any], Any], *names: str) -> None:
-    """Wrap these methods of a class and all its subclasses, those there are and those to come."""
+    """Wrap these methods of a class and all its subclasses, present and future."""
 
     def wrap(cls: type) -> None:
         for name in names:
@@ -50,9 +50,11 @@ def replace_methods(base: Any, wrapper: Callable[[Any], Any], *names: str) -> No
 
 
 def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
-    """Wrap these methods of all classes of tools below `base`, those there are and those to come: their results are
-    recorded, and given again in a replay, where the episode records tools. `without` are arguments that belong to the
-    run and not to the use."""
+    """Wrap these methods of all classes of tools below `base`, present and future.
+
+    If the episode records tools, their results are recorded, and a replay returns them again. `without` names arguments
+    that differ from run to run, and so do not identify a use of the tool.
+    """
 
     def wrap(cls: Any) -> None:
         for name in names if cls is not base else ():
@@ -62,9 +64,11 @@ def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
 
 
 def cache_left_aside() -> bool:
-    """Whether a cache of the application's is neither read nor written here: an answer of a policy (or of a dry run) is
-    a sample of one version, which no other sample and no later run of the application may get, and an answer to edited
-    prompts is none to those that the cache knows. It is counted."""
+    """Whether a cache of the application must be neither read nor written here; counts each time.
+
+    An answer of a policy (or of a dry run) is a sample of one version: no other sample, and no later run of the
+    application, may get it. An answer to edited prompts must not be cached as an answer to the original ones.
+    """
     episode = current_episode.get()
     if episode is None or (episode.responder is None and episode.prompting is None):
         return False
@@ -77,7 +81,7 @@ def cache_left_aside() -> bool:
 
 
 def unless_left_aside(original: Any) -> Any:
-    """`original`, a method of a cache that reads or writes, which gives None where the cache is left aside."""
+    """Wrap a method that reads or writes a cache: it returns None while the cache must not be used."""
 
     def use(self: Any, *args: Any, **options: Any) -> Any:
         return None if cache_left_aside() else original(self, *args, **options)
@@ -86,12 +90,11 @@ def unless_left_aside(original: Any) -> Any:
 
 
 def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
-    """`original`, a plain or an async function, which in an episode runs in what `context` gives for its arguments, if
-    anything."""
+    """Wrap a plain or an async function: in an episode it runs inside `context(*args, **kwargs)`, unless it is None."""
 
     def entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        found = None if current_episode.get() is None else context(*args, **kwargs)
-        return nullcontext() if found is None else found
+        manager = None if current_episode.get() is None else context(*args, **kwargs)
+        return nullcontext() if manager is None else manager
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -97,8 +97,11 @@ class Endpoint:
                     lane.settled = asyncio.Event()
 
     async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, lane: _Lane) -> int:
-        """The number under which the request is entered. Where others that are under way may turn out cheaper than
-        their most, it waits for them. Raises JudgeError where it would pass a cap."""
+        """Enter a request in the ledger and return its number.
+
+        If the highest possible cost would pass the cap, it waits for requests in progress, which may cost less than was
+        reserved for them. Raises JudgeError for a request over the cap.
+        """
         written = body.get("max_completion_tokens") or body["max_tokens"]
         # The most that it can cost: a token has at least one byte.
         most = money(self._price, len(canonical(body)), int(written))
@@ -128,13 +131,13 @@ class Endpoint:
         except openai.APIStatusError as error:
             ledger.settle(request, 0, 0, 0.0)
             ledger.count(self._judge, "refused")
-            said = f"status {error.status_code}"
+            status = f"status {error.status_code}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 await asyncio.sleep(_PAUSE)
-                raise Passing(said) from None
+                raise Passing(status) from None
             why = " ".join(error.message.split())[:200]
             raise JudgeError(
-                f"{self._name} was refused: {said}: {why}.",
+                f"{self._name} was refused: {status}: {why}.",
                 "Check its model, base_url, api_key and params.",
             ) from None
         except openai.APIConnectionError as error:

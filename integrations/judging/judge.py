@@ -1,4 +1,4 @@
-"""A judge: a model that ranks candidates of one prompt, or episodes of one task, where no function can score them."""
+"""A judge: a model that ranks candidates of one prompt, or episodes of one task, if no function can score them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
 class Judge(Ranking):
-    """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`, or,
-    for the episodes of a task, a judge for `@solve.judge`.
+    """Ranks siblings with a model, in one request for all of them.
 
-    The reward of each, named `name`, is the share of its siblings that it is better than, equal ones counted half: 1
-    for the best, 0 for the last. Episodes that the policy failed are siblings too, and all others are better. Equal
-    answers get equal rewards without being told apart. An answer that cannot be used, and a request that fails or takes
-    too long, is asked again once; else the siblings get no reward and are left out, counted. Answers are kept by
-    content in the run folder, and never asked for twice.
+    It is a scorer for `@solve.scorer(role, group=True)` or, for the episodes of a task, a judge for `@solve.judge`.
+
+    The reward `name` of a sibling is the share of the others that it is better than; equal ones count half. The best
+    gets 1, the last 0. Episodes that the policy failed are siblings too, worse than all others. Siblings with the same
+    text get the same reward. If an answer cannot be used, or a request fails or takes too long, the judge asks again
+    once. If that fails too, the siblings get no reward, and are left out and counted. Answers are stored by content in
+    the run folder, so the same question is never asked twice.
 
     ```python
     rubric = "Prefer the reply that answers the question, then the shorter one."
@@ -64,13 +65,13 @@ class Judge(Ranking):
         """Either `model`, at an OpenAI-compatible endpoint, or `role`, played by a policy of the run.
 
         Args:
-            rubric: what makes an answer better than another, in words.
-            model: name of the model at `base_url`; like `api_key` that is the OpenAI SDK's own where it is None.
-            role: name of a role: its requests are calls of the episode, or of one of their own where it judges whole
-                episodes, recorded and, with a policy, trained like any.
-            price: of a million prompt tokens and of a million completion tokens.
-            max_cost: most that a run's requests may cost, at `price`. A request that could pass it is not sent.
-            settings: the rest, such as `passes`, `max_calls` and `timeout`.
+            rubric: the criteria for a better answer, in words.
+            model: name of the model at `base_url`. `base_url` and `api_key` default to the OpenAI SDK's.
+            role: name of a role. Its requests are calls of the episode; if it judges whole episodes, each request is an
+                episode of its own. They are recorded and, if the role has a policy, trained like any other call.
+            price: price of a million prompt tokens, and of a million completion tokens.
+            max_cost: most that the requests of a run may cost, at `price`. A request that could exceed it is not sent.
+            settings: further settings, such as `passes`, `max_calls` and `timeout`.
 
         Raises ConfigError for values that do not fit.
         """
@@ -113,8 +114,10 @@ class Judge(Ranking):
     @overload
     async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Feedback | None]: ...
     async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Feedback | None]:
-        """Rewards of candidates of a call, or of episodes of a task, with the reasons; none for a single one. Raises
-        JudgeError."""
+        """Rewards of the candidates of a call, or of the episodes of a task, with reasons. A single one gets no reward.
+
+        Raises JudgeError.
+        """
         episode: LiveEpisode | None
         if len(about) == 2:
             call = about[0]
@@ -126,39 +129,51 @@ class Judge(Ranking):
             kind, episode = "attempts at one task", judging.get().episode
         if len(entries) < 2:
             return [None] * len(entries)
+        # Siblings with the same text are shown to the judge as one.
         distinct = list(dict.fromkeys(entries))
-        asked = functools.partial(
+        new_question = functools.partial(
             question, self.rubric, shared, distinct, what=kind, seed=self.settings.seed, reason=self.settings.reason
         )
         if episode is not None and episode.offline:
-            return await self._made_up(shared, len(entries), asked, episode)
+            return await self._dry_run(shared, len(entries), new_question, episode)
         if len(distinct) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(entries)
+
         ask, redaction = self._ask(episode), judging.get().redaction if episode is None else episode.redaction
-        questions = [asked(turn=turn) for turn in range(self.settings.passes)]
-        passes = (self._verdict(one, ask, redaction) for one in questions)
+        questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
+        passes = (self._verdict(each, ask, redaction) for each in questions)
         verdicts = await asyncio.gather(*passes, return_exceptions=True)
+
+        # The reward of a sibling is the mean over all passes, and its text has the reasons of all.
         numbers = [distinct.index(entry) for entry in entries]
-        ranked, reasons = [], []
-        for one, verdict in zip(questions, verdicts, strict=True):
+        sums = [0.0] * len(entries)
+        reasons: list[list[str]] = [[] for _ in entries]
+        for each, verdict in zip(questions, verdicts, strict=True):
             if isinstance(verdict, BaseException):
                 self._ledger.count(self.key, "dropped")
                 raise verdict
-            ranked.append(values([[i for i, n in enumerate(numbers) if n in tier] for tier in verdict.tiers]))
-            reasons.append([one.feedback(verdict, number) for number in numbers])
-        means = (sum(of) / self.settings.passes for of in zip(*ranked, strict=True))
-        texts = ("\n".join(filter(None, of)) for of in zip(*reasons, strict=True))
-        return [Feedback({self.name: mean}, text) for mean, text in zip(means, texts, strict=True)]
+            tiers = []
+            for tier in verdict.tiers:
+                tiers.append([sibling for sibling, number in enumerate(numbers) if number in tier])
+            for sibling, reward in enumerate(values(tiers)):
+                sums[sibling] += reward
+                reason = each.feedback(verdict, numbers[sibling])
+                if reason:
+                    reasons[sibling].append(reason)
+        feedback = []
+        for total, texts in zip(sums, reasons, strict=True):
+            feedback.append(Feedback({self.name: total / self.settings.passes}, "\n".join(texts)))
+        return feedback
 
     async def _verdict(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
-        """The judge's answer to a question, which may be one that it gave before. Raises JudgeError."""
+        """The judge's answer to a question, or its stored answer to the same question. Raises JudgeError."""
         ledger = self._ledger
         body = self._request(asked)
         key = address(canonical([self._place, body]))
-        kept = ledger.answer(key) if self.role is None else None
-        if kept is not None:
+        stored_answer = ledger.answer(key) if self.role is None else None
+        if stored_answer is not None:
             ledger.count(self.key, "cached")
-            return asked.verdict(kept)
+            return asked.verdict(stored_answer)
         fault = ""
         for attempt in range(2):
             if attempt:
@@ -175,7 +190,8 @@ class Judge(Ranking):
             else:
                 if self.role is None:
                     stored = verdict
-                    if redaction is not None and verdict.reason:  # it may quote what a redactor keeps out of records
+                    # The reason may quote a text that a redactor must keep out of the records.
+                    if redaction is not None and verdict.reason:
                         stored = verdict._replace(reason=redaction.text(verdict.reason, "feedback") or "")
                     ledger.keep(key, self.key, asked.answer(stored))
                 return verdict
@@ -193,33 +209,35 @@ class Judge(Ranking):
         return lambda body: self._ask_role(episode, body)
 
     async def _ask_role(self, episode: LiveEpisode, body: Mapping[str, Any]) -> str:
-        """Ask the policy of the judge's role: a call of the episode, recorded like any."""
+        """Ask the policy of the judge's role, in a call of the episode that is recorded like any other."""
         assert self.role is not None
-        made = episode.start(CallerContext(self.role, "judge", given=True), body)
+        call = episode.start(CallerContext(self.role, "judge", given=True), body)
         try:
-            answer = await ask_async(made)
+            answer = await ask_async(call)
         except SamplerError as error:
             raise JudgeError(f"{self} gave no answer: {error}") from error
         if answer is None:
-            made.fail("error", "no policy plays the judge")
+            call.fail("error", "no policy plays the judge")
             raise JudgeError(
                 f"{self} is a role that is left to the application's provider.",
                 "Give it a policy, or a model instead of a role.",
             )
         return answer.candidates[answer.chosen].text
 
-    async def _made_up(
-        self, shared: str, count: int, asked: Callable[[], Question], episode: LiveEpisode
+    async def _dry_run(
+        self, shared: str, count: int, new_question: Callable[[], Question], episode: LiveEpisode
     ) -> Sequence[Feedback | None]:
-        """Rewards in a dry run, which contacts nobody: the calls of a role are made, and their answers are ignored."""
+        """Random rewards for a dry run, which contacts no server. A judge's role is called, but its answer ignored."""
         if self.role is not None:
-            await self._ask_role(episode, self._request(asked()))
+            await self._ask_role(episode, self._request(new_question()))
         order = random.Random(address(shared.encode())).sample(range(count), count)
         return [Feedback({self.name: value}, "") for value in values([[i] for i in order])]
 
     def _request(self, asked: Question) -> dict[str, Any]:
-        form = asked.response_format(reason=self.settings.reason) if self.settings.structured else None
-        return {**self._body, "messages": asked.messages, **({"response_format": form} if form else {})}
+        body = {**self._body, "messages": asked.messages}
+        if self.settings.structured:
+            body["response_format"] = asked.response_format(reason=self.settings.reason)
+        return body
 
     @property
     def _ledger(self) -> Ledger:

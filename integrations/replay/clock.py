@@ -1,4 +1,4 @@
-"""Hooks of the clock: in a frozen episode it goes through the episode's chance; elsewhere it is as ever."""
+"""Hooks the clock. In a frozen episode it shows the recorded times; outside of one it is unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cotune.errors import ConfigError
 from cotune.replay.draws import asking, replace_everywhere
 
 _COUNTERS = ("monotonic", "perf_counter")
-"""What measures how long something took. Only the application's own code is given those of the record: event loops and
-connections live by them."""
+"""Clocks that measure durations. Only the application's own code gets recorded values: event loops and connections
+depend on the real ones."""
 
 
 @cache
@@ -28,8 +28,10 @@ def install() -> None:
     real = time_machine.escape_hatch.time.time_ns
 
     def wall_ns() -> int:
-        found = asking(__name__)
-        return real() if found is None else found[0].clock("wall", found[1], real())
+        if (frozen := asking(__name__)) is None:
+            return real()
+        chance, place = frozen
+        return chance.clock("wall", place, real())
 
     traveller: Any = time_machine.travel(time.time(), tick=True).start()
     traveller.time_ns = wall_ns
@@ -47,12 +49,16 @@ def _counter(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
 
     @wraps(seconds)
     def in_seconds() -> float:
-        found = asking(__name__, own=True)
-        return seconds() if found is None else found[0].clock(name, found[1], ns()) / 1e9
+        if (frozen := asking(__name__, own=True)) is None:
+            return seconds()
+        chance, place = frozen
+        return chance.clock(name, place, ns()) / 1e9
 
     @wraps(ns)
     def in_ns() -> int:
-        found = asking(__name__, own=True)
-        return ns() if found is None else found[0].clock(name, found[1], ns())
+        if (frozen := asking(__name__, own=True)) is None:
+            return ns()
+        chance, place = frozen
+        return chance.clock(name, place, ns())
 
     return in_seconds, in_ns

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests as chat requests, and answers as Messages and their events, both ways."""
+"""Translates Anthropic's Messages API to chat requests and answers, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GROWING = {"text_delta": "text", "thinking_delta": "thinking"}
 
 
 def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The Message for an answer: its reasoning, its text, its tool calls."""
+    """The Message of an answer: its reasoning, its text, its tool calls."""
     candidate = answer.candidates[answer.chosen]
     used = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": len(candidate.token_ids)}
     if not candidate.token_ids:
@@ -58,15 +58,15 @@ def _written(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, A
 def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a Message, in its order."""
     begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
-    made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for index, block in enumerate(message["content"]):
-        made += ({**event, "index": index} for event in _block_events(block))
+        events += ({**event, "index": index} for event in _block_events(block))
     ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    made.append(
-        {"type": "message_delta", "delta": ended, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
-    )
-    made.append({"type": "message_stop"})
-    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in made)
+    usage = {"output_tokens": message["usage"]["output_tokens"]}
+    events.append({"type": "message_delta", "delta": ended, "usage": usage})
+    events.append({"type": "message_stop"})
+    encoded = [b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events]
+    return b"".join(encoded)
 
 
 def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -82,18 +82,18 @@ def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def answer_of(message: Any) -> Answer:
-    """The answer in a Message. Raises ValueError when it has no content, ProviderFailed for an error."""
+    """The answer in a Message. Raises ValueError if it has no content, ProviderFailed for an error."""
     if isinstance(message, Mapping) and message.get("type") == "error":
         raise ProviderFailed(f"error: {message.get('error')}")
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         raise ValueError("no content")
-    read = assistant_of(message["content"])
+    assistant = assistant_of(message["content"])
     used = message.get("usage") or {}
     cached = (used.get("cache_creation_input_tokens") or 0) + (used.get("cache_read_input_tokens") or 0)
     candidate = Candidate(
         index=0,
-        text=read["content"] or "",
-        message=read,
+        text=assistant["content"] or "",
+        message=assistant,
         finish_reason=_FINISHES.get(message.get("stop_reason"), "stop"),  # type: ignore[arg-type]
         stop=message.get("stop_sequence") or "",
     )
@@ -102,14 +102,14 @@ def answer_of(message: Any) -> Answer:
 
 
 class MessageStream:
-    """What the events of a stream add up to."""
+    """Collects the events of a stream into a Message."""
 
     def __init__(self) -> None:
         self._message: dict[str, Any] = {}
         self._blocks: dict[int, dict[str, Any]] = {}
 
     def take(self, event: Any) -> bool:
-        """Add an event; whether it is the last. Raises ProviderFailed for an error event."""
+        """Add an event. True if it is the last one. Raises ProviderFailed for an error event."""
         kind = event.get("type")
         if kind == "error":
             raise ProviderFailed(f"error event: {event.get('error')}")
@@ -120,7 +120,7 @@ class MessageStream:
         elif kind == "content_block_delta":
             index, delta = number(event, "index"), event["delta"]
             if index not in self._blocks and delta.get("type") in _GROWING:
-                # Servers leave out the event that announces a text; clients do without.
+                # Some servers leave out the event that announces a text, and clients accept that.
                 text_field = _GROWING[delta["type"]]
                 self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
@@ -140,12 +140,14 @@ class MessageStream:
         return False
 
     def some(self) -> bool:
-        """Whether it says anything."""
-        fields = ("text", "thinking", "partial", "name")
-        return any(block.get(field) for block in self._blocks.values() for field in fields)
+        """Whether the events hold any part of an answer."""
+        return any(
+            block.get("text") or block.get("thinking") or block.get("partial") or block.get("name")
+            for block in self._blocks.values()
+        )
 
     def body(self, *, whole: bool) -> dict[str, Any]:
-        """The Message; where it is not `whole` and has no end, it stopped as `interrupted`."""
+        """The Message. If it is not `whole` and has no stop reason, this is `interrupted`."""
         content = []
         for index in sorted(self._blocks):
             block = dict(self._blocks[index])
@@ -156,14 +158,14 @@ class MessageStream:
 
 
 def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
-    """Remember the arguments of tool calls as they were written: requests send them back as objects."""
+    """Remember the arguments of tool calls as the model wrote them. Later requests contain them as objects only."""
     for tool in assistant_of(message.get("content") or ()).get("tool_calls", ()):
         if arguments_in(call.episode).get(str(tool["id"])) is None:
             keep_arguments(call.episode, str(tool["id"]), tool["function"]["arguments"])
 
 
 ENTRIES, BYTES = 100_000, 8 << 20
-"""Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
+"""Limits for the remembered arguments of one episode: number of tool calls, and bytes of all."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
 _PLAIN_TOOL = (None, "custom")
 _FORGOTTEN = (
@@ -179,19 +181,19 @@ _UNANSWERED = {
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """A Messages request as a chat request: the system text first. Parameters without a counterpart keep their names.
-    And what in it only a provider can serve, or "".
+    """A Messages request as a chat request, and a text that names its features that only a provider can serve.
 
-    Raises ValueError for a content that is neither text nor a list of blocks.
+    The system text becomes the first message. Parameters without a counterpart keep their names. The text is empty if a
+    policy can serve everything. Raises ValueError for a content that is neither text nor a list of blocks.
     """
-    known = {*_SAME, "system", "messages", "stop_sequences", "tools", "tool_choice", "output_config", "output_format"}
+    translated = ("system", "messages", "stop_sequences", "tools", "tool_choice", "output_config", "output_format")
     body = {name: asked[name] for name in _SAME if name in asked}
-    body |= {name: value for name, value in asked.items() if name not in known}
+    body |= {name: value for name, value in asked.items() if name not in _SAME and name not in translated}
     system = [{"role": "system", "content": text_of(asked["system"])}] if asked.get("system") else []
     body["messages"] = [*system, *messages_of(asked.get("messages") or (), arguments_in(episode))]
     body["api"] = "messages"
     if body["messages"] and body["messages"][-1]["role"] == "assistant":
-        body[CONTINUE] = True  # a prefill: the reply goes on from it
+        body[CONTINUE] = True  # a prefill: the reply continues this text
     if asked.get("stop_sequences"):
         body["stop"] = asked["stop_sequences"]
     if asked.get("tools"):
@@ -211,20 +213,22 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
         body["chat_template_kwargs"] = {"enable_thinking": False}
     reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
     reasons += hosted_tools(body)
-    unread = [
-        str(part.get("type"))
-        for message in body["messages"]
-        for part in (message["content"] if isinstance(message["content"], list) else ())
-        if part.get("type") not in ("text", "image_url")
-    ]
-    if unread:
-        reasons.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
+    untranslated: dict[str, None] = {}  # types of blocks, in order and without duplicates
+    for message in body["messages"]:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part.get("type") not in ("text", "image_url"):
+                untranslated[str(part.get("type"))] = None
+    if untranslated:
+        reasons.append(f"blocks of type {', '.join(untranslated)}")
     return body, " and ".join(reasons)
 
 
 def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A request with its edited prompts; itself where nothing changes. The blocks of a system text,
-    which are recorded as one, stay blocks: those that are not concerned keep their place in the provider's cache."""
+    """A request with its edited prompts; the same object if nothing changes.
+
+    The blocks of a system text are recorded as one text, but stay blocks here: unchanged blocks keep their place in the
+    provider's cache.
+    """
     changed: dict[str, Any] = {}
     system = asked.get("system")
     if isinstance(system, str) and system:
@@ -236,12 +240,13 @@ def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
         if blocks is not system:
             changed["system"] = blocks
     messages = asked.get("messages") or ()
-    if (made := each(messages, lambda message: map_message(message, said))) is not messages:
-        changed["messages"] = made
+    edited_messages = each(messages, lambda message: map_message(message, said))
+    if edited_messages is not messages:
+        changed["messages"] = edited_messages
     if tools := asked.get("tools"):
-        described = edited_tools(tools, said, _tool, "description", "input_schema")
-        if described is not tools:
-            changed["tools"] = described
+        new_tools = edited_tools(tools, said, _tool, "description", "input_schema")
+        if new_tools is not tools:
+            changed["tools"] = new_tools
     output = asked.get("output_config") or {}
     for name, holder in (("output_config", output), ("output_format", {"format": asked.get("output_format")})):
         if form := holder.get("format"):
@@ -254,46 +259,41 @@ def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
 
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
     """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
-    found: BoundedCache[str] | None = episode.notes.get("anthropic")
-    return found if found is not None else episode.notes.setdefault("anthropic", BoundedCache(ENTRIES, BYTES))
+    cache: BoundedCache[str] | None = episode.notes.get("anthropic")
+    return cache if cache is not None else episode.notes.setdefault("anthropic", BoundedCache(ENTRIES, BYTES))
 
 
 def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
-    """Remember arguments as they were written; those that are forgotten for lack of room are counted."""
+    """Remember the arguments of a tool call. Warns of others that are forgotten to make room."""
     for _ in range(arguments_in(episode).put(name, arguments, bytes_of((name, arguments)))):
         episode.warn("forgotten_arguments", _FORGOTTEN)
 
 
-def messages_of(given: Iterable[Mapping[str, Any]], written: BoundedCache[str]) -> list[dict[str, Any]]:
-    """Messages of blocks as chat messages: results of tools become messages of their own, before its text.
+def messages_of(messages: Iterable[Mapping[str, Any]], written: BoundedCache[str]) -> list[dict[str, Any]]:
+    """Messages of blocks as chat messages. Each tool result becomes a message of its own, before the text.
 
-    A block that no chat message can say is kept as it is, as a part of its message's content.
+    A block without a chat form stays unchanged, as a part of its message's content.
     """
-    found: list[dict[str, Any]] = []
-    for message in given:
+    chat: list[dict[str, Any]] = []
+    for message in messages:
         blocks = _blocks(message.get("content"))
         if message.get("role") == "assistant":
-            found.append(assistant_of(blocks, written))
+            chat.append(assistant_of(blocks, written))
             continue
         results = [block for block in blocks if block.get("type") == "tool_result"]
-        found += [
-            {
-                "role": "tool",
-                "tool_call_id": block.get("tool_use_id"),
-                "content": _content(_blocks(block.get("content"))),
-            }
-            for block in results
-        ]
+        for block in results:
+            content = _content(_blocks(block.get("content")))
+            chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         others = [block for block in blocks if block.get("type") != "tool_result"]
         if others or not results:
-            found.append({"role": message.get("role", "user"), "content": _content(others)})
-    return found
+            chat.append({"role": message.get("role", "user"), "content": _content(others)})
+    return chat
 
 
 def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str] | None = None) -> dict[str, Any]:
-    """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
+    """The blocks of one assistant turn as a chat message. Blocks without a chat form are under `items`.
 
-    `written` are arguments of tool calls as they were written, for those that come back as objects.
+    `written` has the arguments of tool calls as the model wrote them, for calls whose arguments come back as objects.
     """
     message: dict[str, Any] = {"role": "assistant", "content": None}
     others: list[dict[str, Any]] = []
@@ -304,13 +304,10 @@ def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str]
         elif kind == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + (block.get("thinking") or "")
         elif kind == "tool_use":
-            known = None if written is None else written.get(str(block.get("id")))
-            text = _arguments(block.get("input"), known)
-            call = {
-                "id": block.get("id"),
-                "type": "function",
-                "function": {"name": block.get("name"), "arguments": text},
-            }
+            written_arguments = None if written is None else written.get(str(block.get("id")))
+            arguments = _arguments(block.get("input"), written_arguments)
+            function = {"name": block.get("name"), "arguments": arguments}
+            call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             others.append(dict(block))
@@ -319,12 +316,13 @@ def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str]
     return message
 
 
-def _arguments(given: Any, written: str | None) -> str:
-    if isinstance(given, str):
-        return given
-    if written is not None and msgspec.json.decode(written) == given:
+def _arguments(value: Any, written: str | None) -> str:
+    """Arguments as JSON text: `written`, the model's own text, if it has this value; otherwise encoded again."""
+    if isinstance(value, str):
+        return value
+    if written is not None and msgspec.json.decode(written) == value:
         return written
-    return msgspec.json.encode(given or {}).decode()
+    return msgspec.json.encode(value or {}).decode()
 
 
 def _blocks(content: Any) -> list[Mapping[str, Any]]:
@@ -338,11 +336,13 @@ def _blocks(content: Any) -> list[Mapping[str, Any]]:
 
 
 def _content(blocks: list[Mapping[str, Any]]) -> Any:
-    """A content in chat form: text where it is one block of text or none, else a list of parts."""
+    """A content in chat form: a text if it is a single text block or empty, else a list of parts."""
     parts = [_part(block) for block in blocks]
     if not parts:
         return ""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return parts[0]["text"]
+    return parts
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
-    """What answers a request: a message, whose arguments are kept, or a stream of it; and the content type."""
+    """The response to a request, as one body or a stream, and its content type. Its tool arguments are remembered."""
     message = message_of(call, answer, asked)
     _keep(call, asked, message)
     return sent(call, message, lambda: to_events(message, asked))

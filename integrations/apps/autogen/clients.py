@@ -1,8 +1,8 @@
-"""AutoGen: who makes a call, by the object that holds the model client.
+"""AutoGen: finds the role of a call from the object that holds the model client.
 
-Inside an episode the `_model_client` of an agent or a team's manager is a proxy that names its owner while a request is
-made. Outside, and for every other use, it is the client itself. Agents pass each other texts
-without ids, so which call a text is from goes by who wrote it.
+Inside an episode the `_model_client` of an agent or a team's manager is a proxy that names its owner during a request.
+Outside, and for every other use, it is the client itself. Agents pass each other texts without ids, so the call that a
+text comes from is found by its author and its content.
 """
 
 from __future__ import annotations
@@ -30,43 +30,51 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.records.ids import new_id
 
 _MOST = 10_000
-"""Most texts that are kept of one episode: a deployed application is one without an end."""
+"""Most texts that one episode remembers. The episode of a deployed application never ends."""
 
 
 class Lineage:
-    """Output ids of one episode's calls, by the source and the text of an answer, or by the id of a function call."""
+    """Finds the calls of one episode whose answers a message contains.
+
+    Output ids of calls are kept by author and text of the answer, and by ids of function calls.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outputs: dict[Hashable, list[str]] = {}
 
     def add(self, source: str, content: Any, output: str) -> None:
-        """The call with this output answered with a text, or asked for function calls."""
+        """Remember that the call with this output answered with a text, or with function calls."""
         for key in _keys(source, content):
             self._add(key, output)
 
     def answered(self, call_id: str, output: str) -> None:
-        """The result of a function call came from the call with this output."""
+        """Remember that the result of a function call came from the call with this output."""
         self._add(("call", call_id), output)
 
     def _add(self, key: Hashable, output: str) -> None:
         with self._lock:
-            known = self._outputs.setdefault(key, [])
-            if output not in known[-2:]:
-                known.append(output)
-            del known[:-_MOST]
+            outputs = self._outputs.setdefault(key, [])
+            if output not in outputs[-2:]:
+                outputs.append(output)
+            del outputs[:-_MOST]
             if len(self._outputs) > _MOST:
                 del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
-        """Outputs that LLM messages contain; of equal answers the newest, as many as there are in the messages."""
-        counts: Counter[Any] = Counter(key for message in messages for key in _keys_of(message))
-        found: dict[str, None] = {}
+        """Outputs that LLM messages contain. If several answers are equal, the newest ones are taken, as many as there
+        are in the messages."""
+        counts: Counter[Any] = Counter()
+        for message in messages:
+            counts.update(_keys_of(message))
+        contained: dict[str, None] = {}  # a set that keeps the order
         for key, count in counts.items():
-            # A function call and its result name the call that asked, and the calls that answered it.
-            most = 0 if key[0] == "call" else count
-            found.update(dict.fromkeys(self._outputs.get(key, ())[-most:]))
-        return tuple(found)
+            outputs: Sequence[str] = self._outputs.get(key, ())
+            # The id of a function call is unique: all its outputs count, the asking call and the answering ones.
+            if key[0] != "call":
+                outputs = outputs[-count:]
+            contained.update(dict.fromkeys(outputs))
+        return tuple(contained)
 
 
 def _keys_of(message: Any) -> Iterator[Hashable]:
@@ -84,18 +92,18 @@ def _keys(source: str, content: Any) -> Iterator[Hashable]:
 
 
 def lineage_of(episode: LiveEpisode) -> Lineage:
-    """Which call of an episode an answer is from."""
+    """The lineage of an episode's calls."""
     lineage: Lineage = episode.notes.setdefault(NAME, Lineage())
     return lineage
 
 
 class AgentClient(Proxy):
-    """A model client that asks in the name of its owner, an agent or a team's manager."""
+    """A model client whose calls have the role of its owner, an agent or a team's manager."""
 
     __slots__ = ()
 
     async def create(self, messages: Any, *args: Any, **options: Any) -> Any:
-        """Ask the client for an answer, in the owner's name."""
+        """Ask the client for an answer, with the owner's role."""
         episode = current_episode.get()
         if episode is None:
             return await self._cotune_inner.create(messages, *args, **options)
@@ -105,11 +113,11 @@ class AgentClient(Proxy):
                 result = await self._cotune_inner.create(messages, *args, **options)
         finally:
             caller.done = True
-        _has_answered(episode, self._cotune_owner, caller, result)
+        _remember_answer(episode, self._cotune_owner, caller, result)
         return result
 
     async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        """Ask the client for a streamed answer, in the owner's name at each step."""
+        """Ask the client for a streamed answer, with the owner's role at each step."""
         source = self._cotune_inner.create_stream(messages, *args, **options)
         episode = current_episode.get()
         caller = CallerContext("app", NAME) if episode is None else _caller(episode, self._cotune_owner, messages)
@@ -117,23 +125,23 @@ class AgentClient(Proxy):
             try:
                 async for part in parts:
                     if episode is not None and isinstance(part, CreateResult):
-                        _has_answered(episode, self._cotune_owner, caller, part)
+                        _remember_answer(episode, self._cotune_owner, caller, part)
                     yield part
             finally:
                 caller.done = True
 
 
 class ClientAttribute:
-    """The attribute `_model_client`, as a proxy inside an episode; stored in the object as ever."""
+    """The attribute `_model_client`. It is read as a proxy inside an episode; the object stores the client itself."""
 
     def __get__(self, owner: Any, cls: type) -> Any:
         if owner is None:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute '_model_client'")
-        held = vars(owner)
-        found = held["_model_client"] if "_model_client" in held else self._of_class(owner)
-        if current_episode.get() is None or not isinstance(found, ChatCompletionClient):
-            return found
-        return AgentClient(found, owner)
+        attributes = vars(owner)
+        client = attributes["_model_client"] if "_model_client" in attributes else self._of_class(owner)
+        if current_episode.get() is None or not isinstance(client, ChatCompletionClient):
+            return client
+        return AgentClient(client, owner)
 
     def __set__(self, owner: Any, value: Any) -> None:
         vars(owner)["_model_client"] = unwrapped(value)
@@ -144,19 +152,22 @@ class ClientAttribute:
 
     def _of_class(self, owner: Any) -> Any:
         for cls in type(owner).__mro__:
-            found = cls.__dict__.get("_model_client", self)
-            if not isinstance(found, ClientAttribute):
-                return found
+            attribute = cls.__dict__.get("_model_client", self)
+            if not isinstance(attribute, ClientAttribute):
+                return attribute
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute '_model_client'")
 
 
 def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
+    """The caller of a request by `owner`, with the earlier answers that its messages contain."""
     scope = innermost(AutogenScope)
     try:
-        own = scope.of(owner) if scope else None
-        role = own.role if own else _name(owner, scope.names if scope else None)
-        thread = getattr(owner, "_message_thread", None)
-        received = tuple(thread or ()) if thread is not None else (own.received if own else ())
+        owner_scope = scope.of(owner) if scope else None
+        role = owner_scope.role if owner_scope else _name(owner, scope.names if scope else None)
+        received: tuple[Any, ...] = owner_scope.received if owner_scope else ()
+        thread = getattr(owner, "_message_thread", None)  # only the manager of a team has one
+        if thread is not None:
+            received = tuple(thread)
         state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
         earlier = [message.to_model_message() for message in thread or () if hasattr(message, "to_model_message")]
         read = lineage_of(episode).read([*earlier, *messages])
@@ -167,14 +178,14 @@ def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
 
 
 def _name(owner: Any, names: Names | None) -> str:
-    """The role of an object that makes a call outside any scope of its own."""
+    """The role of an object that makes a call outside of its scope."""
     if isinstance(owner, BaseAgent):
         return str(owner.id.type)
     return names.of(owner, owner.name) if names else str(owner.name)
 
 
-def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
-    """Keep the answer of a call for the calls that will read it."""
+def _remember_answer(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
+    """Remember the answer of a call, to recognize it in the messages of later calls."""
     if not caller.calls:
         episode.warn(
             "unseen_call",
@@ -186,6 +197,6 @@ def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, resul
     source = getattr(owner, "name", None) or getattr(owner, "_name", "")
     lineage_of(episode).add(str(source), getattr(result, "content", None), caller.output)
     scope = innermost(AutogenScope)
-    own = scope.of(owner) if scope else None
-    if own is not None:
-        own.last_output = caller.output
+    owner_scope = scope.of(owner) if scope else None
+    if owner_scope is not None:
+        owner_scope.last_output = caller.output

@@ -1,7 +1,7 @@
-"""Copies of an AutoGen team or agent, so that episodes on one object neither wait for nor see each other.
+"""Copies an AutoGen team or agent, so that episodes with the same object neither wait for nor see each other.
 
-What holds the state of a conversation is copied: agents, teams, contexts, memories, termination conditions. Model
-clients, tools, functions and runtimes are shared, as are messages, which do not change.
+Objects with the state of a conversation are copied: agents, teams, contexts, memories, termination conditions. Model
+clients, tools, functions and runtimes are shared, and so are messages, which do not change.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _TEAM_ID = "_team_id"
 
 
 def fresh(app: Any) -> Any:
-    """A copy of an agent or team as it stands, with conversations of its own. Raises WorkflowError where it cannot."""
+    """A copy of an agent or team in its present state. Raises WorkflowError if it cannot be copied."""
     return _copy(app, {})
 
 
-def _copy(value: Any, made: dict[int, Any]) -> Any:
-    if id(value) in made:
-        return made[id(value)]
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, _STATEFUL) or hasattr(value, "_task_runner"):
-        return _state(value, made)
+        return _state(value, copies)
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _copy(value.__self__, made))
+        return MethodType(value.__func__, _copy(value.__self__, copies))
     if isinstance(value, _SHARED) or callable(value):
         return value
     if isinstance(value, asyncio.Queue | asyncio.Event | asyncio.Lock):
         return type(value)()
     if type(value) in (list, tuple, set, frozenset, deque):
-        return type(value)(_copy(item, made) for item in value)
+        return type(value)(_copy(item, copies) for item in value)
     if type(value) is dict:
-        return {key: _copy(item, made) for key, item in value.items()}
-    return _plain(value, made)
+        return {key: _copy(item, copies) for key, item in value.items()}
+    return _plain(value, copies)
 
 
-def _state(value: Any, made: dict[int, Any]) -> Any:
+def _state(value: Any, copies: dict[int, Any]) -> Any:
     new: Any = object.__new__(type(value))
-    made[id(value)] = new
-    held = vars(value)
-    renamed = (held[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in held else None
-    for name, item in held.items():
+    copies[id(value)] = new
+    attributes = vars(value)
+    renamed = (attributes[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in attributes else None
+    for name, item in attributes.items():
         new.__dict__[name] = _renamed(item, *renamed) if renamed else item
     for name, item in list(vars(new).items()):
-        new.__dict__[name] = _copy(item, made)
+        new.__dict__[name] = _copy(item, copies)
     if renamed:
         new._initialized = new._is_running = False
         if new._embedded_runtime:
@@ -68,7 +68,7 @@ def _state(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _renamed(value: Any, old: str, new: str) -> Any:
-    """A team's id, in the names that were made from it."""
+    """A value with the new id of a team; the old id may be a part of names."""
     if isinstance(value, str):
         return value.replace(old, new)
     if type(value) is list and all(isinstance(item, str) for item in value):
@@ -76,9 +76,9 @@ def _renamed(value: Any, old: str, new: str) -> Any:
     return value
 
 
-def _plain(value: Any, made: dict[int, Any]) -> Any:
+def _plain(value: Any, copies: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value, made)
+        return copy.deepcopy(value, copies)
     except Exception as error:
         raise WorkflowError(
             f"A team or agent that holds a {type(value).__name__} cannot be copied: {error}.",

@@ -1,4 +1,4 @@
-"""AutoGen's messages, tools and results in OpenAI form, and back."""
+"""Translates AutoGen's messages, tools and results to OpenAI's form, and back."""
 
 from __future__ import annotations
 
@@ -26,15 +26,23 @@ _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter
 
 
 def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model client was called with, as the body of a chat request."""
+    """The arguments of a model client's method as the body of a chat request."""
     choice, form = options.get("tool_choice", "auto"), options.get("json_output") or None
+    if not isinstance(choice, str):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    if form is not None:
+        # `json_output` is true, or a class that describes the object.
+        form = {"type": "json_object"} if form is True else json_schema(form)
+    chat_messages: list[dict[str, Any]] = []
+    for message in messages:
+        chat_messages += _message(message)
     tools = [tool if isinstance(tool, Mapping) else tool.schema for tool in options.get("tools") or ()]
     body = {
         "model": _model(client),
-        "messages": [part for message in messages for part in _message(message)],
+        "messages": chat_messages,
         "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
-        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}},
-        "response_format": {"type": "json_object"} if form is True else form and json_schema(form),
+        "tool_choice": choice,
+        "response_format": form,
         "stream": options.get("stream"),
         **(options.get("extra_create_args") or {}),
     }
@@ -58,13 +66,13 @@ def edited_message(message: Any, said: Said) -> Any:
 
 
 def edited_tools(tools: Sequence[Any], said: Said) -> list[Any]:
-    """The tools, as schemas where something is said in place of their texts."""
-    made = []
+    """The tools. A tool with edited texts is replaced by its schema."""
+    edited = []
     for tool in tools:
         schema = tool if isinstance(tool, Mapping) else tool.schema
         new = map_tool(schema, said)
-        made.append(tool if new is schema else new)
-    return made
+        edited.append(tool if new is schema else new)
+    return edited
 
 
 def result_of(answer: Answer) -> CreateResult:
@@ -90,7 +98,7 @@ def result_of(answer: Answer) -> CreateResult:
 
 
 def answer_of_result(result: Any) -> Answer:
-    """What a model client returned, as an answer. Raises ValueError when it is no result."""
+    """The answer in the result of a model client. Raises ValueError for any other object."""
     if not isinstance(result, CreateResult):
         raise ValueError(f"no CreateResult but {type(result).__name__}")
     if isinstance(result.content, str):
@@ -113,7 +121,7 @@ def answer_of_result(result: Any) -> Answer:
 
 
 def part_of(texts: Sequence[str]) -> Answer | None:
-    """What a stream that was not read to its end held so far."""
+    """The partial answer of a stream that was not read to its end."""
     if not texts:
         return None
     message = {"role": "assistant", "content": "".join(texts)}
@@ -152,7 +160,7 @@ def _call(call: FunctionCall) -> dict[str, Any]:
 
 
 def _model(client: Any) -> str:
-    """The name of the model as far as the client tells it, else the name of its class."""
+    """The name of the client's model, or of the client's class if it has none."""
     arguments = getattr(client, "_create_args", None)
-    found = arguments.get("model") if isinstance(arguments, Mapping) else getattr(client, "model", None)
-    return found if isinstance(found, str) else type(client).__name__
+    name = arguments.get("model") if isinstance(arguments, Mapping) else getattr(client, "model", None)
+    return name if isinstance(name, str) else type(client).__name__

@@ -1,6 +1,6 @@
-"""Model clients of AutoGen that do not use the OpenAI SDK: recorded and answered at `create` and `create_stream`.
+"""Records and answers model clients of AutoGen at `create` and `create_stream`.
 
-A client of `autogen_ext.models.openai` is recorded at the OpenAI SDK and left alone here.
+Clients of `autogen_ext.models.openai` are left out here: their calls are recorded at the OpenAI SDK.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from cotune.records.answers import Answer
 _CACHE = "ChatCompletionCache"
 _OPENAI = "BaseOpenAIChatCompletionClient"
 _PASSED = {_OPENAI, _CACHE}
-"""Classes of autogen_ext whose calls are recorded elsewhere: on the wire, and at the client that a cache asks."""
+"""Classes of autogen_ext whose calls are recorded elsewhere: at the OpenAI SDK, and at the client behind a cache."""
 
 
 def install() -> None:
-    """Wrap all model client classes, those there are and those to come."""
+    """Wrap all model client classes, present and future."""
     each_subclass(ChatCompletionClient, _wrap)
 
 
@@ -63,8 +63,11 @@ def _under_any_name(original: Any) -> Any:
 
 @functools.cache
 def silence_mismatch() -> None:
-    """A policy answers under the very name that was asked for, a provider under a longer one with a date: AutoGen warns
-    where that is missing, and advises the name that was asked for."""
+    """Silence a warning of AutoGen that is wrong for policies.
+
+    A provider answers under a longer model name with a date, a policy under the requested name. AutoGen warns of the
+    missing date, and advises the name that was requested anyway.
+    """
     warnings.filterwarnings("ignore", message="Resolved model mismatch", category=UserWarning)
 
 
@@ -80,15 +83,15 @@ def _past_cache(name: str) -> Any:
     return wrapper
 
 
-def _parts(call: LiveCall, found: Answer) -> Iterator[Any]:
-    result = result_of(found)
+def _parts(call: LiveCall, answer: Answer) -> Iterator[Any]:
+    result = result_of(answer)
     if isinstance(result.content, str) and result.content:
         yield result.content
     yield result
 
 
 def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer | None] | None:
-    """The responder's answer, which the application's cancellation token can cancel."""
+    """A future of the responder's answer, linked to the application's cancellation token."""
     token = options.get("cancellation_token")
     return None if token is None else token.link_future(asyncio.ensure_future(answer(call)))
 
@@ -103,9 +106,9 @@ _CLIENT = Client(
     request=lambda client, /, messages, *args, **options: request_of(client, messages, options),
     edited=_edited,
     fixed_format=True,
-    reply=lambda call, found, /, *args, **options: result_of(found),
-    # what `create` returned, or the parts of `create_stream`
-    answer=lambda made: answer_of_result(made[-1] if isinstance(made, list) and made else made),
+    reply=lambda call, answer, /, *args, **options: result_of(answer),
+    # From the result of `create`, or from the parts of `create_stream`, of which the last is the result.
+    answer=lambda result: answer_of_result(result[-1] if isinstance(result, list) and result else result),
     parts=_parts,
     begun=lambda parts: part_of([part for part in parts if isinstance(part, str)]),
     ends=lambda part: isinstance(part, CreateResult),

@@ -1,7 +1,7 @@
-"""AutoGen's core: agents that a runtime hands messages to, each in a scope of its own, named by the type of the agent.
+"""Hooks AutoGen's core. An agent that receives a message from a runtime has a scope, named by the type of the agent.
 
-A runtime may have been started anywhere, before any episode: a message carries the episode that it was sent in. The
-messages of agentchat's teams belong to the episode of their team, whose id is the key of its members.
+A runtime may have started before any episode, so the episode of each message is remembered when it is sent. Messages of
+agentchat's teams belong to the episode of their team, whose id is the key of its members.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from cotune.runtime.user_code import setting
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A team at work in an episode; `scope_of` gives the scope of one of its members."""
+    """A team at work in an episode. `scope_of` returns the scope of a member."""
 
     episode: LiveEpisode
     scope_of: Callable[[Any], AutogenScope]
 
 
 _OF_TEAM = re.compile("_[0-9a-f]{8}-[0-9a-f]{4}-")
-"""In the type of a member of agentchat's teams."""
+"""Part of the type name of each member of agentchat's teams: the beginning of the team's id."""
 _STOPPED = "_cotune_stopped"
 
 
 class AtWork(ProcessState):
-    """Which episode an agent works in: AutoGen's runtimes handle messages in tasks of their own."""
+    """The episodes of teams and messages. AutoGen's runtimes handle messages in other tasks, outside the episode."""
 
     def __init__(self) -> None:
         self.teams: dict[str, Running] = {}
-        """By team id."""
+        """Team id -> its episode."""
         self.messages: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
-        """By message id: the episode that it was sent in."""
+        """Message id -> the episode that it was sent in."""
 
 
 at_work = AtWork()
 
 
 def install() -> None:
-    """Hook agents, the runtime and tools. Raises UnsupportedVersion where a hook is missing."""
+    """Hook agents, the runtime and tools. Raises UnsupportedVersion if this version of AutoGen lacks a method."""
     require_hooks("autogen-core", BaseAgent, "on_message")
     require_hooks("autogen-core", SingleThreadedAgentRuntime, "send_message", "publish_message")
     require_hooks("autogen-core", BaseTool, "run_json")
     require_hooks("autogen-core", BaseStreamTool, "run_json_stream")
-    # without the cancellations that `_marked` marks
+    # Do not log the cancellations that `_marked` marks.
     logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(
         lambda record: not getattr(record.exc_info[1] if record.exc_info else None, _STOPPED, False)
     )
@@ -106,7 +106,7 @@ def _on_message(original: Any) -> Any:
 
 
 def _report_parts(parts: Parts, agent: Any) -> None:
-    """That an agent works, and which types its runtime knows."""
+    """Report that an agent is at work, and the agent types of its runtime."""
     parts.enter(agent.id.type)
     runtime = agent.runtime
     types = getattr(runtime, "_agent_factories", ())
@@ -115,8 +115,10 @@ def _report_parts(parts: Parts, agent: Any) -> None:
 
 @contextmanager
 def _marked(episode: LiveEpisode) -> Iterator[None]:
-    """Mark the cancellation of an episode that has been stopped, by Ctrl-C or its time-out: whoever stopped it says so,
-    and the runtime would log it with its traceback for each message that was handled."""
+    """Mark the cancellation of an episode that was stopped by Ctrl-C or its time-out.
+
+    The stop is reported elsewhere. Without the mark, the runtime would log a traceback for each message in progress.
+    """
     try:
         yield
     except asyncio.CancelledError as error:
@@ -126,7 +128,7 @@ def _marked(episode: LiveEpisode) -> Iterator[None]:
 
 
 def _answering(original: Any) -> Any:
-    """Tells which tool call a tool answers."""
+    """Wrap `run_json` to note the tool call that a tool answers."""
 
     async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **more: Any) -> Any:
         with setting(tool_at_work, tool_at_work.get()._replace(answered_call=call_id or "")):
@@ -142,7 +144,7 @@ def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:
 def _has_returned(
     episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: dict[str, Any]
 ) -> None:
-    """A tool's result names the last call of the agents that ran in it."""
+    """Remember that a tool's result comes from the last call of the agents that ran in it."""
     call_id = options.get("call_id") or (args[2] if len(args) > 2 else None)
     if call_id and scope.last_output:
         lineage_of(episode).answered(call_id, scope.last_output)

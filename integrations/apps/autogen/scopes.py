@@ -1,7 +1,7 @@
-"""AutoGen: which agent, team, team manager or tool is at work, each in a scope inside the one around it.
+"""AutoGen: tracks the agents, teams, team managers and tools at work. Each has a scope inside the scope around it.
 
-A scope is entered for each step of the code it stands for and left right after, never across a `yield`: so it cannot
-leak into the code of another agent.
+The code of an agent runs in steps and yields after each. Its scope is entered for each step and left after it, so it
+cannot leak into the code of another agent.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ NAME = "autogen"
 
 
 class Names:
-    """How the members of one application are called: by name, or by path where several share the name."""
+    """Labels of the agents and teams of one application: the name, or the path if several share the name."""
 
     def __init__(self, root: Any) -> None:
-        found = list(_members(root))
-        counts = Counter(_kind(member) for _, member in found if _speaks(member))
-        self.kept = [member for _, member in found]
-        """Keeps the ids below from being given to other objects."""
-        self._labels = {
-            id(member): "/".join(path[1:]) if counts[_kind(member)] > 1 and len(path) > 1 else path[-1]
-            for path, member in found
-        }
+        paths_and_members = list(_members(root))
+        self.members = [member for _, member in paths_and_members]
+        """All members. The references also keep Python from reusing their ids, which are the keys below."""
+        counts = Counter(_kind(member) for member in self.members if _speaks(member))
+        self._labels: dict[int, str] = {}
+        for path, member in paths_and_members:
+            ambiguous = counts[_kind(member)] > 1 and len(path) > 1
+            self._labels[id(member)] = "/".join(path[1:]) if ambiguous else path[-1]
 
     def of(self, member: Any, name: str) -> str:
         """The label of a member; the plain name of an object that was not part of the application from the start."""
@@ -77,7 +77,7 @@ class AutogenScope(Scope):
         return CallerContext(self.role, NAME, state=state)
 
     def hand_on(self) -> None:
-        """Tell the team or tool around it which call its outcome comes from."""
+        """Pass the id of the call that its outcome comes from to the team or tool around it."""
         if self.outer is not None and self.last_output:
             self.outer.last_output = self.last_output
 
@@ -89,7 +89,7 @@ class AutogenScope(Scope):
 
 
 def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any, ...] = ()) -> AutogenScope:
-    """A scope inside the current one; the current one itself where it is this owner's already."""
+    """A scope inside the current one; the current scope itself if it belongs to this owner already."""
     outer = innermost(AutogenScope)
     if outer is not None and outer.owner is owner:
         return outer
@@ -102,47 +102,54 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
 
 
 def in_scope(
-    opened: Callable[..., AutogenScope], seen: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
+    scope_of: Callable[..., AutogenScope], report: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
 ) -> Callable[[Any], Any]:
-    """Wraps a method, async or an async generator, so that in an episode it runs in the scope that `opened` makes of
-    its arguments. `seen(episode, scope, item, args, options)` gets its result, or each item."""
+    """A wrapper for methods, async or async generators: in an episode they run inside `scope_of(*arguments)`.
+
+    `report(episode, scope, item, args, options)` gets the result of a method, or each item of a generator.
+    """
 
     def wrapper(original: Any) -> Any:
         def run(self: Any, *args: Any, **options: Any) -> Any:
             episode = current_episode.get()
-            work = original(self, *args, **options)  # nothing of it runs before it is awaited or stepped
+            # The call only creates the coroutine or the generator: its code runs later, inside the scope.
+            work = original(self, *args, **options)
             if episode is None or not (inspect.isawaitable(work) or hasattr(work, "aclose")):
                 return work
-            scope = opened(self, *args, **options)
+            scope = scope_of(self, *args, **options)
 
-            def tell(item: Any) -> None:
-                seen(episode, scope, item, args, options)
+            def report_item(item: Any) -> None:
+                report(episode, scope, item, args, options)
 
-            return _awaited(scope, work, tell) if inspect.isawaitable(work) else stepped(scope, work, tell)
+            if inspect.isawaitable(work):
+                return _awaited(scope, work, report_item)
+            return stepped(scope, work, report_item)
 
         return run
 
     return wrapper
 
 
-async def _awaited(scope: AutogenScope, work: Awaitable[Any], seen: Callable[[Any], None]) -> Any:
+async def _awaited(scope: AutogenScope, work: Awaitable[Any], report: Callable[[Any], None]) -> Any:
     with entered(scope):
         result = await work
-    seen(result)
+    report(result)
     return result
 
 
-def stepped(scope: AutogenScope, source: AsyncIterator[Any], seen: Callable[[Any], None]) -> AsyncGenerator[Any, None]:
-    """Drive an async generator inside `scope` at each step; `seen` gets each item."""
-    return step_inside(lambda: entered(scope), source, seen)
+def stepped(
+    scope: AutogenScope, source: AsyncIterator[Any], report: Callable[[Any], None]
+) -> AsyncGenerator[Any, None]:
+    """Run each step of an async generator inside `scope`; `report` gets each item."""
+    return step_inside(lambda: entered(scope), source, report)
 
 
 def _report_parts(root: Any, names: Names) -> None:
-    """What the application is made of: agents that hold a model, and words that end its teams."""
+    """Report the parts of the application: agents with a model, and words that end its teams."""
     episode = current_episode.get()
     if episode is None or episode.parts is None:
         return
-    for member in names.kept:
+    for member in names.members:
         if isinstance(member, _teams()):
             episode.parts.add_words(_ends(getattr(member, "_termination_condition", None)))
         elif vars(member).get("_model_client") is not None:
@@ -150,11 +157,11 @@ def _report_parts(root: Any, names: Names) -> None:
 
 
 def _watch_shared(names: Names) -> None:
-    """Warn where episodes of a run share an agent or team: it keeps their messages, and runs once at a time."""
+    """Warn of episodes that share an agent or team: it keeps their messages, and a team runs only once at a time."""
     episode = current_episode.get()
     if episode is None or episode.phase == "trace":
         return
-    for member in names.kept:
+    for member in names.members:
         keeps = isinstance(member, _teams()) or hasattr(member, "_model_context")
         if keeps and _episodes.setdefault(member, episode.id) != episode.id:
             episode.warn(
@@ -166,11 +173,11 @@ def _watch_shared(names: Names) -> None:
 
 
 _episodes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""By agent or team: the first episode that it worked in."""
+"""Agent or team -> the first episode that it worked in."""
 
 
 def _ends(condition: Any) -> Iterator[str]:
-    """The texts that a termination condition, or one that it is made of, looks for."""
+    """The texts that a termination condition, or a part of it, looks for."""
     text = getattr(condition, "_termination_text", None)
     if isinstance(text, str):
         yield text
@@ -179,23 +186,28 @@ def _ends(condition: Any) -> Iterator[str]:
 
 
 def _members(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """An application's agents and teams with their paths, nearest first, each object once."""
+    """An application's agents and teams with their paths, breadth first, each object once."""
     queue: list[tuple[tuple[str, ...], Any]] = [((root.name,), root)]
-    seen = {id(root)}
+    visited = {id(root)}
     for path, member in queue:
         yield path, member
         for inner in _inner(member):
-            if id(inner) not in seen:
-                seen.add(id(inner))
+            if id(inner) not in visited:
+                visited.add(id(inner))
                 queue.append(((*path, inner.name), inner))
 
 
 def _inner(member: Any) -> Iterator[Any]:
     """The agents and teams that an agent or team holds: participants, an inner team, a wrapped agent, tools."""
-    held = list(vars(member).values()) if hasattr(member, "__dict__") else []
-    held += [item for value in held if isinstance(value, list | tuple) for item in value]
-    tools = [tool for value in held if isinstance(value, StaticWorkbench) for tool in value._tools]
-    for value in [*held, *(getattr(tool, "_task_runner", None) for tool in tools)]:
+    values = list(vars(member).values()) if hasattr(member, "__dict__") else []
+    for value in list(values):
+        if isinstance(value, list | tuple):
+            values += value
+    # A tool may wrap an agent or a team.
+    for value in list(values):
+        if isinstance(value, StaticWorkbench):
+            values += [getattr(tool, "_task_runner", None) for tool in value._tools]
+    for value in values:
         if isinstance(value, (*_chat_agents(), *_teams())):
             yield value
 
@@ -205,19 +217,19 @@ def _kind(member: Any) -> tuple[bool, str]:
 
 
 def _speaks(member: Any) -> bool:
-    """Whether it may make calls of its own: a wrapper around other agents does not."""
+    """Whether it may make calls itself; a wrapper around other agents does not."""
     return isinstance(member, _teams()) or vars(member).get("_model_client") is not None or not any(_inner(member))
 
 
 def _chat_agents() -> tuple[type, ...]:
-    """Agentchat's class of agents, where the application has loaded agentchat."""
-    return _of_agentchat("ChatAgent")
+    """Agentchat's class of agents; empty if the application has not loaded agentchat."""
+    return _agentchat_class("ChatAgent")
 
 
 def _teams() -> tuple[type, ...]:
-    return _of_agentchat("Team")
+    return _agentchat_class("Team")
 
 
-def _of_agentchat(name: str) -> tuple[type, ...]:
-    found = getattr(sys.modules.get("autogen_agentchat.base"), name, None)
-    return () if found is None else (found,)
+def _agentchat_class(name: str) -> tuple[type, ...]:
+    cls = getattr(sys.modules.get("autogen_agentchat.base"), name, None)
+    return () if cls is None else (cls,)

@@ -1,4 +1,4 @@
-"""AutoGen's teams: scopes of their own, which their members and managers find in whatever runtime runs them."""
+"""Hooks AutoGen's teams. Each has a scope, which its members and manager find in any runtime that runs them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode
 
 _PARTS = {SelectorGroupChatManager: "selector", MagenticOneOrchestrator: "orchestrator"}
-"""What the manager of a team is called, by its class; any other is its `manager`."""
+"""Class of a team's manager -> its name in roles; any other is called `manager`."""
 
 
 def install() -> None:
-    """Hook teams, those there are and those to come."""
+    """Hook teams of all classes, present and future."""
     BaseGroupChat._model_client = ClientAttribute()  # type: ignore[attr-defined]
     replace_methods(BaseGroupChat, _run_stream, "run_stream")
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run a team or an agent on a task, each time as a copy of its own; None for any other object."""
+    """A function that runs a team or an agent on a task, each time a copy of it; None for any other object."""
     if not isinstance(app, ChatAgent | Team):
         return None
 
-    async def run(given: Any) -> Any:
-        return await fresh(app).run(task=given)
+    async def run(task: Any) -> Any:
+        return await fresh(app).run(task=task)
 
     return run
 
@@ -54,7 +54,7 @@ def _run_stream(original: Any) -> Any:
 async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) -> AsyncIterator[Any]:
     scope = open_scope(team, team.name)
 
-    def seen(item: Any) -> None:
+    def report(item: Any) -> None:
         if isinstance(item, TaskResult):
             scope.hand_on()
 
@@ -62,7 +62,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
     if not team._is_running:
         at_work.teams[team._team_id] = Running(episode, functools.partial(_member, scope))
     try:
-        async with aclosing(stepped(scope, source, seen)) as items:
+        async with aclosing(stepped(scope, source, report)) as items:
             async for item in items:
                 yield item
     finally:
@@ -71,7 +71,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
 
 
 def _member(team: AutogenScope, agent: Any) -> AutogenScope:
-    """The scope of an agent that a team's runtime hands a message to: the team's own, or its manager's."""
+    """The scope of an agent that receives a message in a team: the team's scope or, for the manager, a part of it."""
     if not isinstance(agent, BaseGroupChatManager):
         return team
     part = next((name for cls, name in _PARTS.items() if isinstance(agent, cls)), "manager")

@@ -1,4 +1,4 @@
-"""CrewAI: enters a scope around agents, tasks, flow methods and guardrails, and runs crews and flows."""
+"""Hooks CrewAI: enters a scope around agents, tasks, flow methods and guardrails. Runs crews and flows."""
 
 from __future__ import annotations
 
@@ -34,33 +34,26 @@ from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode
 
 ScopeOf = Callable[[Any, dict[str, Any]], CrewScope | None]
-"""The scope of a method's call, by its object and its arguments; None where it opens none."""
+"""The scope of a method's call, from its object and its arguments; None if the call opens no scope."""
 _KICKOFFS = ("kickoff", "kickoff_async", "akickoff")
 _GUARDED = ("crewai.task", "crewai.agent.core", "crewai.lite_agent")
-"""Modules that run the guardrails of tasks and agents, each by its own name for the function."""
+"""Modules that run the guardrails of tasks and agents. Each has imported the function under its own name."""
 _FINISHING = ("crewai.agents.agent_executor", "crewai.lite_agent")
-"""Modules that ask an agent at its `max_iter` for its answer, in a call that names no agent."""
+"""Modules that ask an agent for its final answer at `max_iter`, in a call that names no agent."""
 
 
 def install() -> None:
-    """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI lacks a hook."""
+    """Hook agents, tasks, flows and models. Raises UnsupportedVersion if this version of CrewAI lacks a method."""
     crewai_models.install()
     record_tools(BaseTool, "run", "_run", "arun", "_arun")
     for name in ("execute_task", "aexecute_task"):
-        _scoped(Agent, name, lambda agent, given: agent_scope(agent, given.get("task")))
+        _scoped(Agent, name, lambda agent, arguments: agent_scope(agent, arguments.get("task")))
     for name in _KICKOFFS:
-        _scoped(Agent, name, lambda agent, given: agent_scope(agent))
-        _scoped(LiteAgent, name, lambda agent, given: agent_scope(agent))
+        _scoped(Agent, name, lambda agent, arguments: agent_scope(agent))
+        _scoped(LiteAgent, name, lambda agent, arguments: agent_scope(agent))
     for name in ("_execute_core", "_aexecute_core"):
-        _scoped(
-            Task, name, lambda task, given: agent_scope(at, task) if (at := given.get("agent") or task.agent) else None
-        )
-    # The agent executor and the memory are flows too, but not the application's.
-    _scoped(
-        RuntimeFlow,
-        "_execute_method",
-        lambda flow, given: None if type(flow).is_crewai_internal else flow_scope(flow, str(given["method_name"])),
-    )
+        _scoped(Task, name, _task_scope)
+    _scoped(RuntimeFlow, "_execute_method", _flow_scope)
     BaseAgent.copy = _copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
     for module in (sys.modules[name] for name in _GUARDED):
         module.process_guardrail = inside(  # type: ignore[attr-defined]
@@ -73,8 +66,20 @@ def install() -> None:
         )
 
 
+def _task_scope(task: Any, arguments: dict[str, Any]) -> CrewScope | None:
+    agent = arguments.get("agent") or task.agent
+    return agent_scope(agent, task) if agent else None
+
+
+def _flow_scope(flow: Any, arguments: dict[str, Any]) -> CrewScope | None:
+    # CrewAI's agent executor and memory are flows too, but no parts of the application.
+    if type(flow).is_crewai_internal:
+        return None
+    return flow_scope(flow, str(arguments["method_name"]))
+
+
 def runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run a crew, a flow or a class of flows on inputs, each time on a copy of its own; None for anything else."""
+    """A function that runs a crew, a flow or a class of flows on inputs, each time a copy; None for anything else."""
     if isinstance(app, Crew):
         return functools.partial(_run_crew, app)
     if isinstance(app, type) and issubclass(app, RuntimeFlow):
@@ -98,7 +103,7 @@ async def _run_flow(make: Callable[[], Any], inputs: Any) -> Any:
 
 
 def _factory(flow: Any) -> Callable[[], Any]:
-    """How to make another flow like this one."""
+    """A function that makes another flow like this one."""
     if type(flow) in (Flow, RuntimeFlow):
         raise WorkflowError(
             "A flow made from a declaration cannot be run more than once.",
@@ -110,10 +115,10 @@ def _factory(flow: Any) -> Callable[[], Any]:
 
 
 def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
-    """Make a method run in the scope that `scope_of(self, arguments)` gives."""
+    """Make a method run in the scope that `scope_of(self, arguments)` returns."""
     require_hooks("crewai", cls, name)
     original = vars(cls)[name]
-    names = [one for one in inspect.signature(original).parameters if one != "self"]
+    names = [name for name in inspect.signature(original).parameters if name != "self"]
 
     def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
         scope = scope_of(self, {**dict(zip(names, args, strict=False)), **kwargs})
@@ -128,11 +133,11 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
 
 
 _ITS_OWN = ("Task Execution Planner", "Guardrail Agent")
-"""Agents that CrewAI makes for a crew, and that belong to none."""
+"""Agents that CrewAI creates itself, and that belong to no crew."""
 
 
 def _report_parts(parts: Parts, scope: CrewScope) -> None:
-    """Report the agents of the crew, or the methods of the flow, that `scope` belongs to, and that it works."""
+    """Report that `scope` is at work, and the agents of its crew or the methods of its flow."""
     parts.enter(scope.role)
     crew = getattr(scope.agent, "crew", None)
     if crew is not None:

@@ -1,4 +1,4 @@
-"""CrewAI's messages, tools and results in OpenAI form, and back."""
+"""Translates CrewAI's messages, tools and results to OpenAI's form, and back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "
 
 
 def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's `call` was called with, as the body of a chat request."""
+    """The arguments of a model's `call` as the body of a chat request."""
     messages = asked.get("messages") or []
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    chat_messages = []
+    for message in messages:
+        chat_messages.append({part: plain_json(message[part]) for part in _PARTS if message.get(part) is not None})
     body = {
         "model": model.model,
-        "messages": [{k: plain_json(m[k]) for k in _PARTS if m.get(k) is not None} for m in messages],
+        "messages": chat_messages,
         "tools": [plain_json(tool) for tool in asked.get("tools") or ()],
         "stream": bool(model._effective_stream()),
         "stop": list(model.stop_sequences) or None,
@@ -36,7 +39,7 @@ def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edited_arguments(asked: Mapping[str, Any], said: Said) -> dict[str, Any]:
-    """What a model's `call` was called with, with what is said in place of its prompts."""
+    """The arguments of a model's `call` with edited prompts."""
     messages, tools = asked.get("messages") or [], asked.get("tools")
     if isinstance(messages, str):
         new = said("user", "", messages)
@@ -46,18 +49,18 @@ def edited_arguments(asked: Mapping[str, Any], said: Said) -> dict[str, Any]:
 
 
 def answer_of(value: Any) -> Answer:
-    """What a model's `call` returned, as an answer. Raises ValueError when it is nothing."""
+    """The answer in the result of a model's `call`. Raises ValueError for an empty result."""
     if value is None or value == "" or value == []:
         raise ValueError(f"the model returned {value!r}")
     message: dict[str, Any] = {"role": "assistant", "content": None}
     if isinstance(value, list):
         broken = []
         message["tool_calls"] = []
-        for i, one in enumerate(value):
+        for index, tool_call in enumerate(value):
             try:
-                message["tool_calls"].append(_tool_call(i, one))
+                message["tool_calls"].append(_tool_call(index, tool_call))
             except (TypeError, AttributeError, ValueError):
-                broken.append(repr(one))
+                broken.append(repr(tool_call))
         if broken:
             message[MALFORMED] = {"tool_calls": broken}
     elif isinstance(value, BaseModel):
@@ -104,13 +107,15 @@ def _tool_call(index: int, value: Any) -> dict[str, Any]:
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     raw = plain if isinstance(plain, Mapping) else {k: getattr(value, k, None) for k in ("id", "function", "name")}
     function = raw.get("function") or raw
-    given: Any
+    arguments: Any
     if isinstance(function, Mapping):
         name = function.get("name")
-        given = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
+        # Providers have different names for this field.
+        arguments = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
     else:
-        name, given = function.name, function.arguments
-    arguments = given if isinstance(given, str) else json.dumps(plain_json(given or {}))
+        name, arguments = function.name, function.arguments
+    if not isinstance(arguments, str):
+        arguments = json.dumps(plain_json(arguments or {}))
     return {
         "id": str(raw.get("id") or raw.get("toolUseId") or f"call_{index}"),
         "type": "function",

@@ -1,6 +1,6 @@
-"""CrewAI's models: every one is called by `call` or `acall`, which say for which agent.
+"""Records and answers CrewAI's models at `call` and `acall`, whose arguments name the agent.
 
-A model on the OpenAI SDK is recorded and answered there, and only its role is taken here.
+For a model on the OpenAI SDK, only the role is set here: its calls are recorded and answered at the SDK.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cotune.runtime.user_code import setting
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"
-"""CrewAI's class on the OpenAI SDK; its subclasses serve the providers that speak the same protocol."""
+"""CrewAI's class on the OpenAI SDK. Its subclasses are for other providers with the same protocol."""
 
 
 def install() -> None:
-    """Wrap all model classes, those there are and those to come."""
+    """Wrap all model classes, present and future."""
     each_subclass(BaseLLM, _wrap)
     for name, context in (
         ("_handle_tool_execution", lambda *args, **kwargs: outside_call()),
@@ -52,17 +52,17 @@ def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None
 
 
 def _edited(said: Said, model: Any, /, *args: Any, **options: Any) -> Arguments:
-    made = edited_arguments(_asked(args, options), said)
-    # A class may have names of its own for what it is given by place.
-    placed = [made.pop(name) for name in _ARGUMENTS[: len(args)]]
-    return (model, *placed, *args[len(placed) :]), made
+    edited = edited_arguments(_asked(args, options), said)
+    # Positional arguments stay positional: a class may name its parameters differently.
+    positional = [edited.pop(name) for name in _ARGUMENTS[: len(args)]]
+    return (model, *positional, *args[len(positional) :]), edited
 
 
 _CLIENT = Client(
     request=_request,
     edited=_edited,
     fixed_format=True,
-    reply=lambda call, found, model, /, *args, **options: returned(model, found, _asked(args, options)),
+    reply=lambda call, answer, model, /, *args, **options: returned(model, answer, _asked(args, options)),
     answer=answer_of,
 )
 
@@ -72,8 +72,11 @@ def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(original: Callable[..., int]) -> Callable[..., int]:
-    """Before each call CrewAI has the provider count the prompt's tokens. Where policies answer, the prompt is not sent
-    there: four characters are taken for a token, as CrewAI does for providers that cannot count."""
+    """Wrap the method that asks the provider for the number of the prompt's tokens. CrewAI uses it before each call.
+
+    If policies answer, the prompt must not be sent to the provider. Four characters then count as a token, as in CrewAI
+    for providers that cannot count.
+    """
 
     def get_input_tokens_count(self: Any, messages: Any, *args: Any, **kwargs: Any) -> int:
         episode = current_episode.get()
@@ -87,10 +90,10 @@ def _count(original: Callable[..., int]) -> Callable[..., int]:
 
 @contextmanager
 def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
-    """The calls made inside are the agent's that is named, else the enclosing scope's."""
-    known = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
-    # A copy: callers are shared by what runs at once, each with a model of its own.
-    caller = msgspec.structs.replace(known, model=model)
+    """Give the calls made inside the role of the named agent, or else of the enclosing scope."""
+    shared = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
+    # A copy: concurrent calls with different models may share the caller.
+    caller = msgspec.structs.replace(shared, model=model)
     try:
         with setting(current_caller, caller):
             yield
@@ -102,8 +105,8 @@ def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
                 "or from a cache.",
             )
     finally:
-        known.calls += caller.calls
-        known.done = caller.done = True
+        shared.calls += caller.calls
+        shared.done = caller.done = True
 
 
 def _uses_openai_sdk(cls: type) -> bool:

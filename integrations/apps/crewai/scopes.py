@@ -1,6 +1,6 @@
-"""CrewAI: who makes a call, by the agent, task and flow method that are running around it.
+"""CrewAI: finds the role of a call from the agent, task and flow method that are running around it.
 
-The role is the agent's `role` as it was written, before inputs are filled in, without white space around it.
+The role is the agent's `role` as the application wrote it: before inputs are filled in, and stripped of white space.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NAME = "crewai"
 
 @dataclass(frozen=True)
 class CrewState:
-    """What scorers see as `call.state`."""
+    """`call.state` for scorers."""
 
     agent: str
-    """The agent's role with the inputs filled in; empty where no agent is at work."""
+    """The agent's role with the inputs filled in; empty if no agent is at work."""
     task: str
     """Description of the task, with the inputs filled in."""
     expected_output: str
@@ -35,35 +35,40 @@ class CrewState:
 
 @dataclass(eq=False, slots=True)
 class CrewScope(Scope):
-    """An agent, a task or a flow method at work. `key` names its latest output, `reads` outputs that it was given."""
+    """An agent, a task or a flow method at work."""
 
     role: str
     key: str
+    """Id of its latest output."""
     agent: Any = None
     task: Any = None
     flow: Any = None
     outer: CrewScope | None = None
     reads: list[str] = field(default_factory=list)
+    """Ids of outputs that its prompt contains."""
 
     def caller(self, output: str | None = None) -> CallerContext:
-        """Who makes a call here; `output` is the id of what an agent's own call answers."""
-        led = (self.outer.key,) if self.outer is not None and self.outer.agent is not None else ()
-        given = self.reads if output is not None else ()
-        return CallerContext(self.role, NAME, state=_state(self), read=(*led, *given, self.key), output=output)
+        """The caller of a call in this scope. `output` is the id of the answer if the call is the agent's own."""
+        read: list[str] = []
+        if self.outer is not None and self.outer.agent is not None:
+            read.append(self.outer.key)
+        if output is not None:
+            read += self.reads
+        return CallerContext(self.role, NAME, state=_state(self), read=(*read, self.key), output=output)
 
 
 _templates: dict[int, str] = {}
-"""Role as written of agents that were copied after inputs had been filled in, by object."""
+"""id(agent) -> role as written, for agents that were copied after inputs had been filled in."""
 
 
 def role_of(agent: Any) -> str:
-    """An agent's role as it was written: the template where it has one."""
+    """An agent's role as the application wrote it: the template if it has one."""
     written = _templates.get(id(agent)) or getattr(agent, "_original_role", None) or getattr(agent, "role", None)
     return str(written or "").strip() or type(agent).__name__
 
 
 def remember_template(original: Any, copied: Any) -> None:
-    """A copy of an agent whose inputs were filled in keeps the role as it was written."""
+    """Keep the role as written for a copy of an agent whose inputs were filled in."""
     written = _templates.get(id(original)) or getattr(original, "_original_role", None)
     if written and written != getattr(copied, "role", None):
         _templates[id(copied)] = written
@@ -71,7 +76,7 @@ def remember_template(original: Any, copied: Any) -> None:
 
 
 def agent_scope(agent: Any, task: Any = None) -> CrewScope:
-    """An agent that begins to work, on a task of a crew or on its own."""
+    """The scope of an agent that starts to work, on a task of a crew or on its own."""
     outer = innermost(CrewScope)
     if outer is not None and task is not None and outer.task is task:
         return CrewScope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
@@ -79,12 +84,12 @@ def agent_scope(agent: Any, task: Any = None) -> CrewScope:
 
 
 def flow_scope(flow: Any, method: str) -> CrewScope:
-    """A method of a flow: the role of calls that no agent makes."""
+    """The scope of a flow's method, which is the role of calls without an agent."""
     return CrewScope(method, _key(None), flow=flow, outer=innermost(CrewScope))
 
 
 def part_scope(name: str, *, inside: bool) -> CrewScope:
-    """Something that CrewAI does with a model of its own accord; `inside` the agent that it does it for."""
+    """The scope of CrewAI's own use of a model, such as a guardrail. With `inside`, its role is part of the agent's."""
     outer = innermost(CrewScope)
     if outer is None:
         return CrewScope(name, _key(None))
@@ -94,7 +99,7 @@ def part_scope(name: str, *, inside: bool) -> CrewScope:
 
 @contextmanager
 def at_work(scope: CrewScope) -> Iterator[None]:
-    """Be in `scope`, and in no model's `call`; its output is then read by the agent around it."""
+    """Enter `scope`, outside of any model's `call`. The agent around it reads its output afterwards."""
     try:
         with entered(scope), outside_call():
             yield
@@ -105,19 +110,19 @@ def at_work(scope: CrewScope) -> Iterator[None]:
 
 @contextmanager
 def outside_call() -> Iterator[None]:
-    """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
+    """Stay in the scope, but leave the model's `call`. For tools that a model class runs itself."""
     with called_by(None):
         yield
 
 
 def calling_model() -> Any:
-    """The model whose `call` is running here, or None: its calls of itself or of another model are part of it."""
+    """The model whose `call` is running here, or None. Calls that it makes inside are part of its own call."""
     caller = current_caller.get()
     return None if caller is None or caller.done else caller.model
 
 
 def caller_of(agent: Any, task: Any) -> CallerContext | None:
-    """Who makes a call that is an agent's; None where the call itself names no agent."""
+    """The caller of a call that names an agent, directly or by its task; None for any other call."""
     if agent is None:
         agent = getattr(task, "agent", None)
     if agent is None:
@@ -130,7 +135,7 @@ def caller_of(agent: Any, task: Any) -> CallerContext | None:
 
 @contextmanager
 def last_answer() -> Iterator[None]:
-    """The call made inside is the agent's that is at work, and answers for it, though it names none."""
+    """Give the call made inside, which names no agent, to the agent at work. It is the agent's answer."""
     scope = innermost(CrewScope)
     if scope is None or scope.agent is None:
         yield
@@ -155,12 +160,19 @@ def _key(task: Any) -> str:
 
 
 def _context(agent: Any, task: Any) -> list[str]:
-    """Tasks whose outputs a task is given: those it names, else all that its crew has finished before it."""
+    """Keys of the tasks whose outputs a task reads: its `context`, or by default all finished tasks before it."""
     if task is None:
         return []
-    named = getattr(task, "context", None)
-    if not isinstance(named, list | tuple):
-        tasks = list(getattr(getattr(agent, "crew", None), "tasks", None) or ())
-        before = next((i for i, one in enumerate(tasks) if one is task), 0)
-        named = [one for one in tasks[:before] if one.output is not None] if named is not None else []
-    return [_key(one) for one in named]
+    context = getattr(task, "context", None)
+    if isinstance(context, list | tuple):
+        return [_key(other) for other in context]
+    if context is None:
+        return []
+    # CrewAI marks a task without a context by an object of its own.
+    finished: list[str] = []
+    for other in getattr(getattr(agent, "crew", None), "tasks", None) or ():
+        if other is task:
+            return finished
+        if other.output is not None:
+            finished.append(_key(other))
+    return []

@@ -1,7 +1,7 @@
-"""Caches, tools and middleware of LangChain.
+"""Hooks the caches, tools and middleware of LangChain.
 
-Policies answer without caches; results of tools are recorded; a model that middleware calls around an agent's own call,
-or around a tool, is the middleware's.
+Policies answer without caches. Results of tools are recorded. A model that middleware calls, around an agent's own call
+or around a tool, has the middleware's role.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class MiddlewareCall:
 
 
 class Around(NamedTuple):
-    """What runs around this point of LangChain and LangGraph, besides the runs that their callbacks report."""
+    """The code of LangChain and LangGraph around this point that their callbacks do not report."""
 
     middleware: MiddlewareCall | None = None
-    """The middleware that is running here; not while the code that it wraps runs."""
+    """The middleware that is running here; None while the code that it wraps runs."""
     starting_graph: Any = None
     """The graph whose run is about to start; taken by the first run that does."""
 
@@ -47,7 +47,7 @@ around: ContextVar[Around] = ContextVar("cotune_langchain", default=Around())  #
 
 
 def install_caches() -> None:
-    """Wrap all classes of caches, those there are and those to come."""
+    """Wrap all classes of caches, present and future."""
     from langchain_core.caches import BaseCache
 
     replace_methods(BaseCache, unless_left_aside, "lookup", "update")
@@ -62,14 +62,14 @@ def _unless_left_aside_async(original: Any) -> Any:
 
 
 def install_tools() -> None:
-    """Record the results of tools, of all classes of tools, those there are and those to come."""
+    """Record the results of tools of all classes, present and future."""
     from langchain_core.tools.base import BaseTool
 
     record_tools(BaseTool, "_run", "_arun", without=("config", "run_manager", "callbacks", "runtime"))
 
 
 def install_middleware() -> None:
-    """Wrap all middleware classes, those there are and those to come. Agents composed before are not reached."""
+    """Wrap all middleware classes, present and future. Agents that were composed before are not affected."""
     from langchain.agents.middleware.types import AgentMiddleware
 
     require_hooks("langchain", AgentMiddleware, *_WRAPPERS)
@@ -82,7 +82,7 @@ def _wrap(cls: type) -> None:
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, in its middleware; the handler that it calls runs in the context around it."""
+    """Wrap a method of a middleware. Its calls belong to the middleware, calls of the handler to the code around it."""
     running = inside(original, lambda self, *args: _within(MiddlewareCall(self.name)))
 
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:

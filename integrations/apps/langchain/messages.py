@@ -1,4 +1,4 @@
-"""LangChain's messages, tools and results in OpenAI form, and back."""
+"""Translates LangChain's messages, tools and results to OpenAI's form, and back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
 
 _KINDS: Mapping[str, Kind] = {"system": "system", "developer": "system", "human": "user", "user": "user"}
-"""By the type of a message, or the role of one that says its role itself."""
+"""Type of a message, or role of a message of type "chat" -> kind of its text."""
 
 
 def request_of(
     model: Any, messages: Sequence[Any], stop: Sequence[str] | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a model's method was called with, as the body of a chat request."""
+    """The arguments of a model's method as the body of a chat request."""
     facts = model._get_ls_params(stop=list(stop) if stop else None)
     body = {
         "model": facts.get("ls_model_name") or type(model).__name__,
@@ -56,7 +56,7 @@ def edited_message(message: Any, said: Said) -> Any:
 
 
 def edited_options(options: Mapping[str, Any], said: Said) -> dict[str, Any]:
-    """What a model's method was called with, with what is said in place of the texts of its tools and its format."""
+    """The options of a model's method with edited texts of tools and response format."""
     changed = dict(options)
     if tools := options.get("tools"):
         changed["tools"] = [_edited_tool(tool, said) for tool in tools]
@@ -68,9 +68,9 @@ def edited_options(options: Mapping[str, Any], said: Said) -> dict[str, Any]:
 def _edited_tool(tool: Any, said: Said) -> Any:
     if isinstance(tool, Mapping) and "input_schema" in tool:
         return edited_tools([tool], said, _tool, "description", "input_schema")[0]
-    asked = tool if isinstance(tool, Mapping) else _tool(tool)
-    new = map_tool(asked, said)
-    return tool if new is asked else new
+    openai_tool = tool if isinstance(tool, Mapping) else _tool(tool)
+    edited = map_tool(openai_tool, said)
+    return tool if edited is openai_tool else edited
 
 
 def result_of(call: LiveCall, answer: Answer) -> ChatResult:
@@ -111,13 +111,13 @@ def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
 
 
 def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
-    """What a model returned, or streamed, as an answer. Raises ValueError when there is nothing in it."""
+    """The answer in a model's result, or in the chunks that it streamed. Raises ValueError for an empty one."""
     if isinstance(result, list):
         if not result:
             raise ValueError("an empty stream")
         try:
             generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
-        except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot put together
+        except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot merge
             return _unmerged(result, broken)
     else:
         generations = result.generations
@@ -142,8 +142,11 @@ def _candidate(index: int, generation: Any) -> Candidate:
     except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
         text = answer.content if isinstance(getattr(answer, "content", None), str) else ""
         message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {answer!r}"}}
-    tables = (getattr(answer, "response_metadata", None), generation.generation_info)
-    facts = {key: value for table in tables if isinstance(table, Mapping) for key, value in table.items()}
+    # Models report the reason in either place; the second one wins.
+    facts: dict[str, Any] = {}
+    for table in (getattr(answer, "response_metadata", None), generation.generation_info):
+        if isinstance(table, Mapping):
+            facts.update(table)
     finish = facts.get("finish_reason") or facts.get("stop_reason")
     if not isinstance(finish, str):
         finish = "tool_calls" if message.get("tool_calls") else "stop"
@@ -151,13 +154,20 @@ def _candidate(index: int, generation: Any) -> Candidate:
 
 
 def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
-    """What a message and a chunk have alike."""
-    read, written = answer.usage.prompt_tokens, len(candidate.token_ids)
-    more = {k: v for k, v in candidate.message.items() if k not in ("role", "content", "tool_calls") and v is not None}
+    """The fields that a message and a chunk have in common."""
+    prompt_tokens, written_tokens = answer.usage.prompt_tokens, len(candidate.token_ids)
+    additional = {}
+    for name, value in candidate.message.items():
+        if name not in ("role", "content", "tool_calls") and value is not None:
+            additional[name] = value
     return {
         "content": candidate.message.get("content") or "",
-        "additional_kwargs": more,
-        "usage_metadata": {"input_tokens": read, "output_tokens": written, "total_tokens": read + written},
+        "additional_kwargs": additional,
+        "usage_metadata": {
+            "input_tokens": prompt_tokens,
+            "output_tokens": written_tokens,
+            "total_tokens": prompt_tokens + written_tokens,
+        },
         "response_metadata": _facts(call, candidate),
     }
 

@@ -1,6 +1,6 @@
-"""Chat models of LangChain that do not use the OpenAI SDK: recorded and answered at the methods every model implements.
+"""Records and answers chat models of LangChain at the methods that every model implements.
 
-A model of `langchain_openai` is recorded at the OpenAI SDK and left alone here.
+Models of `langchain_openai` are left out here: their calls are recorded at the OpenAI SDK.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cotune.records.answers import Answer
 
 
 def install() -> None:
-    """Wrap all chat model classes, those there are and those to come."""
+    """Wrap all chat model classes, present and future."""
     each_subclass(BaseChatModel, _wrap)
 
 
@@ -35,13 +35,13 @@ def _wrap(cls: type) -> None:
 
 
 def _begun(chunks: list[Any]) -> Answer | None:
-    """What a stream that was not read to its end says so far."""
+    """The partial answer of a stream that was not read to its end."""
     try:
-        found = answer_of_result(chunks)
+        answer = answer_of_result(chunks)
     except Exception:  # noqa: BLE001
         return None
-    cut = (msgspec.structs.replace(candidate, finish_reason="interrupted") for candidate in found.candidates)
-    return msgspec.structs.replace(found, candidates=tuple(cut))
+    cut = (msgspec.structs.replace(candidate, finish_reason="interrupted") for candidate in answer.candidates)
+    return msgspec.structs.replace(answer, candidates=tuple(cut))
 
 
 def _edited(said: Said, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:

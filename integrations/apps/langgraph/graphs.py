@@ -1,6 +1,6 @@
-"""The graph that starts, and its thread: callbacks tell only the name of its run, which an application may choose.
+"""Finds the graph of a run that starts, and its thread. Callbacks report only a name, which an application may choose.
 
-In the threads of checkpointers each branch of a replay has its own, and episodes of a run do not share one.
+Each branch of a replay gets a thread of its own in the checkpointer. Episodes that share a thread cause a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_THREADS = (
 
 
 def install() -> None:
-    """Hook the two methods that every way to run a graph goes through, and those that look at a thread."""
+    """Hook the two methods that all others use to run a graph, and the methods that read or change a thread."""
     from langgraph.pregel.main import Pregel
 
     require_hooks("langgraph", Pregel, "stream", "astream")
@@ -33,14 +33,14 @@ def install() -> None:
 
     @functools.wraps(stream)
     def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
-        config = _own_thread(self, config)
+        config = _branch_config(self, config)
         _watch_thread(self, config)
         parts = stream(self, input, config, **options)
         return parts if current_episode.get() is None else _started(self, parts)
 
     @functools.wraps(astream)
     def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
-        config = _own_thread(self, config)
+        config = _branch_config(self, config)
         _watch_thread(self, config)
         parts = astream(self, input, config, **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
@@ -48,11 +48,11 @@ def install() -> None:
     Pregel.stream, Pregel.astream = named_stream, named_astream
     for name in _OF_THREADS:
         if (original := getattr(Pregel, name, None)) is not None:
-            setattr(Pregel, name, _with_own_thread(original))
+            setattr(Pregel, name, _in_branch_thread(original))
 
 
 def starts(graph: Any) -> None:
-    """The next run that starts here is this graph's; None: of no graph that is known."""
+    """Note that the next run that starts here belongs to this graph; None for an unknown graph."""
     around.set(around.get()._replace(starting_graph=graph))
 
 
@@ -65,7 +65,7 @@ def _started(graph: Any, parts: Any) -> Iterator[Any]:
 
 
 class _Astarted(AsyncGenerator[Any, Any]):
-    """An object and no generator, as another generator around every part costs more than the rest of the hook."""
+    """Notes the graph at its first part. A generator around every part would cost more than the rest of the hook."""
 
     def __init__(self, graph: Any, parts: Any) -> None:
         self._graph: Any = graph
@@ -92,21 +92,22 @@ class _Astarted(AsyncGenerator[Any, Any]):
         return self._parts.aclose()
 
 
-def _own_thread(graph: Any, config: Any) -> Any:
-    """`config`, with a thread of this branch's own in place of one of its trunk: an application may name both alike."""
+def _branch_config(graph: Any, config: Any) -> Any:
+    """`config` for this branch of a replay. A thread of the recorded episode is replaced by a new one, because the
+    application may use the same thread id in the branch."""
     live = current_episode.get()
     if live is None or not isinstance(live.responder, ReplayResponder) or _nested():
         return config
     thread = _thread(graph, config)
     if str(thread) not in live.responder.replay.script.threads:
         return config
-    given = dict(config or {})
-    own = f"{thread}@{live.id}"
-    return {**given, "configurable": {**(given.get("configurable") or {}), "thread_id": own}}
+    branch_config = dict(config or {})
+    branch_config["configurable"] = {**(branch_config.get("configurable") or {}), "thread_id": f"{thread}@{live.id}"}
+    return branch_config
 
 
 def _watch_thread(graph: Any, config: Any) -> None:
-    """Warn where episodes of a run share a thread: each would read the messages of the others."""
+    """Warn of episodes that share a thread: each would read the messages of the others."""
     live, saver = current_episode.get(), graph.checkpointer
     if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
         return
@@ -119,13 +120,13 @@ def _watch_thread(graph: Any, config: Any) -> None:
 
 
 _episodes: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
-"""By checkpointer: the first episode in each thread."""
+"""Checkpointer -> thread id -> the first episode in this thread."""
 
 
-def _with_own_thread(original: Any) -> Any:
+def _in_branch_thread(original: Any) -> Any:
     @functools.wraps(original)
     def run(self: Any, config: Any, *args: Any, **options: Any) -> Any:
-        return original(self, _own_thread(self, config), *args, **options)
+        return original(self, _branch_config(self, config), *args, **options)
 
     return run
 
@@ -136,5 +137,9 @@ def _nested() -> bool:
 
 
 def _thread(graph: Any, config: Any) -> Any:
-    known = [(one or {}).get("configurable") or {} for one in (config, getattr(graph, "config", None))]
-    return next((given["thread_id"] for given in known if given.get("thread_id")), None)
+    """The thread id in the configuration of a call or, failing that, of the graph."""
+    for source in (config, getattr(graph, "config", None)):
+        configurable = (source or {}).get("configurable") or {}
+        if configurable.get("thread_id"):
+            return configurable["thread_id"]
+    return None

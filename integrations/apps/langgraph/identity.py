@@ -1,8 +1,8 @@
-"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers report.
+"""LangGraph and LangChain: finds the role of a call from the tree of runs that their callback managers report.
 
-A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
-prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
-Outside an episode each hook costs one read of a ContextVar.
+A role is the path of the nodes around the call. It begins at the innermost named agent, or at the outermost graph. Not
+the nodes of prebuilt agents (`model`, `agent`, `tools`) are named, but the agent or the node around it. Outside an
+episode each hook costs one read of a ContextVar.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MESSAGE_ID = len("lc_run--") + 36
 
 
 class _Runs:
-    """Runs in progress of one episode, who makes its model calls in flight, and message ids that name no run.
+    """Runs in progress of one episode, and callers of its model calls in progress.
 
-    Runs go by the integer of their UUID: the hash of a UUID itself is a Python function, asked for at every look.
+    Keys are the integers of the runs' UUIDs: the hash of a UUID is a Python function, which every look-up would call.
     """
 
     __slots__ = ("callers", "outputs", "runs")
@@ -52,7 +52,7 @@ class _Runs:
         self.runs: dict[int, GraphRun] = {}
         self.callers: dict[int, CallerContext] = {}
         self.outputs: dict[str, str] = {}
-        """Output ids of calls, by the message id that a provider gave the answer."""
+        """Message id that a provider gave an answer -> output id of its call."""
 
 
 Observer = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], object]
@@ -60,11 +60,10 @@ Observer = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], obje
 
 
 def install() -> None:
-    """Follow the runs inside episodes, at the managers that report them to callback handlers; find the node of calls
-    that no model announces. Raises UnsupportedVersion.
+    """Hook the managers that report runs to callback handlers, to follow the runs inside episodes.
 
-    Not by a handler of our own: LangChain does more for every run as soon as there is one, which costs about as much as
-    recording the call.
+    A callback handler would be the usual way, but LangChain does more work for every run as soon as there is one, about
+    as much as recording the call. Raises UnsupportedVersion.
     """
     starts = {"chain": _chain_starts, "tool": _tool_starts, "retriever": _retriever_starts, "chat_model": _model_starts}
     for like in ("", "Async"):
@@ -86,22 +85,22 @@ def _hook(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], obs
 
 
 def _observed_start(original: Any, observe: Observer) -> Any:
-    """`original`, which starts a run; a chat model starts one for each of its prompts. `observe` is called after it."""
+    """Wrap a method that starts a run, or one for each prompt of a chat model. `observe` is called after it."""
 
-    def started(made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def started(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         episode = current_episode.get()
         if episode is None:
-            return made
+            return result
         try:
-            if not isinstance(made, list):
-                observe(episode, made, args, kwargs)
-                return made
+            if not isinstance(result, list):
+                observe(episode, result, args, kwargs)
+                return result
             prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
-            for run, prompt in zip(made, prompts, strict=False):
+            for run, prompt in zip(result, prompts, strict=False):
                 observe(episode, run, (None, [prompt]), kwargs)
         except Exception as error:  # noqa: BLE001
             _count(episode, error)
-        return made
+        return result
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         return started(original(self, *args, **kwargs), args, kwargs)
@@ -113,7 +112,7 @@ def _observed_start(original: Any, observe: Observer) -> Any:
 
 
 def _observed_end(original: Any, observe: Observer) -> Any:
-    """`original`, which ends a run; `observe` is called before it, also where no handler hears of the end."""
+    """Wrap a method that ends a run. `observe` is called before it, also if no handler is notified of the end."""
 
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
         episode = current_episode.get()
@@ -128,19 +127,19 @@ def _observed_end(original: Any, observe: Observer) -> Any:
 
 
 def _count(episode: LiveEpisode, error: Exception) -> None:
-    """A fault of the recorder's own must not become the application's."""
+    """Report an error of the integration as a warning: it must not break the application."""
     episode.warn("langgraph", "The LangGraph integration failed.", error)
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run a compiled graph on an input, each time as a thread of its own; None for any other object."""
+    """A function that runs a compiled graph on an input, each time in a new thread; None for any other object."""
     if isinstance(app, type) or not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
         return None
 
-    def run(given: Any) -> Awaitable[Any]:
+    def run(graph_input: Any) -> Awaitable[Any]:
         thread = {"thread_id": str(uuid4())}
-        # LangGraph adds the id to the metadata itself, but into a ChainMap that is slow at every merge.
-        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": thread, "metadata": dict(thread)})
+        # LangGraph would add the id to the metadata itself, but in a ChainMap, which is slow at every merge.
+        awaited: Awaitable[Any] = app.ainvoke(graph_input, {"configurable": thread, "metadata": dict(thread)})
         return awaited
 
     return run
@@ -152,14 +151,14 @@ def _runs(episode: LiveEpisode) -> _Runs:
 
 
 def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    known = _runs(episode)
+    runs = _runs(episode)
     graph = around.get().starting_graph
     if graph is not None:
         starts(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
-    started = known.runs[run.run_id.int] = GraphRun.chain(
-        _parent(known, run), name, run.metadata, inputs, around.get().middleware
+    started = runs.runs[run.run_id.int] = GraphRun.chain(
+        _parent(runs, run), name, run.metadata, inputs, around.get().middleware
     )
     if graph is not None and started.parent is None:
         episode.notes["waits"] = False
@@ -179,15 +178,15 @@ def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
 
 
 def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    known = _runs(episode)
+    runs = _runs(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    known.runs[run.run_id.int] = GraphRun.tool(_parent(known, run), name, run.metadata, around.get().middleware)
+    runs.runs[run.run_id.int] = GraphRun.tool(_parent(runs, run), name, run.metadata, around.get().middleware)
 
 
 def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    known = _runs(episode)
-    known.runs[run.run_id.int] = GraphRun.chain(_parent(known, run), "", run.metadata, None, around.get().middleware)
+    runs = _runs(episode)
+    runs.runs[run.run_id.int] = GraphRun.chain(_parent(runs, run), "", run.metadata, None, around.get().middleware)
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -202,33 +201,33 @@ def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Map
 
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    known = _runs(episode)
-    made = GraphRun.model(_parent(known, run), run.metadata, around.get().middleware)
+    runs = _runs(episode)
+    model_run = GraphRun.model(_parent(runs, run), run.metadata, around.get().middleware)
     read = []
     for message in args[1][0]:
         name = message.id
         if name and name.startswith("lc_run--"):
             read.append(name[:_MESSAGE_ID])
-        elif name and name in known.outputs:
-            read.append(known.outputs[name])
+        elif name and name in runs.outputs:
+            read.append(runs.outputs[name])
     caller: CallerContext | None = None
     scope = current_scope.get()
     if scope is not None:  # one of another framework (a crew's agent), which may be at work inside the model's node
-        here, node = _node_scope(), _node_of(made)
+        here, node = _node_scope(), _node_of(model_run)
         if (here.scope_id if here else None) == node and node in (None, scope.found):
             caller = scope.caller()
     if caller is None:
-        role, agent = named(made)
-        caller = CallerContext(role, NAME, state=made.state, nameless=agent)
+        role, agent = named(model_run)
+        caller = CallerContext(role, NAME, state=model_run.state, nameless=agent)
     caller.read, caller.output = (*caller.read, *read), f"lc_run--{run.run_id}"
     caller.thread = _thread(var_child_runnable_config.get())
-    known.callers[run.run_id.int] = caller
+    runs.callers[run.run_id.int] = caller
     current_caller.set(caller)
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    known = _runs(episode)
-    caller = known.callers.pop(run.run_id.int, None)
+    runs = _runs(episode)
+    caller = runs.callers.pop(run.run_id.int, None)
     if caller is None:
         return
     caller.done = True  # where a model runs in a context of its own, resetting the ContextVar would be lost
@@ -238,7 +237,7 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
     for generation in response.generations[0]:
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
-            known.outputs[name] = str(caller.output)
+            runs.outputs[name] = str(caller.output)
     if not caller.calls:
         episode.warn(
             "unseen_call",
@@ -247,17 +246,17 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
         )
 
 
-def _parent(known: _Runs, run: Any) -> GraphRun | None:
-    """The run that a new one belongs to: the one it names, or where the application replaced its callbacks, the one
-    whose code runs here."""
-    named = known.runs.get(run.parent_run_id.int) if run.parent_run_id else None
-    return named or _here(known, var_child_runnable_config.get())
+def _parent(runs: _Runs, run: Any) -> GraphRun | None:
+    """The parent of a new run: the run that it names or, if the application replaced its callbacks, the run whose code
+    is executed here."""
+    parent = runs.runs.get(run.parent_run_id.int) if run.parent_run_id else None
+    return parent or _run_here(runs, var_child_runnable_config.get())
 
 
-def _here(known: _Runs, config: Any) -> GraphRun | None:
-    """The run whose code runs here."""
+def _run_here(runs: _Runs, config: Any) -> GraphRun | None:
+    """The run whose code is executed here, from LangChain's configuration of this context."""
     run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
-    return known.runs.get(run_id.int) if run_id else None
+    return runs.runs.get(run_id.int) if run_id else None
 
 
 def _node_scope() -> CallerContext | None:
@@ -266,7 +265,7 @@ def _node_scope() -> CallerContext | None:
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, around.get().middleware)
+    run = GraphRun.model(_run_here(_runs(episode), config), config.get("metadata") or {}, around.get().middleware)
     role, agent = named(run)
     if role == "app":
         return None
@@ -275,14 +274,14 @@ def _node_scope() -> CallerContext | None:
 
 
 def _thread(config: Any) -> str | None:
-    """The thread in which a checkpointer keeps the graph whose node runs here."""
-    known = (config or {}).get("configurable") or {}
-    thread = known.get("thread_id")
-    return str(thread) if thread and known.get("__pregel_checkpointer") else None
+    """Id of the checkpointer's thread of the graph whose node runs here; None without a checkpointer."""
+    configurable = (config or {}).get("configurable") or {}
+    thread = configurable.get("thread_id")
+    return str(thread) if thread and configurable.get("__pregel_checkpointer") else None
 
 
 def _node_of(run: GraphRun | None) -> str | None:
-    """The innermost execution of a node around a run, by its namespace."""
+    """Namespace of the innermost node execution around a run."""
     while run is not None and run.kind != "node":
         run = run.parent
     return run.space if run else None

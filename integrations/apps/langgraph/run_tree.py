@@ -1,4 +1,7 @@
-"""Names a role from a tree of LangGraph runs. A pure function of what the callbacks reported, without the framework."""
+"""Derives the role of a call from the tree of LangGraph runs around it, as the callbacks reported them.
+
+Pure functions on plain data: this module does not import LangGraph.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,33 @@ _HOOKS = frozenset({"pre_model_hook", "post_model_hook"})
 _MIDDLEWARE = (".before_agent", ".before_model", ".after_model", ".after_agent")
 _SPACE = "langgraph_checkpoint_ns"
 _UNNAMED = "LangGraph"
-"""What LangGraph calls a graph without a name."""
+"""LangGraph's name for a graph without a name."""
 
 
 class GraphRun(msgspec.Struct):
-    """A run in progress. `space` is the namespace of the node execution it belongs to; `agent` the agent name that the
-    metadata claims, which is inherited and so may belong to an outer graph; `state` the input of the innermost node
-    around it; `middleware` the middleware call that it was started in, by identity, which is inherited too; `nameless`
-    the graph, and where it is run, where this is the run of an outermost graph without a name."""
+    """A run in progress."""
 
     parent: GraphRun | None
     kind: Literal["chain", "node", "tool", "model"]
     name: str
     space: str
+    """Namespace of the node execution that it belongs to."""
     agent: str | None
+    """The agent's name in the metadata. Metadata are inherited, so it may be the name of an outer graph."""
     source: str | None = None
+    """`lc_source` in the metadata: the part of a prebuilt agent that calls the model, such as a summarizer."""
     state: Any = None
+    """The input of the innermost node around it."""
     middleware: Any = None
+    """The middleware call that it was started in, compared by identity. It is inherited too."""
     nameless: tuple[object, str] | None = None
+    """For the run of an outermost graph without a name: the graph, and the place in the code that runs it."""
 
     @classmethod
     def chain(
         cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, middleware: Any = None
     ) -> GraphRun:
-        """A node when it is the first run in its namespace, else a graph or any other runnable."""
+        """The first run in a namespace is a node. Any other is a graph or a runnable of another kind."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         node = metadata.get("langgraph_node")
         if space and parent is None:
@@ -55,7 +61,7 @@ class GraphRun(msgspec.Struct):
 
     @classmethod
     def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], middleware: Any = None) -> GraphRun:
-        """A model call; where the node is the model itself, or the runs around it are unknown, metadata name them."""
+        """A model call. The metadata name its node if the node is the model itself, or if the runs are unknown."""
         space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
@@ -66,7 +72,7 @@ class GraphRun(msgspec.Struct):
 
 
 def is_own_node(name: str) -> bool:
-    """Whether a node is the application's own: not the start, nor what prebuilt agents and middleware bring along."""
+    """Whether a node is the application's own. The start and the nodes of prebuilt agents and middleware are not."""
     return not (name.startswith("__") or name in _PREBUILT or name in _HOOKS or name.endswith(_MIDDLEWARE))
 
 
@@ -76,15 +82,18 @@ def role_of(run: GraphRun) -> str:
 
 
 def is_nameless(name: str) -> bool:
-    """Whether this is what a graph is called that has no name."""
+    """Whether a graph with this name has no name of its own."""
     return name in ("", _UNNAMED)
 
 
 def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
-    """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none. And the
-    agent without a name that makes it, and where it is run, if nothing else names the call."""
+    """The role of a model call, and the nameless agent that makes it.
+
+    The role consists of the names around the call from the outside in, joined with `/`; it is `app` without any. The
+    agent, with the place in the code that runs it, is returned only if nothing else names the call.
+    """
     names: list[str] = []
-    prebuilt = ""  # the innermost node that a prebuilt agent brings along
+    prebuilt = ""  # the innermost node of a prebuilt agent
     outermost = run
     source = run.source
     inner: GraphRun | None = run
@@ -93,11 +102,16 @@ def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
             names.append(inner.name)
         elif inner.kind == "node":
             hidden = inner.name in _PREBUILT
-            prebuilt = prebuilt or (inner.name if hidden else "")
-            if not hidden:
-                source = None if not names and inner.name.endswith(_MIDDLEWARE) else source
-                names.append(inner.name.rpartition(".")[0] if inner.name.endswith(_MIDDLEWARE) else inner.name)
-            # The agent whose graph this is. A claimed name counts where it is the graph's own, not an outer one's.
+            if hidden:
+                prebuilt = prebuilt or inner.name
+            elif inner.name.endswith(_MIDDLEWARE):
+                if not names:
+                    source = None
+                names.append(inner.name.rpartition(".")[0])
+            else:
+                names.append(inner.name)
+            # The graph of a node may be a named agent: then the role begins here. The name in the metadata counts only
+            # if it is not inherited from an outer graph.
             graph = inner.parent
             if graph is not None and graph.kind == "chain":
                 outer = graph.parent.agent if graph.parent else None
@@ -107,6 +121,7 @@ def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
                 if agent:
                     names.append(agent)
                     break
+        # A middleware is named once, by the outermost run that was started in it.
         if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
             names.append(source or inner.middleware.name)
             source = None
@@ -120,8 +135,10 @@ def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
 
 
 def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
-    """Role and name of each node of a graph whose run is `run`, and of the graphs that are nodes or are known to be
-    called in one. Those that prebuilt agents bring along are no parts of the application."""
+    """Role and name of each node of a graph, whose run is `run`, and of its subgraphs.
+
+    Nodes of prebuilt agents are left out: they are no parts of the application.
+    """
     yield from _nodes(graph, run)
     for space, inner in graph.get_subgraphs(recurse=True):
         outer: GraphRun = run
@@ -131,29 +148,34 @@ def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
 
 
 def pauses_of(graph: Any) -> dict[str, str]:
-    """By node: the setting by which a graph stops before it."""
-    before, after = (getattr(graph, f"interrupt_{when}_nodes", ()) for when in ("before", "after"))
-    behind = (
-        {e.target: "interrupt_after" for e in graph.get_graph().edges if e.source in after or after == "*"}
-        if after
-        else {}
-    )
-    return behind | dict.fromkeys(graph.nodes if before == "*" else before, "interrupt_before")
+    """Node -> the setting that makes the graph stop before it."""
+    pauses: dict[str, str] = {}
+    after = getattr(graph, "interrupt_after_nodes", ())
+    if after:
+        for edge in graph.get_graph().edges:
+            if after == "*" or edge.source in after:
+                pauses[edge.target] = "interrupt_after"
+    before = getattr(graph, "interrupt_before_nodes", ())
+    for node in graph.nodes if before == "*" else before:
+        pauses[node] = "interrupt_before"
+    return pauses
 
 
 def router_words(graph: Any) -> Iterator[str]:
-    """The words in the code of a graph's conditional edges that name neither a node nor a part of its state: those that
-    an answer may have to say.
+    """Words in the code of a graph's conditional edges that an answer may have to contain.
 
-    Only constants are read, and nothing is called. Without them, an agent behind an edge such as `"urgent" in answer`
-    never runs in a check: no prompt and no declaration of the graph has this word.
+    An agent behind an edge such as `"urgent" in answer` never runs in a check unless an answer has this word, and
+    neither a prompt nor the graph's declaration mentions it. Only constants of the code are read; nothing is called.
+    Names of nodes and of parts of the state are left out.
     """
-    known = {*graph.nodes, *getattr(graph, "channels", ())}
+    declared = {*graph.nodes, *getattr(graph, "channels", ())}
     for branches in getattr(getattr(graph, "builder", None), "branches", {}).values():
         for branch in branches.values():
             function = getattr(branch.path, "func", None) or getattr(branch.path, "afunc", None)
-            own = {*known, getattr(function, "__doc__", None)}
-            yield from (word for word in _words(getattr(function, "__code__", None)) if word not in own)
+            docstring = getattr(function, "__doc__", None)
+            for word in _words(getattr(function, "__code__", None)):
+                if word not in declared and word != docstring:
+                    yield word
 
 
 def _words(constant: Any) -> Iterator[str]:
@@ -177,8 +199,11 @@ def _node(run: GraphRun, name: str) -> GraphRun:
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
-    """Nodes whose runs are unknown, because the application replaced its callbacks on the way; with the innermost node,
-    or (not `whole`) without it. A namespace is `node:id|node:id`, with numbers for parallel graphs of one node."""
+    """Nodes whose runs are unknown because the application replaced its callbacks, from their namespace.
+
+    A namespace is `node:id|node:id`, with numbers for parallel graphs of one node. Without `whole`, the innermost node
+    is left out.
+    """
     parts = space.split("|") if space else []
     run: GraphRun | None = None
     for end in range(1, len(parts) + whole):

@@ -22,7 +22,7 @@ from cotune.recording.recorder import LiveEpisode
 
 NAME = "openai-agents"
 _INVOKE = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
-"""What runs a function tool, by the SDK's age: the newer first."""
+"""Names of the method that runs a function tool, in newer and older versions of the SDK."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""One chat request of cotune's own, to a model that reads and writes texts."""
+"""Sends a chat request from cotune itself, for example to the model that improves prompts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ _OWNER = "openai.com"
 
 
 def key_for(base_url: str | None, variable: str | None) -> str | None:
-    """The key for an address, None for the SDK's own.
+    """The API key for an address; None to let the SDK use OPENAI_API_KEY.
 
-    That of the environment's OPENAI_API_KEY goes to the address of the environment and to OpenAI; another address gets
-    one only from a `variable` that the user names. Raises ConfigError where that is not set.
+    OPENAI_API_KEY is sent only to the default address and to OpenAI. For another address the user must name an
+    environment `variable` that holds its key. Raises ConfigError if that variable is not set.
     """
     if variable is not None:
-        if not (found := os.environ.get(variable)):
+        if not (key := os.environ.get(variable)):
             fault = "is not set in the environment"
             raise ConfigError("reflection_key_env", variable, fault, f"For example: export {variable}=...")
-        return found
+        return key
     if base_url is None:
         return None
     parts = urlsplit(base_url)
     host = parts.hostname or ""
     if parts.scheme == "https" and (host == _OWNER or host.endswith(f".{_OWNER}")):
         return None
-    return "none"  # servers of one's own need no key, and the SDK wants one
+    # A self-hosted server needs no key, but the SDK does not start without one.
+    return "none"
 
 
 async def ask_chat(
@@ -39,8 +40,7 @@ async def ask_chat(
     params: Mapping[str, Any],
     key_variable: str | None = None,
 ) -> str:
-    """The text of the answer, from the address of the environment or from `base_url`, with the key of `key_for`. Raises
-    the SDK's errors."""
+    """The text of the answer, from `base_url` or the default address. Raises the SDK's errors."""
     import openai
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key_for(base_url, key_variable)) as client:

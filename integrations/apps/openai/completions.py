@@ -1,4 +1,4 @@
-"""Chat completions in OpenAI form, whole and as server-sent events: an answer as one, and one as an answer."""
+"""Translates answers to chat completions of OpenAI, and back. A completion is one body, or server-sent events."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cotune.records.structs import Candidate
 
 
 def sent(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -> tuple[bytes, str]:
-    """The body as JSON, or its `stream` where the application asked for one; and the content type."""
+    """The body as JSON, or its `stream` if the application asked for one, and the content type."""
     if call.streamed:
         return stream(), "text/event-stream; charset=utf-8"
     return msgspec.json.encode(body), "application/json"
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """The request, and what in it only a provider can serve, or ""."""
+    """The request, and a text that names its features that only a provider can serve; empty if a policy can."""
     reasons = []
     if tools := asked.get("tools"):
         kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
@@ -41,7 +41,7 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
 def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
     """A body or a stream with the chosen candidate first, then others up to the `n` that the application asked for.
 
-    The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
+    It has the model name of the request. Raises SamplerError if there are fewer candidates than `n`.
     """
     params, count = call.params, int(call.params.get("n") or 1)
     if len(answer.candidates) < count:
@@ -79,9 +79,9 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
 
 
 def answer_of(completion: Any) -> Answer:
-    """The answer in a provider's body, with token ids and log-probabilities where it has them (as vLLM does).
+    """The answer in a provider's body, with token ids and log-probabilities if it has them (as vLLM does).
 
-    What is mistyped in it is left to the recorder. Raises ValueError when the body has no list of choices.
+    Mistyped values are passed on; the recorder reports them. Raises ValueError if the body has no list of choices.
     """
     choices = completion.get("choices") if isinstance(completion, dict) else None
     if not choices or not isinstance(choices, list):
@@ -94,8 +94,10 @@ def answer_of(completion: Any) -> Answer:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The items of a list; any other value is one item, so that the recorder refuses it."""
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    """The items of a list; no items for None. Any other value becomes one item, which the recorder then refuses."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _candidate(index: int, choice: Any) -> Candidate:
@@ -104,8 +106,8 @@ def _candidate(index: int, choice: Any) -> Candidate:
         return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
     content = message.get("content")
     token_ids = several(choice.get("token_ids"))
-    given = choice.get("logprobs") or {}
-    items = several(given.get("content")) if isinstance(given, dict) else (given,)
+    listed = choice.get("logprobs") or {}
+    items = several(listed.get("content")) if isinstance(listed, dict) else (listed,)
     logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
     return Candidate(
         index=index,
@@ -120,23 +122,26 @@ def _candidate(index: int, choice: Any) -> Candidate:
 
 DONE = b"data: [DONE]\n\n"
 MOST_PARTS = 4096
-"""Choices of a stream, and tool calls of a choice, are numbered below it; a higher number is a fault of the sender."""
+"""Limit of the index of a choice in a stream, and of a tool call in a choice. Higher ones are errors of the sender."""
 
 
 def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
-    """The events of a `chat.completion` object; the last has the usage where `stream_options.include_usage` asks."""
+    """The events of a `chat.completion` object. `stream_options.include_usage` adds a last event with the usage."""
     base = {
         "id": completion["id"],
         "object": "chat.completion.chunk",
         "created": completion["created"],
         "model": completion["model"],
     }
-    made = [{**base, "choices": [part]} for choice in completion["choices"] for part in _parts(choice)]
+    chunks: list[dict[str, Any]] = []
+    for choice in completion["choices"]:
+        for part in _parts(choice):
+            chunks.append({**base, "choices": [part]})
     if "prompt_token_ids" in completion:
-        made[0]["prompt_token_ids"] = completion["prompt_token_ids"]
+        chunks[0]["prompt_token_ids"] = completion["prompt_token_ids"]
     if (asked.get("stream_options") or {}).get("include_usage"):
-        made.append({**base, "choices": [], "usage": completion.get("usage")})
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in made) + DONE
+        chunks.append({**base, "choices": [], "usage": completion.get("usage")})
+    return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + DONE
 
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -153,14 +158,14 @@ def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class ChatStream:
-    """What the events of a stream add up to."""
+    """Collects the events of a stream into a chat completion."""
 
     def __init__(self) -> None:
         self._completion: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
 
     def take(self, event: Any) -> bool:
-        """Add an event; whether it is the last. Raises ValueError for an error event."""
+        """Add an event. Always False: no event says that it is the last. Raises ValueError for an error event."""
         if not isinstance(event, dict):
             raise ValueError(f"event {event!r} is no object")
         if event.get("error"):
@@ -181,12 +186,12 @@ class ChatStream:
         return False
 
     def some(self) -> bool:
-        """Whether it says anything."""
+        """Whether the events hold any part of an answer."""
         messages = [choice["message"] for choice in self._choices.values()]
         return any(len(message) > 2 or message["content"] for message in messages)
 
     def body(self, *, whole: bool) -> dict[str, Any]:
-        """The completion; where it is not `whole`, choices without an end have the finish reason `interrupted`."""
+        """The completion. If it is not `whole`, unfinished choices get the finish reason `interrupted`."""
         for choice in self._choices.values():
             choice["finish_reason"] = choice["finish_reason"] or (None if whole else "interrupted")
             tools = choice["message"].get("tool_calls")
@@ -196,7 +201,7 @@ class ChatStream:
 
 
 def events(raw: bytes) -> Iterator[bytes]:
-    """The data of each server-sent event of a stream. Lines of data that belong to one event are joined."""
+    """The data of each server-sent event of a stream. Data lines of one event are joined."""
     lines: list[bytes] = []
     for line in raw.splitlines():
         if line.startswith(b"data:"):
@@ -208,7 +213,7 @@ def events(raw: bytes) -> Iterator[bytes]:
 
 
 def _event_data(lines: list[bytes]) -> list[bytes]:
-    """One event for all lines, but one for each where the first line is an event by itself.
+    """The data of one event with these lines; or one event for each line, if the first line is complete JSON.
 
     Some servers leave out the empty line between events.
     """
@@ -234,7 +239,7 @@ def grow(fields: dict[str, Any], name: str, more: Any) -> None:
 
 
 def number(part: Mapping[str, Any], name: str) -> int:
-    """The index in a part of a stream, 0 where there is none. Raises ValueError for any other value."""
+    """The index in a part of a stream; 0 if it is missing. Raises ValueError for any other value."""
     index = part.get(name) or 0
     if type(index) is not int or not 0 <= index < MOST_PARTS:
         raise ValueError(f"{name} is {str(index)[:20]}, no whole number below {MOST_PARTS}")
@@ -260,9 +265,9 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _join(fields: dict[str, Any], key: str, more: Any) -> None:
-    """Let a field grow: texts and lists are appended, objects field by field; any other value replaces.
+    """Add a value to a field: append to a text or a list, merge into an object, replace any other value.
 
-    Raises TypeError where a text would be replaced.
+    Raises TypeError if it would replace a text.
     """
     so_far = fields.get(key)
     if so_far and isinstance(so_far, str):
@@ -278,17 +283,17 @@ def _join(fields: dict[str, Any], key: str, more: Any) -> None:
 
 
 class _ToolCalls:
-    """The tool calls of a choice while they grow.
+    """Collects the tool calls of a choice from the pieces of a stream.
 
-    An index is meant to be one call's. Some servers give all parallel calls the same index, or none, so a new id that
-    comes together with a name begins a call as well. A new id alone does not: some servers make one up for every piece.
+    Each index should belong to one call. Some servers give all parallel calls the same index, or none. Therefore a new
+    id together with a name also begins a call. A new id alone does not: some servers invent an id for every piece.
     """
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int], dict[str, Any]] = {}
-        """By index and, under one index, by the order in which they came."""
+        """(index, number of the call under this index) -> call."""
         self._counts: dict[int, int] = {}
-        """By index, how many calls have it."""
+        """Index -> number of its calls."""
         self._by_id: dict[tuple[int, Any], dict[str, Any]] = {}
 
     def add(self, part: Mapping[str, Any]) -> None:
@@ -296,9 +301,9 @@ class _ToolCalls:
         index, id, function = number(part, "index"), part.get("id"), part.get("function") or {}
         count = self._counts.get(index, 0)
         last = self._calls.get((index, count - 1))
-        known = self._by_id.get((index, id)) if id else None
-        if known is not None:
-            call = known
+        same_id = self._by_id.get((index, id)) if id else None
+        if same_id is not None:
+            call = same_id
         elif last is not None and not (last["id"] and id and function.get("name")):
             call = last
         else:

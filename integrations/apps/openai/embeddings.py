@@ -11,7 +11,7 @@ import msgspec
 from cotune.recording.recorder import LiveEpisode
 
 DIMENSIONS = 1536
-"""The length of a vector if the request names none: that of OpenAI's smaller models."""
+"""Length of a vector if the request names none; OpenAI's smaller models have the same."""
 
 
 def count_embeddings(episode: LiveEpisode, address: str) -> None:
@@ -21,13 +21,15 @@ def count_embeddings(episode: LiveEpisode, address: str) -> None:
 
 
 def fixed_embeddings(raw: bytes) -> bytes:
-    """The answer to a request: the same vector of length 1 for every input. Raises ValueError for a body that is not a
-    JSON object."""
+    """The answer to a request: the same vector of length 1 for every input.
+
+    Raises ValueError for a body that is not a JSON object.
+    """
     body: Any = msgspec.json.decode(raw)
     if not isinstance(body, Mapping):
         raise ValueError("the body is not a JSON object")
     inputs = body.get("input")
-    # A list of token ids is one input; a list of texts or of such lists is several.
+    # A list of token ids is one input. A list of texts, or of lists of token ids, is several.
     several = isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int))
     length = int(body.get("dimensions") or DIMENSIONS)
     vector = [length**-0.5] * length

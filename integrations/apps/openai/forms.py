@@ -1,4 +1,4 @@
-"""The OpenAI SDK's two chat interfaces: how each is read as chat and answered. Everything else is no call."""
+"""The two chat interfaces of the OpenAI SDK: Chat Completions and Responses. Requests to other paths are no calls."""
 
 from __future__ import annotations
 
@@ -23,50 +23,55 @@ from cotune.records.answers import Answer
 
 
 class Stream(Protocol):
-    """What the events of a stream add up to."""
+    """Collects the events of a stream into the body of an answer."""
 
     def take(self, event: Any) -> bool:
-        """Add an event; whether it is the last. Raises ProviderFailed for an error event, or one of `BROKEN`."""
+        """Add an event. True if it is the last one.
+
+        Raises ProviderFailed for an error event, or one of `BROKEN` for a malformed one.
+        """
         ...
 
     def over(self, *, done: bool) -> bool:
-        """Whether the answer is whole though no event was the last; `done`: the stream ended with [DONE]."""
+        """Whether the answer is complete although no event was the last. `done`: the stream ended with [DONE]."""
         ...
 
     def holds_answer(self) -> bool:
-        """Whether the last event holds the whole answer, whatever came before it."""
+        """Whether the last event holds the complete answer, independent of the events before it."""
         ...
 
     def some(self) -> bool:
-        """Whether it says anything."""
+        """Whether the events hold any part of an answer."""
         ...
 
     def body(self, *, whole: bool) -> dict[str, Any]:
-        """The body; where it is not `whole`, as far as it has come, marked as interrupted."""
+        """The body of the answer. If it is not `whole`, its status or finish reason is `interrupted`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One interface: requests as chat, provider's bodies and streams as answers, and answers as its bodies.
+    """One interface. It translates requests to chat, a provider's bodies and streams to answers, and answers to bodies.
 
-    `asked` is always the request's own body.
+    The Mapping in the functions is always the body of the request, as the application sent it.
     """
 
     name: str
     path: str
     read: Callable[[Mapping[str, Any], LiveEpisode], tuple[dict[str, Any], str]]
-    """The request as chat, and what in it only a provider can serve, or "". Raises ValueError, TypeError or
-    AttributeError when it cannot be read."""
+    """The request as chat, and a text that names its features that only a provider can serve (empty if none).
+
+    Raises ValueError, TypeError or AttributeError for a request that cannot be read."""
     content: Callable[[LiveCall, Answer, Mapping[str, Any]], tuple[bytes, str]]
-    """What answers a request: a body, or a stream where it asks for one, and the content type. The body is kept."""
+    """The response to a request, and its content type: a JSON body, or a stream if the request asks for one. The body
+    is remembered for later requests."""
     answer: Callable[[Any], Answer]
-    """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
+    """The answer in a body. Raises ValueError for a malformed body, ProviderFailed for one that reports a failure."""
     stream: Callable[[], Stream]
     rewrite: Callable[[Mapping[str, Any], Said], Mapping[str, Any]]
-    """The request with its edited prompts; itself where nothing changes."""
+    """The request with its edited prompts; the same object if nothing changes."""
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None] | None = None
-    """Remember a body for later requests that refer to it, where they can."""
+    """Remember a body for later requests that refer to it; None if the interface has no references."""
 
 
 TEXT_COMPLETIONS = "/completions"
@@ -74,7 +79,7 @@ TEXT_COMPLETION = (
     "unseen_call",
     "A legacy text completion (POST /completions) is not recorded, and no policy answers it: use chat completions.",
 )
-"""The warning of a request to the interface before chat: a continued text has no messages, so no turns to group."""
+"""The warning for a request to the interface before chat. A continued text has no messages, so no turns to group."""
 
 
 CHAT = Form(
@@ -100,27 +105,27 @@ FORMS = (CHAT, RESPONSES)
 
 
 def edited(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> bytes:
-    """What goes out for a request: `raw`, the body that was asked, but for what the prompts of the call have edited."""
+    """The body to send: `raw`, the JSON of `asked`, with the edited prompts of the call."""
     if call.edits is None:
         return raw
     return spliced(raw, asked, form.rewrite(asked, call.edits.text))
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
-"""What reading a malformed body raises."""
+"""Errors that reading a malformed body may raise."""
 
 
 def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
-    """End the call with the body `raw`, a stream or JSON, also where it is broken in itself or tells of a failure.
+    """End the call with the body `raw`, a stream or JSON; also with a malformed body, or one that reports a failure.
 
-    False where the body is cut short: the call stays open.
+    Returns False if the body is cut short: the call stays open.
     """
-    found = None
+    answer = None
     try:
         body = body_of_stream(form, raw) if streamed else decoded(raw)
         if body is None:
             return False
-        found = form.answer(body)
+        answer = form.answer(body)
         if form.keep is not None:
             form.keep(call, asked, body)
     except ProviderFailed as failure:
@@ -128,28 +133,28 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
     except BROKEN as broken:
         if isinstance(broken, msgspec.DecodeError) and "truncated" in str(broken):
             return False
-        call.fail("malformed", reason_of(broken)[1], found or part_of(form, raw, streamed))
+        call.fail("malformed", reason_of(broken)[1], answer or part_of(form, raw, streamed))
     else:
-        call.finish(found)
+        call.finish(answer)
     return True
 
 
 def decoded(raw: bytes) -> Any:
-    """JSON as the SDK takes it, which is more than JSON has: NaN, and halves of surrogate pairs."""
+    """Decode JSON as leniently as the SDK, which also accepts NaN and halves of surrogate pairs."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
-        # msgspec also calls a text cut short that ends with half of a surrogate pair.
+        # msgspec reports a text that ends with half of a surrogate pair as truncated.
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(raw, parse_constant=lambda name: None)
         raise
 
 
 def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
-    """The body that a stream adds up to; None when it was not read to its end.
+    """The body of a stream's answer; None if the stream was not read to its end.
 
-    The last event of a Responses stream holds the whole answer. The client takes it from there, so faults of the events
-    before it do not matter. In any other stream the first fault is raised at the end.
+    The last event of a Responses stream holds the complete answer. The client takes it from there, so faults in earlier
+    events do not matter. For any other stream the first fault is raised, after all events.
     """
     stream, done, ended = form.stream(), False, False
     fault: Exception | None = None
@@ -171,8 +176,7 @@ def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
 
 
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
-    """The answer as far as the sound events of a broken or half-read stream tell it; None for JSON, of which a part
-    tells nothing."""
+    """The partial answer in the well-formed events of a broken or half-read stream; None for a JSON body."""
     if not streamed:
         return None
     stream = form.stream()

@@ -29,9 +29,9 @@ def check_address() -> None:
 
 
 class OtherModel:
-    """Asks `model` at the OpenAI-compatible address of the environment what the application asks its own model.
+    """Sends the application's calls to another `model`, at the OpenAI-compatible address of the environment.
 
-    It may be open only in one event loop; close it with `aclose`.
+    It may be open in one event loop only; close it with `aclose`.
     """
 
     def __init__(self, model: str) -> None:
@@ -39,8 +39,10 @@ class OtherModel:
         self._client: openai.AsyncOpenAI | None = None
 
     async def respond(self, call: LiveCall) -> Answer:
-        """The answer of the other model to the call as it goes out. Raises RunError where there is none, which does
-        not count against the application."""
+        """The answer of the other model to a call, with its edited prompts.
+
+        Raises RunError, not SamplerError, if there is no answer: the failure is not the application's.
+        """
         import openai
 
         if self._client is None:

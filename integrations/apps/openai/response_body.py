@@ -1,4 +1,4 @@
-"""Response objects of the Responses API, whole and as events: an answer as one, and one as an answer."""
+"""Translates answers to Response objects of the Responses API, and back. A response is one body, or events."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a request that its response repeats, with their values where the request leaves them out."""
+"""Fields of a request that its response repeats, with their defaults."""
 _READ = ("message", "function_call", "reasoning")
 
 
 class ProviderFailed(Exception):
-    """The provider says, in a well-formed answer, that it has none."""
+    """The provider reports, in a well-formed body, that it has no answer."""
 
 
 def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The Response object of an answer's chosen candidate, under the model name that was asked for."""
     candidate = answer.candidates[answer.chosen]
     cut = candidate.finish_reason == "length"
-    given = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
-    read, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
+    echoed = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
+    prompt_tokens, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
     response = {
         "id": f"resp_{call.id}",
         "object": "response",
@@ -53,15 +53,15 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
         "status": "incomplete" if cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        **given,
+        **echoed,
         "model": call.model,
         "output": _output(call, candidate, asked),
         "usage": {
-            "input_tokens": read,
+            "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + written,
+            "total_tokens": prompt_tokens + written,
         },
     }
     if asked.get("return_token_ids"):
@@ -71,7 +71,7 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
 
 
 def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
-    """What answers a request: a Response object, which is kept, or a stream of it; and the content type."""
+    """The response to a request, as one body or a stream, and its content type. It is kept for later requests."""
     response = response_of(call, answer, asked)
     keep(call, asked, response)
     return sent(call, response, lambda: to_events(response, asked))
@@ -147,9 +147,14 @@ def answer_of(response: Any) -> Answer:
 
 
 def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
-    texts = [part for item in items if isinstance(parts := item.get("content"), list) for part in parts]
-    told = [part.get("logprobs") for part in texts if isinstance(part, Mapping)]
-    return shown_of([token for tokens in told if isinstance(tokens, list) for token in tokens])
+    """The tokens of all parts, with their log-probabilities; None if the response has none."""
+    tokens: list[Any] = []
+    for item in items:
+        parts = item.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, Mapping) and isinstance(part.get("logprobs"), list):
+                tokens += part["logprobs"]
+    return shown_of(tokens)
 
 
 def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
@@ -164,35 +169,33 @@ def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
 
 def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a response, in its order: item by item, part by part."""
+    events: list[bytes] = []
+
+    def add(kind: str, fields: Mapping[str, Any]) -> None:
+        body = {"type": kind, "sequence_number": len(events), **fields}
+        events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body)))
+
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    last = f"response.{response['status']}"
-    made: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
-    ]
+    add("response.created", {"response": begun})
+    add("response.in_progress", {"response": begun})
     for index, item in enumerate(response["output"]):
         field, empty = _GROWING[item["type"]]
-        parts = ((kind, {"item_id": item["id"], **event}) for kind, event in _CONTENT[item["type"]](item))
-        of_item: list[tuple[str, dict[str, Any]]] = [
-            ("response.output_item.added", {"item": {**item, "status": "in_progress", field: empty}}),
-            *parts,
-            ("response.output_item.done", {"item": item}),
-        ]
-        made += ((kind, {"output_index": index, **event}) for kind, event in of_item)
-    made.append((last, {"response": response}))
-    bodies = [{"type": kind, "sequence_number": number, **event} for number, (kind, event) in enumerate(made)]
-    return b"".join(
-        [b"event: %s\ndata: %s\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies]
-    )
+        added = {**item, "status": "in_progress", field: empty}
+        add("response.output_item.added", {"output_index": index, "item": added})
+        for kind, fields in _CONTENT[item["type"]](item):
+            add(kind, {"output_index": index, "item_id": item["id"], **fields})
+        add("response.output_item.done", {"output_index": index, "item": item})
+    add(f"response.{response['status']}", {"response": response})
+    return b"".join(events)
 
 
 def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for at, part in enumerate(item["content"]):
-        where, logprobs = {"content_index": at}, part.get("logprobs") or []
-        yield "response.content_part.added", {**where, "part": {**part, "text": "", "logprobs": []}}
-        yield "response.output_text.delta", {**where, "delta": part["text"], "logprobs": logprobs}
-        yield "response.output_text.done", {**where, "text": part["text"], "logprobs": logprobs}
-        yield "response.content_part.done", {**where, "part": part}
+    for index, part in enumerate(item["content"]):
+        place, logprobs = {"content_index": index}, part.get("logprobs") or []
+        yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
+        yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": logprobs}
+        yield "response.output_text.done", {**place, "text": part["text"], "logprobs": logprobs}
+        yield "response.content_part.done", {**place, "part": part}
 
 
 def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -201,12 +204,12 @@ def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for at, part in enumerate(item["summary"]):
-        where = {"summary_index": at}
-        yield "response.reasoning_summary_part.added", {**where, "part": {**part, "text": ""}}
-        yield "response.reasoning_summary_text.delta", {**where, "delta": part["text"]}
-        yield "response.reasoning_summary_text.done", {**where, "text": part["text"]}
-        yield "response.reasoning_summary_part.done", {**where, "part": part}
+    for index, part in enumerate(item["summary"]):
+        place = {"summary_index": index}
+        yield "response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}
+        yield "response.reasoning_summary_text.delta", {**place, "delta": part["text"]}
+        yield "response.reasoning_summary_text.done", {**place, "text": part["text"]}
+        yield "response.reasoning_summary_part.done", {**place, "part": part}
 
 
 _CONTENT = {"message": _text, "function_call": _arguments, "reasoning": _reasoning}
@@ -215,23 +218,23 @@ _GROWING: dict[str, tuple[str, Any]] = {
     "function_call": ("arguments", ""),
     "reasoning": ("summary", []),
 }
-"""By type of an item: the field that its events fill in, and its value before the first."""
+"""Type of an item -> the field that its events fill in, and the value of this field before the first event."""
 
 
 _LAST = ("response.completed", "response.incomplete", "response.failed")
 
 
 class ResponseStream:
-    """What the events of a stream add up to: the response that its last event holds, else the items so far."""
+    """Collects the events of a stream: the response in its last event, or the items so far."""
 
     def __init__(self) -> None:
         self._response: dict[str, Any] | None = None
         self._items: dict[int, dict[str, Any]] = {}
         self._done: set[int] = set()
-        """Items that came as a whole."""
+        """Indices of items whose last event has come."""
 
     def take(self, event: Any) -> bool:
-        """Add an event; whether it is the last. Raises ProviderFailed for an error event."""
+        """Add an event. True if it is the last one. Raises ProviderFailed for an error event."""
         kind = event.get("type")
         if kind == "error" or event.get("error"):
             raise ProviderFailed(f"error event: {event.get('error') or event.get('message')}")
@@ -245,7 +248,7 @@ class ResponseStream:
         elif kind in _GROWS:
             item_type, add = _GROWS[kind]
             index = number(event, "output_index")
-            # Servers leave out events that announce an item or a part of it; clients do without.
+            # Some servers leave out the events that announce an item or a part of it, and clients accept that.
             item = self._items.setdefault(index, {"type": item_type, "role": "assistant"})
             add(item, event)
         return self._response is not None
@@ -257,29 +260,30 @@ class ResponseStream:
         return self._response is not None
 
     def some(self) -> bool:
-        """Whether it says anything."""
+        """Whether the events hold any part of an answer."""
         return any(item.get("content") or item.get("arguments") or item.get("summary") for item in self._items.values())
 
     def body(self, *, whole: bool) -> dict[str, Any]:
-        """The response; where it is not `whole`, the items so far with the status `interrupted`."""
+        """The response. If it is not `whole`, it has the items so far and the status `interrupted`."""
         items = [self._items[index] for index in sorted(self._items)]
         if not whole:
             return {"status": "interrupted", "output": items}
         if self._response is None:
             return {"status": "completed", "output": items}
-        if not self._response.get("output") and items:  # the last event repeats the output on most servers, not on all
+        # Most servers repeat the output in the last event, but not all.
+        if not self._response.get("output") and items:
             return {**self._response, "output": items}
         return self._response
 
 
 def _part(item: dict[str, Any], field: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an item that an event belongs to: of its `content` or its `summary`. New ones are empty texts."""
+    """The part that an event belongs to, in the `content` or the `summary` of an item. A new part is an empty text."""
     kind = {"content": "output_text", "summary": "summary_text"}[field]
-    at = number(event, f"{field}_index")
+    index = number(event, f"{field}_index")
     parts: list[dict[str, Any]] = item.setdefault(field, [])
-    while len(parts) <= at:
+    while len(parts) <= index:
         parts.append({"type": kind, "text": ""})
-    return parts[at]
+    return parts[index]
 
 
 def _grow_content(item: dict[str, Any], event: Mapping[str, Any]) -> None:
@@ -304,4 +308,4 @@ _GROWS: dict[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], None]
     "response.reasoning_summary_text.delta": ("reasoning", _grow_summary),
     "response.function_call_arguments.delta": ("function_call", _grow_arguments),
 }
-"""By type of an event: the type of its item, and how it is added to it."""
+"""Type of an event -> the type of its item, and the function that adds it to the item."""

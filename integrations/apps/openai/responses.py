@@ -1,4 +1,4 @@
-"""Requests of the Responses API as chat requests, with the earlier responses of the same episode that they refer to."""
+"""Translates requests of the Responses API to chat requests. They may refer to earlier responses of their episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _NOTE = "openai_responses"
 ENTRIES, BYTES = 100_000, 64 << 20
-"""Most responses with their items, and bytes of all, that are kept of one episode."""
+"""Limits for the earlier responses of one episode: number of responses and items, and bytes of all."""
 _UNANSWERED = {
     "background": "a response in the background",
     "conversation": "a conversation that the provider keeps",
@@ -33,25 +33,25 @@ _FORGOTTEN = (
 
 
 class Conversation(NamedTuple):
-    """The messages up to a response, its own included; not `whole` where it continues one that is not known."""
+    """The messages up to and including a response. It is not `whole` if it continues an unknown response."""
 
     messages: tuple[dict[str, Any], ...] = ()
     whole: bool = True
 
 
 class EarlierResponses:
-    """The responses of an episode by id, and their items, for `previous_response_id` and item references.
+    """The responses of an episode and their items by id, for `previous_response_id` and item references.
 
-    The least recently used are forgotten when they take more than `BYTES`.
+    Beyond `BYTES`, the least recently used are forgotten.
     """
 
     def __init__(self) -> None:
-        self._kept: BoundedCache[Any] = BoundedCache(ENTRIES, BYTES)
+        self._cache: BoundedCache[Any] = BoundedCache(ENTRIES, BYTES)
 
     def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Remember the response to a call. Instructions are of one request only, so they are left out.
+        """Remember the response to a call. Instructions apply to one request only, so they are left out.
 
-        What is forgotten for it is counted, as is a call that was recorded without what it refers to.
+        Warns of responses that are forgotten to make room, and of a call that refers to an unknown response.
         """
         whole = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
         if not whole:
@@ -59,36 +59,38 @@ class EarlierResponses:
         output, _ = readable(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
         messages = (*history, *messages_of(output))
-        kept = Conversation(messages, whole)
-        forgotten = self._kept.put(("response", str(response.get("id"))), kept, bytes_of(messages))
+        conversation = Conversation(messages, whole)
+        forgotten = self._cache.put(("response", str(response.get("id"))), conversation, bytes_of(messages))
         for item in output:
             if item.get("id"):
-                forgotten += self._kept.put(("item", str(item["id"])), item, bytes_of(item))
+                forgotten += self._cache.put(("item", str(item["id"])), item, bytes_of(item))
         for _ in range(forgotten):
             call.episode.warn("forgotten_response", _FORGOTTEN)
 
     def before(self, asked: Mapping[str, Any]) -> Conversation:
         """The conversation that a request continues."""
-        name = asked.get("previous_response_id")
-        return (self._kept.get(("response", name)) or Conversation(whole=False)) if name else Conversation()
+        response_id = asked.get("previous_response_id")
+        if not response_id:
+            return Conversation()
+        return self._cache.get(("response", response_id)) or Conversation(whole=False)
 
     def get(self, item_id: Any) -> Mapping[str, Any] | None:
-        """The item of this id."""
-        found: Mapping[str, Any] | None = self._kept.get(("item", item_id))
-        return found
+        """The item with this id; None for an unknown one."""
+        item: Mapping[str, Any] | None = self._cache.get(("item", item_id))
+        return item
 
 
 def earlier_in(episode: LiveEpisode) -> EarlierResponses:
-    """The episode's responses."""
-    found: EarlierResponses | None = episode.notes.get(_NOTE)
-    return found if found is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
+    """The earlier responses of an episode."""
+    earlier: EarlierResponses | None = episode.notes.get(_NOTE)
+    return earlier if earlier is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """A Responses request as a chat request: instructions first, then the earlier conversation, then the input. And
-    what in it only a provider can serve, or "".
+    """A Responses request as a chat request, and a text that names its features that only a provider can serve.
 
-    Raises ValueError for an input that is neither text nor a list of items.
+    The messages are the instructions, then the earlier conversation, then the input. The text is empty if a policy can
+    serve everything. Raises ValueError for an input that is neither text nor a list of items.
     """
     earlier = earlier_in(episode)
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
@@ -112,16 +114,18 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
 
 
 def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A request with its edited prompts; itself where nothing changes."""
+    """A request with its edited prompts; the same object if nothing changes."""
     changed: dict[str, Any] = {}
     for name, role in (("instructions", "system"), ("input", "user")):
-        if isinstance(given := asked.get(name), str):
-            message = {"role": role, "content": given}
+        if isinstance(value := asked.get(name), str):
+            message = {"role": role, "content": value}
             if (new := map_message(message, said)) is not message:
                 changed[name] = new["content"]
-    for name, one in (("input", map_message), ("tools", map_tool)):
-        if isinstance(given := asked.get(name), list) and (made := each(given, partial(one, said=said))) is not given:
-            changed[name] = made
+    for name, map_item in (("input", map_message), ("tools", map_tool)):
+        if isinstance(value := asked.get(name), list):
+            edited = each(value, partial(map_item, said=said))
+            if edited is not value:
+                changed[name] = edited
     text = asked.get("text")
     if isinstance(text, Mapping) and (form := map_format(text.get("format"), said)) is not text.get("format"):
         changed["text"] = {**text, "format": form}
@@ -139,17 +143,17 @@ def hosted_tools(chat: Mapping[str, Any]) -> list[str]:
     return [f"tools that the provider runs ({', '.join(dict.fromkeys(kinds))})"] if kinds else []
 
 
-def messages_of(items: Iterable[Mapping[str, Any]], known: EarlierResponses | None = None) -> list[dict[str, Any]]:
-    """Items of an input or an output as chat messages. What belongs to one assistant turn becomes one message.
+def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | None = None) -> list[dict[str, Any]]:
+    """Items of an input or an output as chat messages. The items of one assistant turn become one message.
 
-    An item that no chat message can say is kept as it is.
+    References are resolved in `earlier`. An item that has no chat form is kept as it is.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
-    for given in items:
-        item = given
+    for item in items:
         if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
-            item = (known.get(item["id"]) if known is not None else None) or {**item, "type": _REFERENCE}
+            referred = earlier.get(item["id"]) if earlier is not None else None
+            item = referred or {**item, "type": _REFERENCE}
         kind = str(item.get("type") or "message")
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if turn is None or _complete(turn, kind):
@@ -163,7 +167,7 @@ def messages_of(items: Iterable[Mapping[str, Any]], known: EarlierResponses | No
 
 
 def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Items of an output that can be read, and those that cannot."""
+    """The well-formed items of an output, and the malformed ones."""
     sound, broken = [], []
     for item in output:
         try:
@@ -182,14 +186,14 @@ def text_of(parts: Any) -> str:
 
 
 def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    given = asked.get("input")
-    if given is None:
+    items = asked.get("input")
+    if items is None:
         return ()
-    if isinstance(given, str):
-        return ({"role": "user", "content": given},)
-    if not isinstance(given, list) or not all(isinstance(item, Mapping) for item in given):
+    if isinstance(items, str):
+        return ({"role": "user", "content": items},)
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise ValueError("input is neither text nor a list of items")
-    return given
+    return items
 
 
 def _complete(turn: Mapping[str, Any], kind: str) -> bool:
@@ -225,11 +229,13 @@ def _message(kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(parts: Any) -> Any:
-    """A content in chat form: text where it is one part of text, else a list of parts."""
+    """A content in chat form: a text if it is a single text part, else a list of parts."""
     if not isinstance(parts, list):
         return parts
-    made = [_part(part) for part in parts]
-    return made[0]["text"] if len(made) == 1 and made[0].get("type") == "text" else made
+    chat_parts = [_part(part) for part in parts]
+    if len(chat_parts) == 1 and chat_parts[0].get("type") == "text":
+        return chat_parts[0]["text"]
+    return chat_parts
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,13 +258,16 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _params(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The other fields under the names that chat requests have for them."""
-    rest = {k: v for k, v in asked.items() if k not in ("input", "instructions", "tools", "max_output_tokens", "text")}
+    """The parameters of a request under their names in chat requests."""
+    translated = ("input", "instructions", "tools", "max_output_tokens", "text")
+    params = {name: value for name, value in asked.items() if name not in translated}
     if "max_output_tokens" in asked:
-        rest["max_completion_tokens"] = asked["max_output_tokens"]
+        params["max_completion_tokens"] = asked["max_output_tokens"]
     text = dict(asked.get("text") or {})
-    shape = text.pop("format", None)
-    if shape:
-        schema = {k: v for k, v in shape.items() if k != "type"}
-        rest["response_format"] = {"type": shape.get("type"), **({shape["type"]: schema} if schema else {})}
-    return {**rest, **text}
+    text_format = text.pop("format", None)
+    if text_format:
+        params["response_format"] = {"type": text_format.get("type")}
+        schema = {name: value for name, value in text_format.items() if name != "type"}
+        if schema:
+            params["response_format"][text_format["type"]] = schema
+    return {**params, **text}

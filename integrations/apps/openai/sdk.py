@@ -1,4 +1,4 @@
-"""The hook in the OpenAI SDK: every request of a client passes `_send_request`, and is recorded or answered there.
+"""Hooks the OpenAI SDK. Every request of a client passes through `_send_request`, and is recorded or answered there.
 
 Works with openai 2.45 and later and with 3.x. Outside an episode each hook costs one read of a ContextVar.
 """
@@ -48,11 +48,11 @@ from cotune.records.structs import CallStatus
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
 _UNSEEN = ("/runs", "/batches", "/responses/compact")
-"""Ends of paths behind which models answer, or will, but not in the response."""
+"""Endings of paths whose requests start models, but whose responses do not hold the models' answers."""
 
 
 def install() -> None:
-    """Hook both client classes. Raises UnsupportedVersion where this openai lacks a method."""
+    """Hook both client classes. Raises UnsupportedVersion if this version of openai lacks a method."""
     from openai import _base_client as base
 
     hooks = (("request", _request, _request_async), ("_send_request", _send, _send_async))
@@ -65,37 +65,39 @@ def install() -> None:
 
 @dataclass(eq=False, slots=True)
 class _Exchange:
-    """One request of the application with all the retries that the SDK makes of it: one call."""
+    """One request of the application with all retries of the SDK. It is one call."""
 
     retried: bool
-    """Whether the SDK may send it again after a failure: then the call ends with the request, not with an attempt."""
+    """Whether the SDK may retry after a failure. If so, the call ends with the request, not with a failed attempt."""
     form: Form = CHAT
     asked: dict[str, Any] = field(default_factory=dict)
     call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
     failure: str = "unknown"
-    """How the last attempt failed."""
+    """Reason of the last failed attempt."""
     waits: bool = False
-    """Whether the last attempt has failed, and no other has begun."""
+    """Whether the last attempt has failed and the next one has not begun."""
     edits: bool = False
     """Whether the prompts of the call are edited here, in each attempt."""
 
     def outgoing(self, request: Any) -> Any:
-        """The request as it is sent: itself, or a copy with the edits of the call's prompts."""
+        """The request to send: the same object, or a copy with edited prompts."""
         if not self.edits:
             return request
         content = edited(self.call, self.form, self.asked, request.content)
         headers = request.headers.copy()
         headers["content-length"] = str(len(content))
-        made = package_of(request).Request
-        return made(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
+        new_request = package_of(request).Request
+        return new_request(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
 
-    def answered(self, request: Any, found: Answer) -> Any:
-        content, kind = self.form.content(self.call, found, self.asked)
+    def answered(self, request: Any, answer: Answer) -> Any:
+        """The response that returns a policy's answer; ends the call."""
+        content, kind = self.form.content(self.call, answer, self.asked)
         response = _response(request, 200, kind, content, self.call.id)
-        self.call.finish(found)
+        self.call.finish(answer)
         return response
 
     def refused(self, request: Any, error: Exception) -> Any:
+        """The response that reports an error of the responder; ends the call."""
         text = INTERRUPTED if self.call.episode.interrupted else error_text(error)
         return _error_response(request, failed(self.call, error), text)
 
@@ -106,7 +108,7 @@ class _Exchange:
             raised(self.call, error)
 
     def observed(self, response: Any) -> Any:
-        """Record the provider's answer: now, or when the application has read the stream."""
+        """Record the provider's answer: now, or once the application has read the stream."""
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
             self.failure, self.waits = f"error: {cause}", True
@@ -123,7 +125,8 @@ class _Exchange:
         return response
 
     def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
-        """End the call with the decoded body; `error` interrupted its stream, `ended` says whether all of it came."""
+        """End the call with the decoded body. `error` is the error that interrupted its stream; `ended` tells a stream
+        that was read to its end from one that the application stopped reading."""
         call, form = self.call, self.form
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         if error is not None:
@@ -187,8 +190,8 @@ def _send(original: Any) -> Any:
         if not isinstance(exchange, _Exchange):
             return exchange
         try:
-            if (found := answer_blocking(exchange.call)) is not None:
-                return exchange.answered(request, found)
+            if (reply := answer_blocking(exchange.call)) is not None:
+                return exchange.answered(request, reply)
         except Exception as error:  # noqa: BLE001
             return exchange.refused(request, error)
         if exchange.call.episode.offline:
@@ -211,8 +214,8 @@ def _send_async(original: Any) -> Any:
         if not isinstance(exchange, _Exchange):
             return exchange
         try:
-            if (found := await answer(exchange.call)) is not None:
-                return exchange.answered(request, found)
+            if (reply := await answer(exchange.call)) is not None:
+                return exchange.answered(request, reply)
         except Exception as error:  # noqa: BLE001
             return exchange.refused(request, error)
         if exchange.call.episode.offline:
@@ -228,9 +231,9 @@ def _send_async(original: Any) -> Any:
 
 
 def _exchange_of(request: Any) -> _Exchange | Any | None:
-    """The exchange of a request, with its call: a new one, one that a model class has opened, or one that is retried.
+    """The exchange of a request, with its call. The call is new, or a model class has opened it, or it is retried.
 
-    None lets the request pass unrecorded (counted); anything else is a response that refuses it.
+    None lets the request pass unrecorded, which is counted. Any other object is a response that refuses the request.
     """
     episode = current_episode.get()
     if episode is None:
@@ -257,8 +260,9 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         if call is None or call.on_wire or call.ended:
             plain = as_asked(call, body)
             call = episode.start(identify(), plain)
-            exchange.edits = call.rewritten is not None and plain is body  # else it has the edits already
-        elif call.rewritten is None:  # else what it sends here has the edits already
+            # If a model class has edited the prompts already, they must not be edited twice.
+            exchange.edits = call.rewritten is not None and plain is body
+        elif call.rewritten is None:
             call.read(body)
     except RecordError as error:
         if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
@@ -279,7 +283,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
 
 
 def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
-    """Count a request that is no call where a model answers behind it, out of sight."""
+    """Warn of a request that is no recorded call although a model works on it."""
     if request.method != "POST":
         return
     if request.url.path.endswith(TEXT_COMPLETIONS):
@@ -298,7 +302,7 @@ def _error_response(request: Any, status: int, message: str) -> Any:
 
 
 def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
-    """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
+    """A response of the request's package (httpx or httpx2), with a header that keeps the SDK from retrying."""
     headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
     response = package_of(request).Response(status, headers=headers, content=content, request=request)
     response.elapsed = timedelta(0)
@@ -306,7 +310,7 @@ def _response(request: Any, status: int, kind: str, content: bytes, name: str) -
 
 
 def package_of(message: Any) -> Any:
-    """The package that a request or response belongs to, itself or by a base class: httpx or httpx2."""
+    """The package that the class of a request or response, or a base of it, comes from: httpx or httpx2."""
     for cls in type(message).__mro__:
         if (name := cls.__module__.partition(".")[0]).startswith("httpx"):
             return sys.modules[name]
@@ -314,7 +318,7 @@ def package_of(message: Any) -> Any:
 
 
 class _Tee:
-    """The stream of a response: the application gets every chunk when it comes, the recorder all at its close."""
+    """Wraps the stream of a response. The application gets each chunk at once, the recorder all of them at the end."""
 
     def __init__(
         self, package: Any, response: Any, settle: Callable[[bytes, BaseException | None, bool], None]
@@ -386,11 +390,17 @@ _SOCKETS = (
 
 
 def install_sockets() -> None:
-    """Count connections over which models answer out of sight: wrap `connect` of the modules that are loaded. Those
-    that come later call this again."""
-    for module in [sys.modules[name] for name in _SOCKETS if name in sys.modules]:
-        for cls in [found for found in vars(module).values() if isinstance(found, type)]:
-            replace_method(cls, "connect", _counted)
+    """Warn of sockets, whose answers are not recorded: wrap `connect` in the modules that are loaded.
+
+    It is called again for each module that is loaded later.
+    """
+    for name in _SOCKETS:
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, type):
+                replace_method(value, "connect", _counted)
 
 
 def _counted(original: Any) -> Any:

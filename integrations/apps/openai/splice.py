@@ -1,4 +1,4 @@
-"""A request's JSON with some of its values replaced, and every other byte as the client wrote it."""
+"""Replaces values in the JSON of a request, and leaves every other byte as the client wrote it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ _OPEN, _CLOSE, _OBJECT, _COMMA, _COLON = b"{[", b"}]", b"{"[0], b","[0], b":"[0]
 
 
 def spliced(raw: bytes, old: Any, new: Any) -> bytes:
-    """`raw`, the JSON of `old`, with what differs in `new`; `raw` itself where nothing does."""
+    """`raw`, the JSON of `old`, with the values that differ in `new`; `raw` itself if no value differs."""
     changes = dict(_changes(old, new))
     if not changes:
         return raw
-    places = sorted((start, end, path) for path, start, end in _values(raw) if path in changes)
+    places: list[tuple[int, int, Path]] = []
+    for path, start, end in _values(raw):
+        if path in changes:
+            places.append((start, end, path))
+    # A key that stands twice in an object, for example, makes a path ambiguous: then all of it is written again.
     if {path for _, _, path in places} != changes.keys():
         return msgspec.json.encode(new)
-    parts, at = [], 0
-    for start, end, path in places:
-        parts += [raw[at:start], msgspec.json.encode(changes[path])]
-        at = end
-    return b"".join([*parts, raw[at:]])
+
+    parts, copied = [], 0
+    for start, end, path in sorted(places):
+        parts += [raw[copied:start], msgspec.json.encode(changes[path])]
+        copied = end
+    return b"".join([*parts, raw[copied:]])
 
 
 def _changes(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The outermost values of `new` that are others than those of `old`, by their paths."""
+    """Path and value of the outermost values of `new` that differ from `old`."""
     if new is old:
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
@@ -43,7 +48,7 @@ def _changes(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _values(raw: bytes) -> Iterator[tuple[Path, int, int]]:
-    """Each value of a JSON text: its path, where it starts, and where it ends."""
+    """Each value of a JSON text: its path, its first byte, and the byte after its last one."""
     path: list[str | int] = []
     starts: list[int] = []
     named = False

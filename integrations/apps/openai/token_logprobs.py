@@ -1,4 +1,4 @@
-"""Tokens with their log-probabilities in OpenAI's form, of both interfaces, and back."""
+"""Translates tokens with their log-probabilities to the form of OpenAI's two interfaces, and back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from cotune.records.structs import Candidate, ShownToken
 
 
 def token_logprobs(candidate: Candidate) -> list[msgspec.Raw]:
-    """The tokens that an application sees, each as JSON: objects of a long answer would hold up the other requests.
+    """The tokens of an answer as the application sees them. Tokens without a text, in older records, show their id.
 
-    Where an older record has no texts, ids stand in their place.
+    Each token is encoded at once: the objects of a long answer would take long to encode and free later, in the event
+    loop, while other requests wait.
     """
+    encoded: list[msgspec.Raw] = []
     if candidate.shown is None:
-        pairs = zip(candidate.token_ids, candidate.logprobs, strict=False)
-        told = ({"token": f"token_id:{t}", "logprob": p, "bytes": [], "top_logprobs": []} for t, p in pairs)
-    else:
-        told = ({**_token(token), "top_logprobs": [_token(t) for t in token.top_logprobs]} for token in candidate.shown)
-    return [msgspec.Raw(_json(token)) for token in told]
+        for token_id, logprob in zip(candidate.token_ids, candidate.logprobs, strict=False):
+            entry = {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": [], "top_logprobs": []}
+            encoded.append(msgspec.Raw(_json(entry)))
+        return encoded
+    for token in candidate.shown:
+        entry = {**_token(token), "top_logprobs": [_token(alternative) for alternative in token.top_logprobs]}
+        encoded.append(msgspec.Raw(_json(entry)))
+    return encoded
 
 
 _json = msgspec.json.Encoder().encode
@@ -32,9 +37,9 @@ def _token(token: ShownToken) -> dict[str, Any]:
 
 
 def shown_of(items: Sequence[Any], token_ids: Sequence[Any] = ()) -> tuple[ShownToken, ...] | None:
-    """What a provider told of tokens; None where that is nothing, or mistyped.
+    """The tokens in a provider's answer; None if there are none, or if they are mistyped.
 
-    Beside `token_ids` texts say nothing new, so they are kept only with `top_logprobs`.
+    If `token_ids` are known, the texts add nothing, so they are kept only with `top_logprobs`.
     """
     if not items or (token_ids and not (isinstance(items[0], dict) and items[0].get("top_logprobs"))):
         return None
