@@ -1,4 +1,4 @@
-"""A process of the cluster that hosts one object: a Ray actor, from its start to its certain end."""
+"""A process of the cluster that hosts one object. It is a Ray actor, which is always ended with its owner."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from cotune.user_objects import load_object
 log = logging.getLogger("cotune")
 
 CALLS = 10_000
-"""How many calls of one object may run at once; others wait."""
+"""Most calls of one object that may run at once; others wait."""
 
 DRAIN_SECONDS = 5.0
-"""How long a closed object's process waits for the failures of its pending calls to be sent."""
+"""Seconds that the process of a closed object waits for the errors of its pending calls to be sent."""
 
 GRACE_SECONDS = 2.0
-"""How long a process may take to end when Ray tells it to, before it is sent SIGKILL."""
+"""Seconds that a process gets to end after Ray has asked it to; then it gets SIGKILL."""
 
 KILL_SECONDS = 30.0
-"""How long to wait until Ray says that a killed process is gone, and until it is."""
+"""Seconds to wait until Ray reports the end of a killed process, and until the process has ended."""
 
 
 class ProcessGone(CotuneError):
-    """The process ended, crashed, was killed or cannot be reached. `cause` is what Ray knows of it, in one line."""
+    """The process ended, crashed, was killed or cannot be reached. `cause` is Ray's explanation, in one line."""
 
 
 class Host:
-    """What runs in the actor: an object; its methods run on the actor's event loop.
+    """The actor. It holds an object, whose methods run on the actor's event loop.
 
-    The operating system lists the process by the name of this class, or of one that inherits from it.
+    The operating system lists the process by the name of this class, or of a subclass.
     """
 
     def __init__(self) -> None:
-        # Ray hands arrays over read-only, in shared memory; nobody writes into what is given.
+        # Ray passes arrays read-only, in shared memory; torch warns of that, but the object does not write into them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._object: Any = None
         self._running = 0
@@ -73,12 +73,12 @@ class Host:
 
 
 class RayProcess:
-    """An object in a process of its own. It can be pickled: every process of the cluster that has one calls the object.
+    """An object in a separate process. It can be pickled, so that any process of the cluster can call the object.
 
-    `factory` is the import path of what makes the object, a class or an async function: "module:name" or
-    "module:Class.function", called there with `kwargs`. The object's methods are coroutine functions, and many may run
-    at once. Ray picks a node with `cpus` and `gpus` to spare. The process ends with the one that started it, and is
-    never started again.
+    `factory` is the import path of a class or an async function, "module:name" or "module:Class.function". It is called
+    in the new process with `kwargs` and returns the object. The object's methods are coroutine functions; many may run
+    at once. Ray chooses a node with `cpus` and `gpus` to spare. The process ends with the process that started it, and
+    is never started again.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class RayProcess:
         self.node = ""
 
     async def start(self) -> None:
-        """Return when the object is made, and `pid` and `node` are known. Raises ConfigError, ProcessGone, and what
-        the factory raises."""
+        """Start the process and wait for the object; then `pid` and `node` are set.
+
+        Raises ConfigError, ProcessGone, and the errors of the factory.
+        """
         import ray
 
         runtime_env = await asyncio.to_thread(_uploaded, self._runtime_env)
@@ -109,12 +111,14 @@ class RayProcess:
         self.pid, self.node = await _answer(self._actor.open.remote(*self._made_by))
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object; cancelled here, it is cancelled there. Raises what it raises if that is a
-        CotuneError, and ProcessGone."""
+        """Call a method of the object. Cancelling this call cancels the method.
+
+        Raises ProcessGone, and the method's own error if that is a CotuneError.
+        """
         return await _answer(self._actor.call.remote(method, *arguments))
 
     async def aclose(self) -> None:
-        """Call the object's `aclose`, let its pending calls fail, and end the process, whatever comes of that."""
+        """Call the object's `aclose`, let its pending calls fail, and end the process in any case."""
         try:
             await _answer(self._actor.aclose.remote())
         except ProcessGone:
@@ -123,7 +127,7 @@ class RayProcess:
             await self.kill()
 
     async def kill(self) -> None:
-        """End the process, also one that is stopped or busy, and wait until it has."""
+        """End the process, even a stopped or busy one, and wait until it has ended."""
         import ray
         from ray.exceptions import RayError
 
@@ -138,15 +142,17 @@ class RayProcess:
 
 
 def end_processes(pids: Collection[int]) -> None:
-    """Wait until these processes of this machine have ended, which Ray has told to. A process that is stopped or busy
-    does not hear that; it is killed, which Ray would do much later."""
+    """Wait until these processes of this machine have ended, as Ray has asked them to.
+
+    A stopped or busy process does not react. Ray would kill it much later; this function does so after a few seconds.
+    """
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
     for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):
         deadline = time.monotonic() + seconds
-        while (processes := [one for one in processes if _is_running(one)]) and time.monotonic() < deadline:
+        while (processes := [process for process in processes if _is_running(process)]) and time.monotonic() < deadline:
             for process in processes if force else ():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -169,9 +175,9 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """With the folders of `working_dir` and `py_modules` sent to the cluster, as `ray.init` does for its own.
+    """Upload the folders of `working_dir` and `py_modules` to the cluster, as `ray.init` does for its own.
 
-    To be done for every process: Ray forgets a folder that nothing uses. Raises ConfigError.
+    This is needed for every process, because Ray removes a folder that nothing uses. Raises ConfigError.
     """
     from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
     from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
@@ -204,10 +210,10 @@ async def _answer(answer: Any) -> Any:
 
 
 def ray_reason(error: Exception) -> str:
-    """Why a process ended, of Ray's report, in one line."""
+    """The reason why a process ended, from Ray's report, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
-    reason = (telling or lines or [type(error).__name__])[0]
+    reasons = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
+    reason = (reasons or lines or [type(error).__name__])[0]
     if "connection error code 2" in reason:
         return "its process ended by itself or was killed (a crash, an exit, too little memory)"
     return reason.split(" Worker exit detail: ")[-1][:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""Ray, started here or joined: one per process, which leaves nothing behind."""
+"""Starts Ray on this machine or joins a cluster. A process has one Ray, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from cotune.integrations.versions import require
 log = logging.getLogger("cotune")
 
 START_SECONDS = 120
-"""How long Ray's own processes may take to start; on a busy machine they need over a minute."""
+"""Seconds that Ray's own processes may take to start. On a busy machine they need over a minute."""
 
 REACH_SECONDS = 5.0
-"""How long the address of a cluster may take to answer."""
+"""Seconds that the address of a cluster may take to answer."""
 
 _BEFORE_RAY = {
     "RAY_raylet_start_wait_time_s": str(START_SECONDS),
@@ -34,28 +34,29 @@ _BEFORE_RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     "RAY_worker_niceness": "0",
 }
-"""What Ray reads from the environment before it starts: patience, no telemetry, no idle workers, GPUs hidden from
-workers that ask for none, and actors that get the same share of the CPUs as the process that waits for them (Ray's own
-niceness of 15 lets anything else on the machine starve them)."""
+"""Environment variables that Ray reads before it starts. They set a longer time limit, turn off telemetry and idle
+workers, and hide GPUs from workers that ask for none. Actors get the same priority as the process that waits for them:
+with Ray's default niceness of 15, any other process on the machine starves them."""
 
 _LATE = "timed out during startup"
-"""What Ray says when a local node is not up after 30 seconds, which no setting changes. A busy machine needs longer;
-the second time less, with all files in memory."""
+"""Part of Ray's error if a local node has not started after 30 seconds. No setting changes this limit. A busy machine
+may need longer, but less at the second attempt, when all files are in memory."""
 _LONGEST_FOLDER = 24
-"""Ray puts sockets of up to 80 more characters under its folder; the system takes 107 in all."""
+"""Longest path of Ray's folder. Ray adds up to 80 characters for sockets; the system allows 107 in all."""
 
 
 @contextmanager
 def open_ray(
     address: str | None = None, *, num_cpus: float | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Start Ray here (`address` None or "local") or join the cluster at `address`; leave it in the end. Gives its
-    address.
+    """Start Ray on this machine (`address` None or "local") or join the cluster at `address`. Yields its address.
 
-    A Ray that this process already has is used, and is left running, unless another `address` is asked for.
-    `num_cpus` is how many a local Ray gives out (default: those of the machine), `env` the environment of all its
-    workers. Open it in a thread that lives as long as Ray is needed: a local Ray ends with it. Raises ConfigError when
-    Ray is missing, does not start or is not at the address; UnsupportedVersion.
+    The block's end stops or leaves Ray. If this process has a Ray already, that one is used and left running.
+    `num_cpus` is the number of CPUs of a local Ray (default: all of the machine), `env` the environment of its workers.
+    Enter the block in a thread that lives as long as Ray is needed, because a local Ray ends with the thread.
+
+    Raises ConfigError if Ray is missing, does not start, is not at the address, or runs at another one;
+    UnsupportedVersion.
     """
     ray = _ray()
     local = address in (None, "local")
@@ -97,7 +98,7 @@ def _ray() -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Raise ConfigError if nothing answers at the address. Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:
         return
@@ -111,7 +112,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _use_token() -> None:
-    """Send the token that Ray keeps for this user: `ray start` asks for it if there is one, `ray.init` sends none."""
+    """Send the token that Ray stores for this user. If there is one, `ray start` requires it; `ray.init` sends none."""
     try:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:
@@ -167,7 +168,7 @@ def _parent() -> Path:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM ends this process through its `finally` blocks, unless the application handles it otherwise."""
+    """Let SIGTERM end this process through its `finally` blocks, unless the application handles the signal itself."""
     before = _sigterm()
     if before is signal.SIG_DFL:
         _handle_sigterm(_leave)
@@ -195,8 +196,10 @@ _WITNESS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1] 
 
 @contextmanager
 def crash_notice(text: str) -> Iterator[None]:
-    """Print `text` to stderr if this process ends while the block runs: by SIGKILL, for want of memory, or by Ray,
-    which ends a process at once when it loses its node."""
+    """Print `text` to stderr if this process ends while the block runs.
+
+    This covers SIGKILL, a lack of memory, and Ray, which ends a process at once if it loses its node.
+    """
     command = [sys.executable, "-I", "-S", "-c", _WITNESS, text]
     witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:

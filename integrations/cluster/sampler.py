@@ -1,4 +1,4 @@
-"""Any sampler in a Ray actor, and the `Sampler` protocol over its handle from every process of the cluster."""
+"""Runs any sampler in a Ray actor. Every process of the cluster can use it by the `Sampler` protocol."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cotune.integrations.models.engine_sampler import CalledSampler
 
 
 class SamplerActor(Host):
-    """The host of one sampler, by the name of its process."""
+    """The host of one sampler. The operating system lists its process by this name."""
 
 
 class RaySampler(CalledSampler):
     """The `Sampler` protocol over a sampler in a process of the cluster; made by `start_sampler`.
 
-    It can be pickled: every process of the cluster that has one samples from the same engine. Raises SamplerError when
-    the process is gone; errors that the sampler raises there arrive as themselves.
+    It can be pickled, so that any process of the cluster can sample from the same engine. Raises SamplerError if the
+    process is gone. Errors of the sampler are raised here with their own class.
     """
 
     def __init__(self, process: RayProcess) -> None:
@@ -28,7 +28,7 @@ class RaySampler(CalledSampler):
         self._closed = False
 
     async def aclose(self) -> None:
-        """Close the sampler in its process and end that; pending requests fail with SamplerError."""
+        """Close the sampler and end its process; pending requests fail with SamplerError."""
         if not self._closed:
             self._closed = True
             await self._process.aclose()
@@ -58,10 +58,10 @@ async def start_sampler(
     num_gpus: float = 0,
     env: Mapping[str, str] | None = None,
 ) -> RaySampler:
-    """Start a process that hosts the sampler which `factory` makes, and wait until it serves: see `RayProcess`.
+    """Start a process that hosts the sampler of `factory`, and wait until it serves. See `RayProcess`.
 
-    `factory` is an async function; `env` is set in the process before anything is imported. Raises what the factory
-    raises, ConfigError when `factory` cannot be imported, SamplerError when the process dies.
+    `factory` is an async function. `env` is set in the process before anything is imported. Raises the errors of the
+    factory, ConfigError if `factory` cannot be imported, SamplerError if the process dies.
     """
     runtime_env = {"env_vars": {**NO_ACTIVATION, **(env or {})}}
     process = RayProcess(factory, kwargs, cpus=num_cpus, gpus=num_gpus, runtime_env=runtime_env, host=SamplerActor)

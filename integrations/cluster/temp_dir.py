@@ -1,4 +1,4 @@
-"""Temporary folders that go with their owner: at its end, or at the next start after it was killed."""
+"""Temporary folders that are removed with their owner: at its end or, if it was killed, at the next start."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A fresh folder under `parent`, removed in the end.
+    """A new folder under `parent`, which is removed at the end.
 
-    Its owner holds a lock on a file in it, which the system gives back however the owner ends. Folders of the same
-    prefix whose lock is free were left by killed owners, and are removed first. Raises RunError on a file system
-    without locks.
+    Its owner holds a lock on a file in it, which the system releases even if the owner is killed. Folders of the same
+    prefix with a free lock belonged to killed owners, and are removed first. Raises RunError on a file system without
+    locks.
     """
     remove_abandoned(parent, prefix)
     folder, lock = _create_locked(parent, prefix)
@@ -46,8 +46,8 @@ def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders of this prefix that killed owners have left."""
-    for left in parent.glob(f"{prefix}-*"):
-        _remove_if_free(left)
+    for folder in parent.glob(f"{prefix}-*"):
+        _remove_if_free(folder)
 
 
 def _create_locked(parent: Path, prefix: str) -> tuple[Path, FileLock]:

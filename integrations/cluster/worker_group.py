@@ -1,4 +1,4 @@
-"""Ray actors that compute in step: started together, called together, and ended together when one is lost."""
+"""A group of Ray actors that compute in step: started together, called together, and ended together if one is lost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Location = tuple[str, str, int]
 """Node id, address and process id of a worker."""
 
 WATCH = "watch"
-"""Questions about an actor's state are answered while it works."""
+"""Ray's concurrency group for calls that ask for an actor's state. They are answered while it works."""
 
 GRACE_SECONDS = 10.0
-"""How long the others may take to fail too, once one has."""
+"""Seconds that the other actors get to fail too, once one has failed."""
 
 PROBE_SECONDS = 5.0
-"""How long an actor that hangs has to say where."""
+"""Seconds that a hanging actor gets to report the line that it is in."""
 
 
 class WorkersLost(CotuneError):
-    """A worker died, hangs or broke; all workers of its group are ended."""
+    """A worker died, hangs or broke; all workers of its group were ended."""
 
 
 class WorkersClosed(CotuneError):
@@ -37,7 +37,7 @@ class WorkersClosed(CotuneError):
 
 
 class Worker:
-    """What runs in each actor: one object, made by a factory with its rank and the size of the group."""
+    """The actor of one rank. It holds an object, made by a factory from the rank and the size of the group."""
 
     def __init__(self, factory: str, rank: int, size: int) -> None:
         self._object = load_object("factory", factory, "my_module:Rank")(rank, size)
@@ -59,20 +59,21 @@ class Worker:
         return this_node(), ray.util.get_node_ip_address(), os.getpid()
 
     def where(self) -> str:
-        """The innermost line outside of installed packages that the call in hand is in."""
+        """Function, file and line of the present call; the innermost one outside of installed packages."""
         frame = sys._current_frames().get(self._working or 0)
         if frame is None:
             return "no call"
-        stack = traceback.extract_stack(frame)
-        own = [at for at in stack if "site-packages" not in at.filename] or list(stack)
-        return f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})"
+        stack = list(traceback.extract_stack(frame))
+        outside_packages = [entry for entry in stack if "site-packages" not in entry.filename]
+        innermost = (outside_packages or stack)[-1]
+        return f"{innermost.name} ({Path(innermost.filename).name}:{innermost.lineno})"
 
 
 class WorkerGroup:
     """Actors of one kind, one per rank. Calls run one at a time, from any thread.
 
-    A call ends with rank 0's answer, with the CotuneError that the actors raised, or, when a rank dies, hangs or
-    breaks, with a WorkersLost that names it; then all actors are killed, as the others may wait for it for ever.
+    A call returns rank 0's answer, or raises the CotuneError that the actors raised. If a rank dies, hangs or breaks,
+    it raises WorkersLost with that rank. Then all actors are killed: the others may wait for the lost rank forever.
     """
 
     def __init__(self, name: str, workers: Sequence[Any], placement_group: Any) -> None:
@@ -98,34 +99,31 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
-        `name` is what errors call the group ("the learners"), `setting` the field of the configuration that gave its
-        size. They are placed on as few machines as possible, as exchanges within one are the fastest.
+        `name` names the group in errors ("the learners"). `setting` is the field of the configuration that its size
+        comes from. The actors are placed on as few machines as possible, because exchanges within one are the fastest.
 
-        Raises ConfigError when the cluster has no room for them, WorkersLost when they do not start.
+        Raises ConfigError if the cluster has no room for them, WorkersLost if they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = _reserve(size, cpus, gpus, timeout, setting)
+        placement_group = _reserve(size, cpus, gpus, timeout, setting)
         remote: Any = ray.remote
         actor = remote(concurrency_groups={WATCH: 1})(Worker)
-        workers = [
-            actor.options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(factory, rank, size)
-            for rank in range(size)
-        ]
-        started = cls(name, workers, group)
+        workers = []
+        for rank in range(size):
+            strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
+            options = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
+            workers.append(options.remote(factory, rank, size))
+        group = cls(name, workers, placement_group)
         try:
+            # The first answer shows that an actor has started.
             refs = [worker.location.options(concurrency_group=WATCH).remote() for worker in workers]
-            started._locations = started._collect("start", refs, timeout)
+            group._locations = group._collect("start", refs, timeout)
         except BaseException:
-            started.close()
+            group.close()
             raise
-        return started
+        return group
 
     @property
     def host(self) -> str:
@@ -138,17 +136,21 @@ class WorkerGroup:
         return [pid for _, _, pid in self._locations]
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call `method` of every rank's object at once; returns rank 0's answer. Bytes are sent once for all."""
+        """Call `method` of every rank's object at once; returns rank 0's answer."""
         import ray
 
         with self._lock:
             self._check()
-            sent = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
-            return self._collect(method, [worker.call.remote(method, *sent) for worker in self._workers], timeout)[0]
+            # Bytes, such as weights, are stored once for all ranks.
+            stored = [ray.put(argument) if isinstance(argument, bytes) else argument for argument in arguments]
+            refs = [worker.call.remote(method, *stored) for worker in self._workers]
+            return self._collect(method, refs, timeout)[0]
 
     def close(self) -> None:
-        """Kill all actors, give their room back, and wait until their processes are gone. May be called twice, and
-        while a call runs, which then fails."""
+        """Kill all actors, free their resources, and wait until their processes have ended.
+
+        May be called twice, and while a call runs, which then fails.
+        """
         import ray
 
         if self._closed:
@@ -166,7 +168,7 @@ class WorkerGroup:
             raise WorkersClosed(f"{self._title} were closed.", "Start new ones.")
 
     def _collect(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
-        """All answers by rank, or the error that says best what happened."""
+        """All answers by rank. Raises the error that explains a failure best."""
         import ray
 
         deadline = time.monotonic() + timeout
@@ -179,12 +181,14 @@ class WorkerGroup:
                 break
             try:
                 answers[refs.index(done[0])] = ray.get(done[0])
-            except Exception as error:  # noqa: BLE001 - whatever an actor raised, or Ray about it
+            except Exception as error:  # noqa: BLE001 - any error of an actor, or of Ray about it
                 faults[refs.index(done[0])] = error
+                # The errors of the other ranks may explain this one, but they may also wait for it forever.
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if not faults and not pending:
             return [answers[rank] for rank in range(len(refs))]
         causes = {rank: _cause(error) for rank, error in faults.items()}
+        # If every rank raised a CotuneError, the actors still agree and can be called again.
         if len(causes) == len(refs) and all(isinstance(cause, CotuneError) for cause in causes.values()):
             raise causes[0]
         if self._closed:
@@ -193,34 +197,34 @@ class WorkerGroup:
         raise AssertionError
 
     def _fail(self, method: str, causes: Mapping[int, Exception], pending: Sequence[int], timeout: float) -> None:
-        """Kill what is left, and raise the fault that explains the others; `causes` are in the order they came in."""
+        """Kill the remaining actors, and raise the error that explains the others. `causes` are in order of arrival."""
         if not causes:
-            self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._hung(pending)}"
+            self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._where_they_hang(pending)}"
         else:
             rank = min(causes, key=lambda rank: _order(causes[rank]))
-            self.lost = f"{self._who(rank)} {_describe(causes[rank])} in {method!r}."
+            self.lost = f"{self._rank_title(rank)} {_describe(causes[rank])} in {method!r}."
         self.close()
         first = causes[rank] if causes else None
         if isinstance(first, CotuneError):
             raise first
         raise WorkersLost(self.lost, "Start new ones.") from first
 
-    def _hung(self, pending: Sequence[int]) -> str:
-        """What each rank that is not done is doing; those that do not answer first."""
+    def _where_they_hang(self, pending: Sequence[int]) -> str:
+        """The present line of each rank that has not answered. Ranks that do not report it come first."""
         import ray
         from ray.exceptions import RayError
 
-        asked = {rank: self._workers[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
-        places = []
-        for rank, ref in asked.items():
+        refs = {rank: self._workers[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=PROBE_SECONDS)
+        silent, reported = [], []
+        for rank, ref in refs.items():
             try:
-                places.append((1, f"{self._who(rank)} is in {ray.get(ref, timeout=0)}"))
+                reported.append(f"{self._rank_title(rank)} is in {ray.get(ref, timeout=0)}")
             except RayError:
-                places.append((0, f"{self._who(rank)} does not answer"))
-        return "; ".join(text for _, text in sorted(places)) + "."
+                silent.append(f"{self._rank_title(rank)} does not answer")
+        return "; ".join(sorted(silent) + sorted(reported)) + "."
 
-    def _who(self, rank: int) -> str:
+    def _rank_title(self, rank: int) -> str:
         location = f" (process {self._locations[rank][2]} on {self._locations[rank][1]})" if self._locations else ""
         return f"Rank {rank} of {self.name}{location}"
 
@@ -232,12 +236,18 @@ class WorkerGroup:
 def _reserve(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:
     import ray
 
-    wanted = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
+    wanted = {"CPU": float(cpus)}
+    if gpus:
+        wanted["GPU"] = float(gpus)
     total = ray.cluster_resources()
-    short = {kind: total.get(kind, 0.0) for kind, each in wanted.items() if each * size > total.get(kind, 0.0)}
+    short = {}
+    for kind, amount in wanted.items():
+        if amount * size > total.get(kind, 0.0):
+            short[kind] = total.get(kind, 0.0)
     if short:
         raise _no_room(setting, size, wanted, f"it has {short}")
-    group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * size, strategy="PACK")
+    bundle = {kind: amount for kind, amount in wanted.items() if amount}
+    group = ray.util.placement_group([bundle] * size, strategy="PACK")
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
         raise _no_room(setting, size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")
@@ -254,20 +264,29 @@ def _no_room(setting: str, size: int, wanted: Mapping[str, float], why: str) -> 
 
 
 def _cause(error: Exception) -> Exception:
-    """What was raised in the actor, or Ray's own error about it."""
+    """The error that the actor raised, or Ray's own error about the actor."""
     from ray.exceptions import RayTaskError
 
-    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
 
 
 def _order(cause: Exception) -> int:
-    """A dead rank explains what the others say, and an error of cotune's what a broken connection does."""
+    """How well an error explains the errors of other ranks; the smallest number explains them best.
+
+    The death of a rank explains any other error. An error of cotune explains a broken connection on another rank.
+    """
     from ray.exceptions import RayError
 
-    return 0 if isinstance(cause, RayError) else 1 if isinstance(cause, CotuneError) else 2
+    if isinstance(cause, RayError):
+        return 0
+    return 1 if isinstance(cause, CotuneError) else 2
 
 
 def _describe(cause: Exception) -> str:
     from ray.exceptions import RayError
 
-    return f"died ({ray_reason(cause)})" if isinstance(cause, RayError) else f"failed ({error_line(cause)})"
+    if isinstance(cause, RayError):
+        return f"died ({ray_reason(cause)})"
+    return f"failed ({error_line(cause)})"

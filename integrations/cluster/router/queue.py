@@ -1,6 +1,7 @@
-"""Requests that wait for an engine: in order of arrival, as many at once as the engines take, none below the floor.
+"""The queue of requests that wait for an engine.
 
-A request goes where its prefix was seen last, as long as no other engine is much less loaded.
+They are placed in order of arrival, as many at once as the engines take, and only while enough engines are healthy. A
+request goes to the engine that saw its prefix last, unless another engine is much less loaded.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ BLOCK_TOKENS = 16
 """Prefixes are compared in blocks of this many tokens."""
 REMEMBERED_BLOCKS = 1 << 16
 SLACK = 4.0
-"""How many requests like the one to place an engine may be ahead of the least loaded one, for a known prefix."""
+"""How much more load than the least loaded engine an engine with a known prefix may have, in costs of the request."""
 
 
 def choose(engines: Sequence[Engine], homes: Mapping[int, Engine], blocks: Sequence[int], cost: int) -> Engine:
     """The engine for a request that adds `cost` to its load; `homes` has the engine that saw a block last.
 
-    The engine that saw the longest prefix, if it is at most `SLACK` times the cost above the least loaded one, so that
-    a prefix that everybody shares does not starve the others. Else the least loaded one; of several the one that has
-    waited longest.
+    It is the engine that saw the longest prefix, if its load is at most `SLACK` times the cost above the least loaded
+    engine. The limit keeps a prefix that all requests share from occupying a single engine. Otherwise it is the least
+    loaded engine; if there are several, the one without a new request for the longest time.
     """
     least = min(engines, key=lambda engine: (engine.load, engine.idle_since))
     for block in reversed(blocks):
@@ -41,7 +42,7 @@ def choose(engines: Sequence[Engine], homes: Mapping[int, Engine], blocks: Seque
 
 
 def prefix_blocks(prompt: Sequence[int], seed: str = "") -> tuple[int, ...]:
-    """A hash for each full block of tokens, each over everything before it: equal prefixes, equal hashes."""
+    """A hash for each full block of tokens, which covers all blocks before it: equal prefixes have equal hashes."""
     value = hash(seed)
     blocks = []
     for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
@@ -61,7 +62,7 @@ class Request:
         self.blocks = prefix_blocks(prompt, str(policy))
         self.cost = len(prompt) + n * max(params.max_tokens, 1)
         self.tried: set[Engine] = set()
-        """Engines that failed it; a restarted one is another."""
+        """Engines that failed it. A restarted engine is a new object, and so may try again."""
         self.placed: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
 
 
@@ -74,7 +75,7 @@ class Queue:
         self._counters = counters
         self._waiting: deque[Request] = deque()
         self._homes: OrderedDict[int, Engine] = OrderedDict()
-        """The engine that was given each block last; the blocks used last are kept."""
+        """Block -> the engine that got it last. Only the most recently used blocks are kept."""
         self._placed = 0
         self._enough: bool | None = None
         """Whether enough engines are healthy; None before they were for the first time."""
@@ -87,7 +88,7 @@ class Queue:
         return [r.engine for r in self._replicas if r.state == "healthy" and r.engine is not None]
 
     async def place(self, request: Request) -> Engine:
-        """Wait until the request is given to an engine; one that comes again goes before the others.
+        """Wait until the request is given to an engine. A request that an engine failed goes before the others.
 
         Raises EngineLost.
         """
@@ -106,13 +107,13 @@ class Queue:
             raise
 
     def leave(self, request: Request, engine: Engine) -> None:
-        """The engine has no more to do with the request."""
+        """Note that the engine has finished the request."""
         engine.running -= 1
         engine.load -= request.cost
         self._dispatch()
 
     def changed(self) -> None:
-        """A replica has changed its state."""
+        """React to a replica's new state."""
         healthy = len(self.healthy())
         enough = healthy >= self._min_healthy
         if self._enough is not None and enough != self._enough:
@@ -138,7 +139,7 @@ class Queue:
         await self.until(lambda: self._enough)
 
     def check(self) -> None:
-        """Raises EngineLost once so many engines are lost that no request will ever be served again."""
+        """Raise EngineLost once so many engines are lost that no request will ever be served again."""
         lost = [r for r in self._replicas if r.state == "lost"]
         left = len(self._replicas) - len(lost)
         if left < self._min_healthy:
@@ -147,11 +148,11 @@ class Queue:
                 f"{left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
                 f"Given up: {reasons}.",
                 "Read the engines' messages above, remove the cause, then continue with --resume, which counts "
-                "restarts anew.",
+                "restarts from 0 again.",
             )
 
     def _dispatch(self) -> None:
-        """Give every waiting request that an engine can take to one, in order."""
+        """Give waiting requests to engines, in order, as many as the engines can take."""
         try:
             self.check()
         except EngineLost as lost:
@@ -172,7 +173,8 @@ class Queue:
             if untried or request.tried.issuperset(healthy):
                 self._give(request, choose(untried or free, self._homes, request.blocks, request.cost))
             else:
-                later.append(request)  # it waits for an engine that has not failed it yet
+                # All free engines have failed it already: it waits for another one.
+                later.append(request)
         self._waiting.extendleft(reversed(later))
 
     def _give(self, request: Request, engine: Engine) -> None:
@@ -180,7 +182,8 @@ class Queue:
         engine.idle_since = self._placed
         engine.running += 1
         engine.load += request.cost
-        for block in reversed(request.blocks):  # the first blocks of a prompt outlive its last ones
+        # In reverse order, so that the first blocks of a prompt, which more requests share, are forgotten last.
+        for block in reversed(request.blocks):
             self._homes[block] = engine
             self._homes.move_to_end(block)
         while len(self._homes) > REMEMBERED_BLOCKS:

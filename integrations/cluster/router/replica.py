@@ -1,4 +1,4 @@
-"""One replica of the router: its engine from start to end, its health, and a new one in its place."""
+"""One replica of the router. It starts an engine, checks its health, and restarts it after a fault."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TakenOut(Exception):
 class Engine:
     """A sampler from its start to its first serious fault; a restart makes a new one. Belongs to one event loop.
 
-    `down` is done, with the reason, once no request may go to it any more; `failed` is then called with the counter.
-    `health_timeout` is how many seconds it may take to answer a health check.
+    `down` is a future that gets the reason when the engine is taken out; `failed` is then called with the counter.
+    `health_timeout` is the number of seconds that a health check may take.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class Engine:
         self.sampler = sampler
         self.down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running = 0
-        """Requests that it works on; `load` are the tokens that they may take."""
+        """Number of requests in progress."""
         self.load = 0
+        """Most tokens that the requests in progress may take."""
         self.idle_since = 0
-        """A number that grows with each request it is given; the smallest was given one the longest time ago."""
+        """Number of its latest request, in the order of all requests. The smallest one has waited longest."""
         self.faults = 0
-        """Requests that failed by its fault since its last good answer."""
+        """Failed requests since its last good answer."""
         self._versions = versions
         self._health_timeout = health_timeout
         self._failed = failed
@@ -61,22 +62,22 @@ class Engine:
         return not self.down.done()
 
     def fail(self, kind: str, reason: str) -> None:
-        """Take the engine out; `kind` is the counter. Only the first reason counts."""
+        """Take the engine out; `kind` is the counter. Later calls have no effect."""
         if self.healthy:
             self.down.set_result(reason)
             self._failed(kind)
 
     def fault(self, reason: str) -> None:
-        """A request failed by the engine's fault; too many in a row take it out."""
+        """Count a request that failed by the engine's fault. Too many in a row take the engine out."""
         log.warning("Engine %s: %s.", self.name, reason)
         self.faults += 1
         if self.faults >= limits.FAULTS_IN_A_ROW:
             self.fail("faulty", f"{self.faults} requests in a row failed; the last one: {reason}")
 
     async def within(self, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on this engine, which is cancelled when it is not there in time.
+        """The result of `work` on this engine; `work` is cancelled after so many seconds.
 
-        Raises TimeoutError, TakenOut, and what `work` raises.
+        Raises TimeoutError, TakenOut, and the errors of `work`.
         """
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.down}
@@ -93,40 +94,44 @@ class Engine:
         raise TimeoutError(f"no answer within {seconds:g} s")
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the sampler other than `sample`. Raises as `within`."""
+        """Call a method of the sampler other than `sample`. Raises the same errors as `within`."""
         return await self.within(limits.CONTROL_SECONDS, getattr(self.sampler, method)(*arguments))
 
     async def order(self, method: str, *arguments: Any) -> None:
-        """`ask`, where an engine that does not do it is taken out."""
+        """Call a method of the sampler other than `sample`; an error takes the engine out."""
         try:
             await self.ask(method, *arguments)
         except TakenOut:
             return
         except Exception as error:  # noqa: BLE001
-            what = " ".join([method, *map(str, arguments)])
-            self.fail("unhealthy", f"it did not {what}: {error_line(error)}")
+            command = " ".join([method, *map(str, arguments)])
+            self.fail("unhealthy", f"it did not {command}: {error_line(error)}")
 
     async def publish(self, version: Version) -> None:
-        """Serve a version. Raises SyncError where it arrives altered, and as `within`."""
+        """Serve a version. Raises SyncError if it arrives altered, and the same errors as `within`."""
         weights, lora = version.target
         await self.within(
             limits.CONTROL_SECONDS, publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
         )
 
     async def info(self) -> SamplerInfo:
-        """Raises as `within`."""
+        """Ask the sampler for its info. Raises the same errors as `within`."""
         return await self.within(self._health_timeout, self.sampler.info())
 
     async def probe(self) -> str | None:
-        """Whether it answers and serves everything that was published: None, or what is wrong, and it is taken out."""
+        """Check that it answers and serves all published versions. A fault is returned, and takes the engine out."""
         before = _expected(self._versions)
-        wrong = []
+        lost = []
         try:
             served = (await self.info()).served
             for key, digest in sorted(_expected(self._versions).items()):
-                if before.get(key) == digest != served.get(key):  # and it was not published just now
-                    has = f"has the fingerprint {served[key]} instead of {digest}" if key in served else "is missing"
-                    wrong.append(f"{key} {has}")
+                # A version that was published during the question does not count.
+                if before.get(key) != digest or served.get(key) == digest:
+                    continue
+                if key in served:
+                    lost.append(f"{key} has the fingerprint {served[key]} instead of {digest}")
+                else:
+                    lost.append(f"{key} is missing")
         except TakenOut as gone:
             return str(gone)
         except TimeoutError:
@@ -134,18 +139,18 @@ class Engine:
         except Exception as error:  # noqa: BLE001
             fault = error_line(error)
         else:
-            if not wrong:
+            if not lost:
                 return None
-            fault = f"it has lost what was published: {'; '.join(wrong)}"
+            fault = f"it has lost what was published: {'; '.join(lost)}"
         self.fail("unhealthy", fault)
         return fault
 
 
 class Replica:
-    """`state` is starting, healthy, failed (to be restarted), lost (restarts used up) or closed.
+    """Keeps one engine running: it restarts the engine at most `max_restarts` times, failed starts included.
 
-    An engine is restarted `max_restarts` times, failed starts included. `changed` is called after every change of
-    state.
+    Its `state` is starting, healthy, failed (to be restarted), lost (restarts used up) or closed. `changed` is called
+    after every change of state.
     """
 
     def __init__(
@@ -163,11 +168,11 @@ class Replica:
         self.state: Literal["starting", "healthy", "failed", "lost", "closed"] = "starting"
         self.engine: Engine | None = None
         self.refused: ConfigError | None = None
-        """Why the first start can never succeed."""
+        """The error of the first start if no start can succeed."""
         self.fault = ""
-        """Why its engine was taken out, or did not start, the last time."""
+        """The reason why its engine was taken out, or did not start, the last time."""
         self.info: SamplerInfo | None = None
-        """Of its engine when it started."""
+        """The info of its engine at its start."""
         self._restarts = 0
         self._make = make
         self._versions = versions
@@ -186,9 +191,11 @@ class Replica:
                     self.refused = error
                     self._becomes("lost", error_line(error), "lost", "is given up")
                     return
-                late = isinstance(error, TimeoutError) and self.engine is None
-                why = f" within {limits.START_SECONDS:g} s" if late else f": {error_line(error)}"
-                self._becomes("failed", f"it did not start{why}", "failed_starts", "is not there")
+                if isinstance(error, TimeoutError) and self.engine is None:
+                    reason = f"it did not start within {limits.START_SECONDS:g} s"
+                else:
+                    reason = f"it did not start: {error_line(error)}"
+                self._becomes("failed", reason, "failed_starts", "is not there")
             else:
                 await self._watch()
             await self.end()
@@ -198,12 +205,12 @@ class Replica:
             pause = min(limits.BACKOFF * 2**self._restarts, limits.MAX_BACKOFF)
             self._restarts += 1
             self._counters["restarts"] += 1
-            of = f"{self._restarts} of {self._max_restarts}"
-            log.warning("Engine %s is restarted in %.3g s (%s).", self.name, pause, of)
+            number = f"{self._restarts} of {self._max_restarts}"
+            log.warning("Engine %s is restarted in %.3g s (%s).", self.name, pause, number)
             await asyncio.sleep(pause)
 
     async def end(self) -> None:
-        """End the engine, if there is one; an error in that is logged only."""
+        """End the engine, if there is one. An error is only logged."""
         engine, self.engine = self.engine, None
         if engine is not None:
             try:
@@ -213,7 +220,7 @@ class Replica:
                 log.warning("Engine %s failed while it ended: %s.", self.name, error_line(error))
 
     def close(self) -> None:
-        """No request goes to it any more, and those that it works on are given up."""
+        """Take the engine out: it gets no more requests, and its present ones fail."""
         engine, self.state = self.engine, "closed"
         if engine is not None:
             engine.fail("", "the sampler was closed")
@@ -233,7 +240,7 @@ class Replica:
         self._changed()
 
     async def _watch(self) -> None:
-        """Check its health until it is taken out."""
+        """Check the engine's health until it is taken out. A long healthy time resets the number of restarts."""
         engine, since = self.engine, asyncio.get_running_loop().time()
         assert engine is not None
         while engine.healthy:
@@ -243,7 +250,7 @@ class Replica:
                 self._restarts = 0
 
     def _taken_out(self, kind: str) -> None:
-        """Called by its engine, once."""
+        """Note that the engine was taken out; the engine calls this once."""
         if self.state == "healthy" and self.engine is not None:
             self._becomes("failed", self.engine.down.result(), kind, "is taken out")
 
@@ -255,12 +262,16 @@ class Replica:
 
 
 def _expected(versions: Versions) -> dict[str, str]:
-    """Fingerprints of what every healthy engine serves at this moment; nothing while versions come or go.
+    """Fingerprints of the versions that every healthy engine serves; empty while versions are published or retired.
 
-    An engine may hold the full weights of one version only: of those the last one counts.
+    An engine may hold the full weights of only one version per policy, so only the last of these is expected.
     """
     if versions.lock.locked():
         return {}
-    last = {version.policy.name: version for version in versions.all() if version.target.lora is None}
-    kept = [v for v in versions.all() if not v.retired and (v.target.lora is not None or v in last.values())]
-    return {str(version.policy): version.fingerprint for version in kept}
+    last_full = {version.policy.name: version for version in versions.all() if version.target.lora is None}
+    expected = {}
+    for version in versions.all():
+        replaced = version.target.lora is None and version not in last_full.values()
+        if not version.retired and not replaced:
+            expected[str(version.policy)] = version.fingerprint
+    return expected

@@ -23,7 +23,7 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
-"""Counters of requests that were not answered, by what was raised; all else is "failed"."""
+"""Error of an unanswered request -> its counter; for any other error the counter is "failed"."""
 
 
 class NoEngine(Exception):
@@ -31,7 +31,7 @@ class NoEngine(Exception):
 
 
 class Failed(Exception):
-    """An engine failed a request. `kind` is the counter, `error` what the engine itself raised, if anything."""
+    """An engine failed a request. `kind` is the counter, `error` the engine's own error, if it raised one."""
 
     def __init__(self, kind: str, reason: str, error: Exception | None = None) -> None:
         self.kind = kind
@@ -42,12 +42,12 @@ class Failed(Exception):
 class RoutedSampler(LoopSampler):
     """The `Sampler` protocol over replicas of one engine; made by `open`.
 
-    For a whole cluster `start_sampler` hosts one in an actor: all processes then share one view of load and health.
+    For a cluster, `start_sampler` hosts one in an actor, so that all processes share one view of load and health.
 
     A request goes to the engine that has seen its prefix, unless others are much less loaded. An engine that dies,
-    hangs or answers garbage is taken out and started anew, with everything that is published, before it takes requests
-    again; what it was working on is given to others, with the same policy version. The weights of all live versions
-    are kept here for that.
+    hangs or answers garbage is taken out and restarted; it takes requests again once all published versions are loaded.
+    Its requests are given to other engines, with the same policy version. The router keeps the weights of all live
+    versions for restarts.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class RoutedSampler(LoopSampler):
         health_timeout: float = 60.0,
         vocabulary: int | None = None,
     ) -> RoutedSampler:
-        """Start one engine with each of `makes`, an async function without arguments that opens a Sampler, and wait
-        until each has started or failed to, and enough are healthy.
+        """Start the engines and wait until each has started or failed, and enough are healthy.
 
-        The same function starts the engine's successors, `max_restarts` at most. Requests wait while fewer than
-        `min_healthy` engines are well; one that does not answer a health check within `health_timeout` seconds is not.
-        `vocabulary` is the number of token ids: ids outside it are garbage (None: not checked). Raises ConfigError when
-        an engine's configuration is wrong, EngineLost when too few can be started.
+        Each of `makes` is an async function without arguments that opens the Sampler of one engine. It also restarts
+        that engine, at most `max_restarts` times. Requests wait while fewer than `min_healthy` engines are healthy. An
+        engine that does not answer a health check within `health_timeout` seconds is unhealthy. `vocabulary` is the
+        number of token ids; an answer with other ids is garbage (None: not checked).
+
+        Raises ConfigError if an engine's configuration is wrong, EngineLost if too few engines can be started.
         """
         router = cls(makes, min_healthy, max_restarts, health_timeout, vocabulary)
         return await router._opened(router._open())
@@ -97,14 +98,15 @@ class RoutedSampler(LoopSampler):
     ) -> list[Completion]:
         """Draw `n` candidates, together on one engine.
 
-        Raises RequestRefused, SampleTimeout, EngineLost when too few engines are left, and SamplerError that lists the
-        attempts when none succeeded.
+        Raises RequestRefused, SampleTimeout, EngineLost if too few engines are left, and SamplerError with all attempts
+        if none succeeded.
         """
         self.counters["requests"] += 1
         try:
             answer = await super().sample(prompt_token_ids, n, params, policy)
         except BaseException as error:
-            self.counters[next((end for kind, end in _ENDS.items() if isinstance(error, kind)), "failed")] += 1
+            counter = next((counter for kind, counter in _ENDS.items() if isinstance(error, kind)), "failed")
+            self.counters[counter] += 1
             raise
         self.counters["answered"] += 1
         return answer
@@ -115,10 +117,11 @@ class RoutedSampler(LoopSampler):
 
     async def _wake(self) -> None:
         async with self._versions.lock:
-            await self._order("wake")  # an engine whose weights are other ones now is taken out
+            # An engine whose weights have changed meanwhile fails to wake and is taken out.
+            await self._order("wake")
 
     async def _info(self) -> SamplerInfo:
-        """What every engine serves once it is healthy; the shortest of their context lengths."""
+        """The versions that every healthy engine serves, and the shortest of the context lengths."""
         self._queue.check()
         names = Counter(replica.info.name for replica in self._replicas if replica.info is not None)
         return SamplerInfo(
@@ -140,7 +143,7 @@ class RoutedSampler(LoopSampler):
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
         """Give the request to one engine after another until one answers."""
-        # The caller's time-out counts from when the request came.
+        # The caller's time-out has been running since the request arrived, and ends all attempts together.
         request = Request(tuple(prompt), n, msgspec.structs.replace(params, timeout=None), policy)
         failures: list[tuple[Engine, Failed]] = []
         while len(failures) < limits.ATTEMPTS:
@@ -166,7 +169,7 @@ class RoutedSampler(LoopSampler):
         )
 
     async def _attempt(self, engine: Engine, request: Request) -> list[Completion]:
-        """One engine's answer, if it is one. Raises Failed, RequestRefused."""
+        """The valid answer of one engine. Raises Failed, RequestRefused."""
         work = engine.sampler.sample(request.prompt, request.n, request.params, request.policy)
         try:
             answer = await engine.within(limits.REQUEST_SECONDS, work)
@@ -188,16 +191,16 @@ class RoutedSampler(LoopSampler):
         return answer
 
     async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
-        """Serve `policy` on all engines, and on those that are started later.
+        """Serve `policy` on all engines, and on engines that start later.
 
-        Raises SyncError when an engine answers with another fingerprint or alone refuses, RequestRefused when all
-        refuse, EngineLost.
+        Raises SyncError if an engine reports another fingerprint or some engines refuse, RequestRefused if all refuse,
+        EngineLost.
         """
-        own = keep(weights)
+        kept_weights = keep(weights)
         while True:
             await self._queue.floor()
             try:
-                return await super()._publish(policy, own, lora)
+                return await super()._publish(policy, kept_weights, lora)
             except NoEngine:
                 continue
 
@@ -205,16 +208,23 @@ class RoutedSampler(LoopSampler):
         version = Version(policy, await asyncio.to_thread(fingerprint, weights), Artifact(weights, lora))
         engines = self._queue.healthy()
         outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
-        known = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
-        errors = {e.name: error for e, error in known if error is not None}
-        if known and not errors:
+        errors: dict[str, CotuneError] = {}
+        loaded: list[Engine] = []
+        for engine, error in zip(engines, outcomes, strict=True):
+            if not engine.healthy:  # taken out meanwhile: its successor loads the version
+                continue
+            if error is not None:
+                errors[engine.name] = error
+            if error is None or isinstance(error, SyncError):
+                loaded.append(engine)
+        if loaded and not errors:
             return version
-        # Served by all engines or by none.
-        has_it = [e for e, error in known if error is None or isinstance(error, SyncError)]
-        await asyncio.gather(*(engine.order("retire", policy) for engine in has_it))
+
+        # A version is served by all engines or by none.
+        await asyncio.gather(*(engine.order("retire", policy) for engine in loaded))
         if not errors:
             raise NoEngine
-        if not has_it:
+        if not loaded:
             raise next(iter(errors.values()))
         reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
         raise SyncError(
@@ -230,7 +240,7 @@ class RoutedSampler(LoopSampler):
             await super()._drop(version)
 
     async def _publish_to(self, engine: Engine, version: Version) -> CotuneError | None:
-        """Why a healthy engine does not serve the version; None when it does, or was taken out meanwhile."""
+        """The error of a healthy engine that does not serve the version; None if it does, or was taken out."""
         try:
             await engine.publish(version)
         except TakenOut:
@@ -247,7 +257,7 @@ class RoutedSampler(LoopSampler):
         await asyncio.gather(*(engine.order(method, *arguments) for engine in self._queue.healthy()))
 
     def _begun(self) -> bool:
-        """Every engine's first start is over."""
+        """Whether the first start of every engine has succeeded or failed. Raises ConfigError."""
         refused = next((replica.refused for replica in self._replicas if replica.refused), None)
         if refused is not None:
             raise refused
@@ -260,14 +270,14 @@ class RoutedSampler(LoopSampler):
 
 
 def _count_faults(failures: Sequence[tuple[Engine, Failed]]) -> None:
-    """The request was not to blame: another engine could serve it, or nobody could say."""
+    """Blame the engines for their failures: another engine served the request, or the cause is unknown."""
     for engine, failure in failures:
         if failure.kind != "died":
             engine.fault(f"{failure} ({failure.kind})")
 
 
 def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Failed]]) -> None:
-    """Two healthy engines that raise an error: it is the request's own. Raises RequestRefused."""
+    """Raise RequestRefused if two healthy engines raised an error: then the request itself is the cause."""
     erring = [(engine, failure.error) for engine, failure in failures if failure.error is not None]
     if len({engine for engine, _ in erring}) < 2:
         return
@@ -281,5 +291,5 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
 
 
 def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
-    """Weights that stay as they are now: arrays are copied, unless they are read-only, as Ray hands them over."""
+    """Weights that nobody can change: writable arrays are copied. Arrays from Ray are read-only already."""
     return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

@@ -1,4 +1,4 @@
-"""Is an engine's answer one at all? What no healthy engine returns must never reach an application or a trainer."""
+"""Checks the answers of engines, so that garbage of a broken engine reaches neither an application nor a trainer."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Sequence
 from cotune.sampling.protocol import Completion
 
 ROUNDING = 1e-4
-"""How far above 0 a log-probability may come out by rounding, in nats."""
+"""Highest log-probability that rounding may produce, in nats."""
 
 
 def validate_completions(
     completions: Sequence[Completion], n: int, max_tokens: int, vocabulary: int | None = None
 ) -> str | None:
-    """What is wrong with an answer of `n` candidates of at most `max_tokens` tokens; None when nothing is.
+    """Describe the first fault of an answer of `n` candidates with at most `max_tokens` tokens; None if it has none.
 
-    Token ids are checked against `vocabulary` (its size) where it is known.
+    Token ids are checked against the size of the vocabulary, if `vocabulary` is not None.
     """
     try:
         if len(completions) != n:
             return f"{len(completions)} candidates instead of {n}"
         for index, completion in enumerate(completions):
-            wrong = _wrong(completion, max_tokens, vocabulary)
-            if wrong:
-                return f"candidate {index} has {wrong}"
+            fault = _fault(completion, max_tokens, vocabulary)
+            if fault:
+                return f"candidate {index} has {fault}"
     except (TypeError, AttributeError) as error:
         return f"an answer of another form ({error})"
     return None
 
 
-def _wrong(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
+def _fault(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
     ids, logprobs = completion.token_ids, completion.logprobs
     if not ids:
         return "no tokens"

@@ -1,4 +1,4 @@
-"""Where a gateway request goes and who makes it: read from its path, its headers and its W3C baggage."""
+"""Reads the interface, the episode and the role of a gateway request from its path, headers and W3C baggage."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _METHODS = {
     "models/": ("GET", "DELETE"),
     "embeddings": ("POST",),
 }
-"""Methods by path under /v1/: a name that ends in a slash stands for all paths below it."""
+"""Path under /v1/ -> its methods. A path that ends in a slash stands for all paths below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The meaning of a path. `form` is set where a POST is a call; `tail` is the raw path after /v1/."""
+    """The meaning of a path. `form` is set if a POST is a call; `tail` is the raw path after /v1/."""
 
     tail: str
     methods: tuple[str, ...]
@@ -48,64 +48,71 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who makes a call, as far as its request says: open episode, role, ids of the calls that it read, and the
-    application's own key of an episode that begins with it."""
+    """The identity of a call, as far as its request states it."""
 
     episode: str | None
+    """Id of the open episode that it belongs to."""
     role: str
     named: bool
-    """Whether the request says its role."""
+    """Whether the request names its role."""
     parents: tuple[str, ...]
+    """Ids of the calls whose answers it read."""
     key: str = ""
+    """The application's key for the episode, if the episode begins with this call."""
 
 
 def address_of(scope: Scope) -> Address | None:
-    """The address of a request; None where its path is of none of the interfaces.
+    """The address of a request; None if its path belongs to none of the interfaces.
 
-    Raises RequestError (400) for a path that cannot be forwarded, (404) for one that is not served, (405) for another
-    method than those served there.
+    Raises RequestError (400) for a path that cannot be forwarded, (404) for one that is not served, (405) for a method
+    that is not served there.
     """
     if _UNSAFE.search(scope["query_string"]):
         raise RequestError(400, "The query holds characters that must be percent-encoded.", code="invalid_path")
-    found = _parse(scope.get("raw_path") or scope["path"].encode())
-    if found is not None and scope["method"] not in found.methods:
+    address = _parse(scope.get("raw_path") or scope["path"].encode())
+    if address is not None and scope["method"] not in address.methods:
         raise RequestError(
             405,
             f"Method Not Allowed: {scope['method']} {scope['path']}.",
             code="method_not_allowed",
-            headers={"allow": ", ".join(found.methods)},
+            headers={"allow": ", ".join(address.methods)},
         )
-    return found
+    return address
 
 
 def _parse(raw: bytes) -> Address | None:
-    found = _PATH.fullmatch(raw.decode("latin-1"))
-    if found is None:
+    match = _PATH.fullmatch(raw.decode("latin-1"))
+    if match is None:
         return None
     if _UNSAFE.search(raw):
         raise RequestError(400, "The path holds characters that must be percent-encoded.", code="invalid_path")
-    tail = found["tail"]
-    inner = unquote(tail).split("/")
-    if len(inner) > 1 and any(part in ("", ".", "..") for part in inner):
+    tail = match["tail"]
+    # A part such as .. must not lead the provider to another path than the one that is checked here.
+    parts = unquote(tail).split("/")
+    if len(parts) > 1 and any(part in ("", ".", "..") for part in parts):
         raise RequestError(400, "The path has an empty part, or one that is . or ..", code="invalid_path")
-    family = next((name for name in _METHODS if _within(tail, name)), None)
+    family = next((name for name in _METHODS if _belongs_to(tail, name)), None)
     if family is None:
-        known = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
-        raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {known}.", code="not_found")
-    episode = None if found["episode"] is None else _id(_unquoted(found["episode"], "episode"), "episode")
-    role = None if found["role"] is None else _role(_unquoted(found["role"], "role"))
+        served = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
+        raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {served}.", code="not_found")
+    episode = None if match["episode"] is None else _id(_unquoted(match["episode"], "episode"), "episode")
+    role = None if match["role"] is None else _role(_unquoted(match["role"], "role"))
     return Address(tail, _METHODS[family], _CALLS.get(tail), episode, role)
 
 
-def _within(tail: str, name: str) -> bool:
-    return tail.startswith(name) and len(tail) > len(name) if name.endswith("/") else tail == name
+def _belongs_to(tail: str, name: str) -> bool:
+    """Whether a path is one of the paths of a name in `_METHODS`."""
+    if name.endswith("/"):
+        return tail.startswith(name) and len(tail) > len(name)
+    return tail == name
 
 
 def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
-    """Episode, role and parents: each from its header, else from the path, else from baggage; the role `app` without.
+    """The identity of a call.
 
-    `role_header` is another header that says the role. Raises RequestError (400) for one that is malformed or given
-    twice.
+    Each field comes from its header, else from the path, else from baggage. The role can also come from the header
+    `role_header`, with the lowest priority; without any it is `app`. Raises RequestError (400) for a field that is
+    malformed or passed twice.
     """
     headers: dict[str, str] = {}
     baggage: dict[str, str] = {}
@@ -116,10 +123,17 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
                 raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
         elif name == b"baggage" and _MEMBER in value:
             baggage.update(_members(value))
-    named = header(scope, role_header.lower().encode()).decode("latin-1") if role_header else ""
-    path = {"episode": address.episode, "role": address.role}
-    fields: dict[str, str] = {"role": named} if named else {}
-    fields |= baggage | {name: value for name, value in path.items() if value is not None} | headers
+
+    # Later sources overwrite earlier ones.
+    fields: dict[str, str] = {}
+    if role_header and (value := header(scope, role_header.lower().encode())):
+        fields["role"] = value.decode("latin-1")
+    fields |= baggage
+    if address.episode is not None:
+        fields["episode"] = address.episode
+    if address.role is not None:
+        fields["role"] = address.role
+    fields |= headers
     episode, role = fields.get("episode"), fields.get("role")
     return Identity(
         None if episode is None else _id(episode, "episode"),
@@ -166,8 +180,8 @@ def _role(value: str) -> str:
     return value
 
 
-def _id(value: str, what: str) -> str:
+def _id(value: str, field: str) -> str:
     if not _ID.fullmatch(value):
-        text = f"This is no id of {'an' if what == 'episode' else 'a'} {what}: {value[:_LONGEST]!r}."
-        raise RequestError(400, text, param=what, code=f"invalid_{what}")
+        text = f"This is no id of {'an' if field == 'episode' else 'a'} {field}: {value[:_LONGEST]!r}."
+        raise RequestError(400, text, param=field, code=f"invalid_{field}")
     return value

@@ -1,4 +1,4 @@
-"""The episodes of a gateway, opened and ended over HTTP or attached by a workflow, and the calls of each."""
+"""The episodes of a gateway and their calls. Episodes are opened and ended over HTTP, or attached by a workflow."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Rewards = Annotated[dict[Name, float | bool], msgspec.Meta(max_length=1000)]
 """Named numbers; true is 1, and false 0."""
 Text = Annotated[str, msgspec.Meta(max_length=1_000_000)]
-"""Why the rewards are what they are."""
+"""The reasons for rewards."""
 IMPLICIT_SECONDS = 600.0
-"""How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
-small."""
+"""Seconds that an implicit episode takes new calls. Then the next one begins, so that the memory of a gateway that runs
+for weeks stays bounded."""
 IMPLICIT = "implicit"
 """Workflow and task id of calls that name no open episode."""
 PAUSE = 300.0
-"""Seconds without a call after which an episode that the gateway opened itself ends, where no pause is set."""
+"""Default of the seconds without a call after which an episode ends that the gateway opened itself."""
 MOST_OPEN = 10_000
-"""Episodes that are open at once."""
+"""Most episodes that may be open at once."""
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: Name = "trace"
     training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     key: str = ""
-    """The application's own, by which rewards may find it."""
+    """The application's own key for the episode, which rewards may refer to."""
 
 
 class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,21 +70,22 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class _Open:
-    """An open episode and its calls in flight. `key` is that of a session: an episode that the gateway opened itself.
-    An `attached` one was opened, and is ended, by a workflow."""
+    """An open episode and its calls in flight."""
 
     live: LiveEpisode
     attached: bool = False
+    """Whether a workflow has opened it and will end it."""
     key: Hashable | None = None
+    """The key of a session, which is an episode that the gateway opened itself; None for other episodes."""
     exchanges: set[Exchange] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
     """Ends a session after a pause."""
 
 
 class Episodes:
-    """Open episodes by id. All on the gateway's event loop.
+    """The open episodes of a gateway, by id. Use it on the gateway's event loop only.
 
-    Without a `sink`, as inside a workflow's process, episodes can only be attached and other calls are not recorded.
+    Without a `sink`, as inside a workflow's process, episodes can only be attached, and other calls are not recorded.
     """
 
     def __init__(self, sink: Sink | None, config: GatewayConfig) -> None:
@@ -92,56 +93,57 @@ class Episodes:
         self.config = config
         self.open: dict[str, _Open] = {}
         self.counts: Counter[str] = Counter()
-        """Calls recorded, `unattributed` calls, rewards, and episodes by how they ended."""
+        """Numbers of recorded calls, `unattributed` calls, rewards, and ended episodes by status."""
         self.failures: Counter[str] = Counter()
-        """Calls that did not end well, by status."""
+        """Failed calls, by status."""
         self.warnings: Counter[str] = Counter()
         self._sessions: dict[Hashable, _Open] = {}
         self._gone: dict[str, None] = {}
-        """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
+        """Latest ended episodes that were attached. Policies may have answered their calls, so a late call must be
+        refused, not sent to the provider."""
 
     def live(self, episode_id: str | None) -> LiveEpisode | None:
-        """An episode that is open."""
-        found = self.open.get(episode_id or "")
-        return None if found is None else found.live
+        """An open episode; None if no episode with this id is open."""
+        place = self.open.get(episode_id or "")
+        return None if place is None else place.live
 
-    def start(self, given: OpenEpisode, task: Task) -> LiveEpisode:
-        """Open an episode of a task. Raises RequestError when too many are open, or none can be recorded here."""
+    def start(self, options: OpenEpisode, task: Task) -> LiveEpisode:
+        """Open an episode of a task. Raises RequestError if too many are open, or if this gateway does not record."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
-        own_key(given.key)
+        own_key(options.key)
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
-        return self._new(task, given).live
+        return self._new(task, options).live
 
     def attach(self, episode: LiveEpisode) -> None:
-        """Take the calls of an episode that something else opened and will end."""
+        """Accept calls of an episode that a workflow opened and will end."""
         self.open[episode.id] = _Open(episode, attached=True)
 
     async def detach(self, episode_id: str) -> None:
-        """End the calls of an attached episode that have their answer; it takes no more."""
+        """End the answered calls of an attached episode, and accept no more calls of it."""
         await self._settle(episode_id)
         if self.open.pop(episode_id, None) is not None:
             self._gone[episode_id] = None
             if len(self._gone) > MOST_OPEN:
                 del self._gone[next(iter(self._gone))]
 
-    async def end(self, episode_id: str, given: EndEpisode) -> Episode:
-        """End an open episode. Raises RequestError (404, 409) when it is not open here."""
-        if (found := self.open.get(episode_id)) is not None and found.attached:
+    async def end(self, episode_id: str, ending: EndEpisode) -> Episode:
+        """End an open episode. Raises RequestError (404, 409) if it is not open here."""
+        if (place := self.open.get(episode_id)) is not None and place.attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
         await self._settle(episode_id)
         if episode_id not in self.open:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
         episode = self._leave(episode_id)
-        record = await asyncio.to_thread(_end, episode, given)  # which may wait for large calls that are being recorded
-        self._count(episode, given)
+        # In a thread: it may wait for large calls that are being recorded.
+        record = await asyncio.to_thread(_end, episode, ending)
+        self._count(episode, ending)
         return record
 
     def reward(self, target: str, rewards: Mapping[str, float], feedback: str = "") -> None:
-        """Record rewards of an episode or a candidate and the text beside them, before or after the end of its
-        episode."""
+        """Record rewards of an episode or a candidate, with their reasons, before or after the end of the episode."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
         redaction = Redaction(self.config.redactors) if self.config.redactors else None
@@ -152,54 +154,60 @@ class Episodes:
     async def exchange(
         self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None, size: int
     ) -> Exchange | None:
-        """The exchange of a call, a request of `size` bytes; None where it cannot be recorded.
+        """The exchange of a call, whose request has `size` bytes; None if the call cannot be recorded.
 
-        `session` is the key and the task of its episode, where the request names none; the episode has the
-        application's own key, if the call that begins it says one. Raises RequestError (409) where
-        its episode has ended.
+        `session` is the key and the task of an episode, for a request that names none. If the call begins the episode,
+        the episode gets the application's key from the call. Raises RequestError (409) if the episode has ended.
         """
-        place = self._session(*session, who.key) if session and self.sink is not None else self._place(who)
+        if session and self.sink is not None:
+            place: _Open | None = self._session(*session, who.key)
+        else:
+            place = self._place(who)
         if place is None:
             return None
         call = await aside(
             size,
-            functools.partial(_started, place.live, who, form, asked),
+            functools.partial(_start_call, place.live, who, form, asked),
             lambda call: call.fail("cancelled", "the request ended before its call had started"),
         )
         exchange = Exchange(call, form, asked, size, self.config.limits, functools.partial(self._ended, place))
-        if place.live.id not in self.open:  # it has ended meanwhile, and the call with it
+        # The episode may have ended while the call was started in a thread.
+        if place.live.id not in self.open:
             await exchange.fail("cancelled", "the episode ended before the call did")
             raise RequestError(409, f"The episode {place.live.id} has ended.", code="episode_ended")
         place.exchanges.add(exchange)
         return exchange
 
     def health(self) -> dict[str, Any]:
-        """Counts of open episodes and calls, and of those that ended."""
+        """Counts of open and ended episodes and calls."""
         warnings, failures = self.warnings.copy(), self.failures.copy()
         for place in self.open.values():
             warnings.update(place.live.warnings)
             failures.update(place.live.failures)
-        return {
+        health: dict[str, Any] = {
             "open_episodes": len(self.open),
             "open_calls": sum(len(place.exchanges) for place in self.open.values()),
             "records": dict(self.counts),
             "failures": dict(failures),
             "warnings": dict(warnings),
-            **({"prompts": prompts.id} if (prompts := self.config.prompts) is not None else {}),
         }
+        if self.config.prompts is not None:
+            health["prompts"] = self.config.prompts.id
+        return health
 
     async def close(self) -> None:
-        """End all that is open: orphaned episodes as cancelled."""
+        """End all open episodes. Episodes that were opened over HTTP end as cancelled."""
         stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
         for episode_id, place in list(self.open.items()):
             if place.attached:
                 await self.detach(episode_id)
             else:
-                with contextlib.suppress(RequestError):  # a session may have ended by itself meanwhile
+                # A session may end by itself meanwhile.
+                with contextlib.suppress(RequestError):
                     await self.end(episode_id, stopped if place.key is None else EndEpisode())
 
     def warn(self, kind: str, text: str) -> None:
-        """Count something that the user should know about; say each kind once."""
+        """Count a warning; each kind is logged once."""
         self.warnings[kind] += 1
         if self.warnings[kind] == 1:
             log.warning("%s", text)
@@ -210,40 +218,42 @@ class Episodes:
         if who.episode in self._gone:
             raise RequestError(409, f"The episode {who.episode} has ended.", code="episode_ended")
         self.counts["unattributed"] += 1
-        instead = "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
+        effect = "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
         if who.episode is not None:
-            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {instead}")
+            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {effect}")
         else:
-            self.warn("no_episode", f"A call names no episode. {instead}")
+            self.warn("no_episode", f"A call names no episode. {effect}")
         if self.sink is None:
             return None
         return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
-    def _new(self, task: Task, given: OpenEpisode) -> _Open:
+    def _new(self, task: Task, options: OpenEpisode) -> _Open:
         assert self.sink is not None
         episode = LiveEpisode(
             self.sink,
             task,
-            workflow=given.workflow,
-            rollout=given.rollout,
-            phase=given.phase,
-            training_step=given.training_step,
+            workflow=options.workflow,
+            rollout=options.rollout,
+            phase=options.phase,
+            training_step=options.training_step,
             redactors=self.config.redactors,
             roles=self.config.roles,
             prompts=self.config.prompts,
             app=self.config.app,
-            key=given.key,
+            key=options.key,
         )
         self.open[episode.id] = _Open(episode)
         return self.open[episode.id]
 
     async def _settle(self, episode_id: str) -> None:
-        """End the calls that have their answer, without holding up others; the rest end with their episode."""
-        for exchange in list(place.exchanges) if (place := self.open.get(episode_id)) else ():
-            await exchange.whole()
+        """End the answered calls of an episode, one by one, to let other requests run. The rest end with the episode."""
+        place = self.open.get(episode_id)
+        if place is not None:
+            for exchange in list(place.exchanges):
+                await exchange.whole()
 
     def _leave(self, episode_id: str) -> LiveEpisode:
-        """Forget an episode, which takes no more calls."""
+        """Remove an episode from the open ones."""
         place = self.open.pop(episode_id)
         if place.key is not None:
             del self._sessions[place.key]
@@ -252,10 +262,10 @@ class Episodes:
         place.exchanges.clear()
         return place.live
 
-    def _count(self, episode: LiveEpisode, given: EndEpisode) -> None:
+    def _count(self, episode: LiveEpisode, ending: EndEpisode) -> None:
         self.warnings.update(episode.warnings)
         self.failures.update(episode.failures)
-        self.counts[f"episodes_{given.status}"] += 1
+        self.counts[f"episodes_{ending.status}"] += 1
 
     def _ended(self, place: _Open, exchange: Exchange) -> None:
         if exchange in place.exchanges:
@@ -264,13 +274,15 @@ class Episodes:
             if not place.exchanges and place.live.id in self.open and place.key is not None:
                 self._begin_pause(place)
 
-    def _session(self, key: Hashable, task: str | None, own: str = "") -> _Open:
-        """The episode that is open for a key, or a new one. Without a task it is that of calls which belong to none,
-        which no limit refuses."""
+    def _session(self, key: Hashable, task: str | None, episode_key: str = "") -> _Open:
+        """The open episode of a session key, or a new one with the application's key `episode_key`.
+
+        Without a task, it is an implicit episode, which is opened even beyond the limit.
+        """
         place = self._sessions.get(key)
         if place is None:
             if task is not None:
-                place = self.open[self.start(OpenEpisode(None, key=own), task_of({"id": task})).id]
+                place = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
             else:
                 place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
             self._sessions[key], place.key = place, key
@@ -280,8 +292,10 @@ class Episodes:
         return place
 
     def _begin_pause(self, place: _Open) -> None:
-        """End a session after a pause without a call; that of a connection with the connection, and after a pause only
-        where one is set."""
+        """End a session after a pause without a call.
+
+        The session of a connection ends with the connection; it ends after a pause only if the user has set one.
+        """
         _stop_timer(place)
         idle = self.config.split.idle
         if isinstance(place.key, asyncio.Future) and place.key.done():
@@ -303,19 +317,20 @@ def _stop_timer(place: _Open) -> None:
 
 
 def task_of(value: Any) -> Task:
-    """The task of any JSON value: an object's `id` names it, else its content does."""
+    """The task of a JSON value. Its id is the `id` of an object, else a digest of the value."""
     if isinstance(value, Mapping) and value.get("id") is not None:
         return Task(id=str(value["id"]), input=value)
     return Task(id=task_digest(value), input=value)
 
 
-def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
-    rewards, metrics = ({name: float(x) for name, x in some.items()} for some in (given.rewards, given.metrics))
-    return episode.end(given.status, rewards=rewards, metrics=metrics, feedback=given.feedback, error=given.error)
+def _end(episode: LiveEpisode, ending: EndEpisode) -> Episode:
+    rewards = {name: float(value) for name, value in ending.rewards.items()}
+    metrics = {name: float(value) for name, value in ending.metrics.items()}
+    return episode.end(ending.status, rewards=rewards, metrics=metrics, feedback=ending.feedback, error=ending.error)
 
 
-def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:
-    """The call of a request. Raises RequestError."""
+def _start_call(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:
+    """Start the call of a request. Raises RequestError if it cannot be read, or if the episode has ended."""
     caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
     try:
         chat, unsupported_reason = form.read(asked, episode)

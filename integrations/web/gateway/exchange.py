@@ -1,4 +1,4 @@
-"""One call through the gateway: its request as far as the record needs it, and a copy of its answer for the record."""
+"""One call through the gateway: the parsed request, and a copy of the answer for the record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cotune.sampling.request_params import asks_logprobs
 
 T = TypeVar("T")
 _TOKEN, _SHOWN = 8, 10
-"""Bytes of an answer for a token, about, and how many times as many where it is shown with its log-probability."""
+"""Approximate bytes of an answer per token, and the factor for a token that is shown with its log-probability."""
 _Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
@@ -43,8 +43,10 @@ class _Response(_Request, kw_only=True):
 
 
 def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, Any]:
-    """The body of a call. Raises RequestError (400, 413, 415) that names the field or limit for one that cannot be
-    recorded."""
+    """The parsed body of a call.
+
+    Raises RequestError (400, 413, 415), with the field or the limit, for a body that cannot be recorded.
+    """
     body = decoded(inflated(raw, coding, limits.max_body, "--max-body"), dict[str, Any], limits.max_values)
     try:
         msgspec.convert(body, _Response if form.name == "responses" else _Messages)
@@ -55,7 +57,7 @@ def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, 
 
 @dataclass(eq=False)
 class Exchange:
-    """A call in flight. All on the gateway's event loop, except the slow parts of large ones (`aside`)."""
+    """A call in flight. Methods run on the gateway's event loop; slow work on large calls runs in threads (`aside`)."""
 
     call: LiveCall
     form: Form
@@ -68,9 +70,9 @@ class Exchange:
     _kind: str = ""
     _coding: str = ""
     answering: bool = False
-    """Whether an answer that is no error is on its way."""
+    """Whether an answer has begun that is no error."""
     refusal: str = ""
-    """The provider's error, where it answered with one."""
+    """The provider's error; empty if it did not answer with one."""
     _outage: bool = True
 
     async def outgoing(self, raw: bytes, coding: str) -> bytes:
@@ -83,12 +85,12 @@ class Exchange:
         return await aside(self.asked_bytes, plain)
 
     def begins(self, kind: str, coding: str) -> None:
-        """An answer that is no error begins: its content type and content coding."""
+        """Note that an answer begins that is no error, with its content type and content coding."""
         self._kind, self._coding = kind, coding
         self.answering = True
 
     def add(self, chunk: bytes) -> None:
-        """Keep a copy of a chunk that passes."""
+        """Keep a copy of a chunk of the answer, up to the limit for records."""
         self.size += len(chunk)
         if self.size <= self.limits.max_answer:
             self._chunks.append(chunk)
@@ -96,44 +98,44 @@ class Exchange:
             self._chunks.clear()
 
     def refuse(self, cause: str, *, outage: bool) -> None:
-        """The provider answers with an error, which passes; the call ends with it."""
+        """Note that the provider answers with an error, which ends the call. The client gets it unchanged."""
         self.refusal, self._outage = cause, outage
 
     def over(self) -> None:
-        """The call has ended otherwise."""
+        """Note that the call has been ended elsewhere."""
         self._ended(self)
 
     async def fail(self, status: CallStatus, text: str, *, outage: bool = True) -> None:
         """End the call as failed."""
         await self._aside(lambda: self.call.fail(status, text, outage=outage))
 
-    async def answered(self, found: Answer) -> tuple[bytes, str]:
-        """End the call with a policy's answer; its body and content type."""
+    async def answered(self, answer: Answer) -> tuple[bytes, str]:
+        """End the call with a policy's answer. Returns the body and the content type of the response."""
         shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.asked) else 0
-        tokens = found.usage.prompt_tokens + found.usage.completion_tokens * (1 + _SHOWN * shown)
+        tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens * (1 + _SHOWN * shown)
 
         def encode_and_record() -> tuple[bytes, str]:
-            content = self.form.content(self.call, found, self.asked)
-            self.call.finish(found)
+            content = self.form.content(self.call, answer, self.asked)
+            self.call.finish(answer)
             return content
 
         return await self._aside(encode_and_record, _TOKEN * tokens)
 
     async def settle(self, status: CallStatus, text: str) -> None:
-        """End the call with the answer as it came; where that is not a whole one, as `status` for the reason `text`."""
+        """End the call with its answer. If the answer is incomplete, the call fails with `status`, because of `text`."""
         await self._aside(lambda: self._settle(status, text))
 
     def settle_now(self, status: CallStatus, text: str) -> None:
-        """The same at once, however long it takes."""
+        """Like `settle`, but without a thread, however long it takes."""
         self._settle(status, text)
         self._ended(self)
 
     async def whole(self) -> None:
-        """End the call if a whole answer has passed."""
+        """End the call if its answer is complete."""
         await self._aside(self.finish)
 
     def finish(self) -> bool:
-        """End the call if a whole answer has passed, even a malformed one; whether it has ended."""
+        """End the call if its answer is complete, even if it is malformed. Returns whether the call has ended."""
         if self.call.ended:
             return True
         if self.refusal:
@@ -151,9 +153,10 @@ class Exchange:
             if broken.status != 400:
                 self.call.fail("malformed", broken.message)
             return broken.status != 400
-        # The events of a stream are read one by one, and so take no more than their bytes.
-        if not self._streamed and (found := json_values(raw, self.limits.max_values)) > self.limits.max_values:
-            text = f"the answer holds {found} JSON values; at most {self.limits.max_values} are read"
+        # A body with very many JSON values takes far more memory than its bytes. The events of a stream are parsed one
+        # by one, and so do not.
+        if not self._streamed and (values := json_values(raw, self.limits.max_values)) > self.limits.max_values:
+            text = f"the answer holds {values} JSON values; at most {self.limits.max_values} are read"
             self.call.fail("malformed", text)
             return True
         return finish(self.call, self.form, self.asked, raw, self._streamed)
@@ -163,11 +166,11 @@ class Exchange:
             self.call.fail(status, text, self._part())
 
     async def _aside(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
-        """Do work that may end the call, in a thread where it takes long."""
-        done = await aside(self.asked_bytes + self.size + answer_bytes, work)
+        """Do work that may end the call, in a thread if the call is large."""
+        result = await aside(self.asked_bytes + self.size + answer_bytes, work)
         if self.call.ended:
             self._ended(self)
-        return done
+        return result
 
     @property
     def _streamed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Requests through the gateway as an ASGI application: forwarded as they are, with calls recorded along the way."""
+"""The ASGI application that forwards requests to the provider unchanged, and records the calls among them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = (b"authorization", b"x-api-key")
 
 @dataclass
 class _Passage:
-    """One request in flight: how much of its answer is sent, and its call."""
+    """One request in flight, with the progress of its answer and its call."""
 
     scope: Scope
     address: Address
@@ -62,7 +62,7 @@ class _Passage:
 
 
 class Proxy:
-    """Answers requests to the interfaces of OpenAI and Anthropic. `counts` tells requests by outcome."""
+    """Answers requests to the interfaces of OpenAI and Anthropic. `counts` counts requests by outcome."""
 
     def __init__(self, config: GatewayConfig, episodes: Episodes, access: Access) -> None:
         self.upstream = Upstream(config.upstream, config.key)
@@ -76,7 +76,7 @@ class Proxy:
         self.counts: Counter[str] = Counter()
 
     async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. An answer that breaks off midway is left incomplete, so that the client sees it."""
+        """Answer one request. If an answer breaks off, the response is left incomplete, so that the client notices."""
         self.access.check(scope)
         if self.in_flight >= self.limits.max_inflight:
             raise RequestError(
@@ -99,7 +99,7 @@ class Proxy:
             self.in_flight -= 1
 
     async def _guarded(self, passage: _Passage) -> None:
-        """Turn an interruption of a request into the end of its call and an answer that names the cause."""
+        """Pass a request on. An interruption ends its call, and is answered with the cause."""
         try:
             async with asyncio.timeout(self.limits.timeout):
                 await self._pass(passage)
@@ -120,6 +120,7 @@ class Proxy:
             await self._interrupted(passage, "error", error.message)
             raise
         except asyncio.CancelledError:
+            # The end of an episode ends its calls and cancels their requests: this is no stop of the gateway.
             if passage.exchange is not None and passage.exchange.call.ended and not passage.done:
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
                 text = "The episode ended before the call did."
@@ -136,7 +137,8 @@ class Proxy:
             text = f"{text}, after {exchange.size} bytes of the answer"
         if exchange.call.streamed or exchange.refusal or status == "cancelled":
             await exchange.settle(status, text)
-        else:  # a client that reads no stream has nothing of an answer that breaks off, however much of it came
+        else:
+            # A client cannot use a part of an answer that is no stream.
             await exchange.fail(status, text)
 
     async def _pass(self, passage: _Passage) -> None:
@@ -146,9 +148,10 @@ class Proxy:
         if address.form is not None and scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             coding = header(scope, b"content-encoding").decode("latin-1")
-            packed = INLINE if coding else 0  # nobody knows how large it is
-            asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
-            await self._open(passage, address.form, asked, packed + len(raw))
+            # A compressed body may be much larger than its bytes: it counts as too large for the event loop.
+            size = len(raw) + (INLINE if coding else 0)
+            asked = await aside(size, functools.partial(read_call, address.form, raw, coding, self.limits))
+            await self._open(passage, address.form, asked, size)
             if (exchange := passage.exchange) is not None and exchange.call.edits is not None:
                 raw = await exchange.outgoing(raw, coding)
                 headers.popall("content-encoding", None)
@@ -177,9 +180,9 @@ class Proxy:
         await passage.body(content, more=False)
 
     def _provider(self, scope: Scope, address: Address) -> Upstream:
-        """The provider of a request: Anthropic's clients say which version of its interface they speak."""
-        theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
-        return self.anthropic if theirs else self.upstream
+        """The provider of a request. Anthropic's clients send the version of its interface in a header."""
+        for_anthropic = address.tail.startswith("messages") or header(scope, b"anthropic-version")
+        return self.anthropic if for_anthropic else self.upstream
 
     async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
         scope = passage.scope
@@ -194,18 +197,18 @@ class Proxy:
             assert task is not None
             passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
 
-    async def _played(self, passage: _Passage) -> bool:
-        """Answer by the episode's policies; False where its provider answers the role."""
+    async def _answer_with_policy(self, passage: _Passage) -> bool:
+        """Answer with a policy of the episode. Returns False if the provider plays the role."""
         exchange = passage.exchange
         assert exchange is not None
         call = exchange.call
-        stop = call.cancel
+        cancel_request = call.cancel  # `answer` replaces it
         try:
-            found = await answer(call)
-            if found is None:
-                call.cancel = stop
+            reply = await answer(call)
+            if reply is None:
+                call.cancel = cancel_request
                 return False
-            content, kind = await exchange.answered(found)
+            content, kind = await exchange.answered(reply)
         except Exception as error:  # noqa: BLE001
             text = error_text(error)
             status = failed(call, error)
@@ -213,20 +216,21 @@ class Proxy:
             raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
         length = str(len(content)).encode()
         fields = [(b"content-type", kind.encode()), (b"content-length", length), (b"x-should-retry", b"false")]
-        await passage.start(200, [*fields, *_names(exchange)])
+        await passage.start(200, [*fields, *_identity_headers(exchange)])
         await passage.body(content, more=False)
         return True
 
     async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
-        """Have a policy of the episode answer, else pass the request on and its answer back, byte by byte."""
+        """Answer with a policy of the episode; if it has none, forward the request and return the provider's bytes."""
         scope, address, exchange = passage.scope, passage.address, passage.exchange
-        if exchange is not None and exchange.call.episode.responder is not None and await self._played(passage):
+        has_policies = exchange is not None and exchange.call.episode.responder is not None
+        if has_policies and await self._answer_with_policy(passage):
             return
         upstream, method, query = self._provider(scope, address), scope["method"], scope["query_string"]
         async with upstream.send(method, address.tail, query, headers, raw) as reply:
             fields = forwarded(((name.lower(), value) for name, value in reply.raw_headers), ())
             if exchange is not None:
-                fields += _names(exchange)
+                fields += _identity_headers(exchange)
                 if 200 <= reply.status < 300:
                     exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
                 else:
@@ -240,6 +244,6 @@ class Proxy:
         await passage.body(b"", more=False)
 
 
-def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+def _identity_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     call = exchange.call
     return [(b"x-cotune-call", call.id.encode()), (b"x-cotune-episode", call.episode.id.encode())]

@@ -1,7 +1,7 @@
-"""The gateway: an OpenAI-compatible endpoint between an application in any language and its provider, which records.
+"""The gateway: an OpenAI-compatible endpoint between an application in any language and its provider, to record calls.
 
-`running_gateway` and `serve` run one for other processes; `gateway` gives a workflow the address of one for an
-application that it runs as another process, whose calls are then answered like the workflow's own.
+`running_gateway` and `serve` run a gateway for other processes. `gateway` is for a workflow that runs the application as
+another process: calls through its address are answered like the workflow's own calls.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Gateway:
             await refusal(error)(scope, receive, send)
 
     async def close(self) -> None:
-        """End open episodes and close the connections to the providers; the store stays open."""
+        """End open episodes and close the connections to the providers. The store stays open."""
         await self.episodes.close()
         for upstream in (self.proxy.upstream, self.proxy.anthropic):
             await upstream.close()
@@ -89,20 +89,20 @@ class Gateway:
 def running_gateway(
     config: GatewayConfig, records: str | Path | None, *, host: str = "127.0.0.1", port: int = 0
 ) -> AbstractContextManager[RunningServer[Gateway]]:
-    """Run a gateway in a background thread; `records` is the address of a store or of a collector, None records nothing
-    by itself.
+    """Run a gateway in a background thread.
 
-    Raises ConfigError, RunError when it cannot start.
+    `records` is the address of a store or of a collector. With None, only attached episodes are recorded. Raises
+    ConfigError, RunError if it cannot start.
     """
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
         with contextlib.nullcontext() if records is None else open_sink(records, config.app) as sink:
-            made = Gateway(config, sink)
+            new_gateway = Gateway(config, sink)
             try:
-                yield made, made
+                yield new_gateway, new_gateway
             finally:
-                await made.close()
+                await new_gateway.close()
 
     return running(
         opening,
@@ -117,15 +117,15 @@ def running_gateway(
 
 def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None], *, host: str, port: int) -> None:
     """Run a gateway until Ctrl-C, SIGTERM or SIGHUP."""
-    with stopped_by_signals(), running_gateway(config, records, host=host, port=port) as found:
-        say(f"Gateway at {found.url}/v1 for {config.upstream}")
+    with stopped_by_signals(), running_gateway(config, records, host=host, port=port) as server:
+        say(f"Gateway at {server.url}/v1 for {config.upstream}")
         if config.anthropic:
-            say(f"Anthropic's interface at {found.url} for {config.anthropic}")
-        store = found.opened.store
+            say(f"Anthropic's interface at {server.url} for {config.anthropic}")
+        store = server.opened.store
         say(f"Records: {records if store is None else store.address}")
         say("Ctrl-C stops it.")
-        suggest(f"OPENAI_BASE_URL={found.url}/v1 python my_app.py", f"cotune show {without_password(records)}")
-        found.wait()
+        suggest(f"OPENAI_BASE_URL={server.url}/v1 python my_app.py", f"cotune show {without_password(records)}")
+        server.wait()
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class Gate:
 
 @contextlib.contextmanager
 def gateway(upstream: str | None = None) -> Iterator[Gate]:
-    """The gateway of this process, for the episode that runs here; use it inside a workflow.
+    """The gateway of this process, for the present episode. Use it inside a workflow.
 
-    Its calls are recorded in the episode and answered by whatever answers the episode's other calls; those that no
-    policy answers go to `upstream` (without it, to the environment's OPENAI_BASE_URL, else the OpenAI API; those of
-    Anthropic's interface to its ANTHROPIC_BASE_URL, else Anthropic's API). One server per provider runs in a background
-    thread, on loopback, for the life of the process. Raises WorkflowError outside an episode.
+    Calls through it are recorded in the episode, and answered like its other calls. A call that no policy answers is
+    sent to `upstream`. Without `upstream` it is sent to OPENAI_BASE_URL or, if that is not set, to OpenAI; a call of
+    Anthropic's interface to ANTHROPIC_BASE_URL or Anthropic. One server per provider runs in a background thread, on
+    loopback, until the process ends. Raises WorkflowError outside an episode.
 
     ```python
     @cotune.workflow
@@ -171,12 +171,12 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
         )
     anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
     openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-    found = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
-    episodes, loop = found.opened.episodes, found.opened.loop
+    server = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
+    episodes, loop = server.opened.episodes, server.opened.loop
     loop.call_soon_threadsafe(episodes.attach, episode)
-    episode.gateway = found.url
+    episode.gateway = server.url
     try:
-        yield Gate(found.url, episode.id)
+        yield Gate(server.url, episode.id)
     finally:
         asyncio.run_coroutine_threadsafe(episodes.detach(episode.id), loop).result()
 
@@ -193,11 +193,11 @@ _gateways = SharedGateways()
 
 
 def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
-    """The gateway of this process for its providers, started when it is first used and stopped at exit."""
+    """The gateway of this process with these providers. It starts at its first use and stops at exit."""
     with _gateways.lock:
         if config not in _gateways.running:
             stack = contextlib.ExitStack()
-            # In an empty context: the server's thread outlives the episode that happens to start it.
+            # In an empty context, because the server's thread outlives the episode that starts it.
             start = functools.partial(stack.enter_context, running_gateway(config, None))
             _gateways.running[config] = contextvars.Context().run(start)
             atexit.register(stack.close)
@@ -217,15 +217,15 @@ class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store | None, limits: Limits) -> Starlette:
-    """The Starlette application for all that is not an OpenAI interface."""
+    """The Starlette application for paths outside the interfaces of the providers: episodes, rewards, health."""
 
     async def body(request: Request, kind: type[T]) -> T:
         return await read_json(request.scope, request.receive, access, kind, limits, proxy.room)
 
     async def open_(request: Request) -> Response:
-        given = await body(request, OpenEpisode)
-        task = await asyncio.to_thread(task_of, given.task)
-        episode = episodes.start(given, task)
+        options = await body(request, OpenEpisode)
+        task = await asyncio.to_thread(task_of, options.task)
+        episode = episodes.start(options, task)
         base = f"{request.base_url}e/{episode.id}"
         opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
         return json_response(opened, 201)
@@ -235,10 +235,10 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
         return json_response({"id": record.id, "status": record.status, "calls": record.calls})
 
     async def reward(request: Request) -> Response:
-        given = await body(request, GiveRewards)
-        await _check_target(given.target, episodes, store)
-        episodes.reward(given.target, given.rewards, given.feedback)
-        return json_response({"target": given.target, "rewards": given.rewards})
+        reward_body = await body(request, GiveRewards)
+        await _check_target(reward_body.target, episodes, store)
+        episodes.reward(reward_body.target, reward_body.rewards, reward_body.feedback)
+        return json_response({"target": reward_body.target, "rewards": reward_body.rewards})
 
     async def health(request: Request) -> Response:
         access.check_local(request.scope)
@@ -258,7 +258,7 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
 
 
 async def _check_target(target: str, episodes: Episodes, store: Store | None) -> None:
-    """Raises RequestError for a target that is not an id (400) or not recorded (404)."""
+    """Raise RequestError for a target that is not an id (400) or not recorded (404)."""
     if _TARGET.fullmatch(target) is None:
         text = "A target is an episode id, or CALL.INDEX for a candidate."
         raise RequestError(400, text, param="target", code="invalid_value")
@@ -268,13 +268,15 @@ async def _check_target(target: str, episodes: Episodes, store: Store | None) ->
     def recorded(store: Store) -> bool:
         store.flush()
         id, _, index = target.partition(".")
-        return int(index) < len(store.figures().call(id).candidates) if index else store.figures().has_episode(id)
+        if not index:
+            return store.figures().has_episode(id)
+        return int(index) < len(store.figures().call(id).candidates)
 
     try:
-        known = await asyncio.to_thread(recorded, store)
+        is_recorded = await asyncio.to_thread(recorded, store)
     except RecordError:
-        known = False
+        is_recorded = False
     except CotuneError as error:
         raise RequestError(503, f"The records cannot be read: {error}", code="store_failed") from None
-    if not known:
+    if not is_recorded:
         raise RequestError(404, f"Nothing is recorded under {target}.", param="target", code="unknown_target")

@@ -1,4 +1,4 @@
-"""How a gateway is set up: where it forwards to, who may use it, its bounds, and how it tells roles and episodes."""
+"""Settings of a gateway: providers, access, limits, and how it finds roles and episodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cotune.recording.roles import RolesFunction
 
 
 class Split(msgspec.Struct, frozen=True):
-    """How calls that name no episode are divided into episodes; not at all where everything is left out."""
+    """How calls that name no episode are divided into episodes. By default they are not divided."""
 
     by: Literal["connection"] | None = None
-    """connection: an episode for each connection of a client, until it is closed."""
+    """connection: one episode for each connection of a client. It ends when the connection is closed."""
     header: str = ""
-    """Name of a header that the application sends anyway: an episode for each of its values."""
+    """Name of a header that the application sends anyway. Each of its values is one episode."""
     idle: float | None = None
-    """Seconds without a call after which an episode ends; without `by` and `header`, one episode at a time."""
+    """Seconds without a call after which an episode ends. Without `by` and `header`, there is one episode at a time."""
 
     def __post_init__(self) -> None:
         if self.idle is not None and not 0 < self.idle < math.inf:
@@ -36,7 +36,7 @@ class Split(msgspec.Struct, frozen=True):
             raise ConfigError("episode_by", self.by, "cannot be used with --episode-header", "Leave one of them out.")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
-        """The key of a request's episode, and its task's id; None where calls are not divided."""
+        """The key of a request's episode, and its task's id; None if the request does not determine an episode."""
         if self.by == "connection":
             connection = scope.get("cotune.connection")
             return None if connection is None else (connection, "connection")
@@ -54,7 +54,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
     """The provider's key, for clients that send `token` as theirs."""
     anthropic: str | None = None
-    """Base URL of the provider of Anthropic's interface, where that is another."""
+    """Base URL of the provider of Anthropic's interface; None if it is the same."""
     anthropic_key: str | None = None
     token: str | None = None
     app: str = ""
@@ -62,11 +62,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     redactors: Sequence[Redactor] = ()
     roles: RolesFunction | None = None
-    """Names the roles of calls that do not name theirs."""
+    """Names the roles of calls whose requests do not."""
     prompts: Prompts | None = None
     """Edits the prompts of the calls."""
     role_header: str = ""
-    """A header of the application's own that says the role."""
+    """Name of the application's own header for the role."""
     split: Split = Split()
 
     def __post_init__(self) -> None:

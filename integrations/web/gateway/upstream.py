@@ -1,4 +1,4 @@
-"""The provider behind the gateway: requests forwarded with aiohttp, answers as the bytes that arrive."""
+"""The provider behind the gateway. Requests are forwarded with aiohttp, and answers returned byte by byte."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ class UpstreamError(Exception):
 
 
 MOST_INTERIM = 100
-"""Interim answers (such as 100 Continue) before the answer itself."""
+"""Most interim answers (such as 100 Continue) before the answer itself."""
 
 
 class _Answer(aiohttp.ClientResponse):
-    """An answer of which no number of interim ones comes before: aiohttp reads them without a pause."""
+    """An answer with a limit on the interim answers before it. aiohttp reads these in a loop without a pause, so a faulty
+    provider would block the event loop."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        protocol, seen = connection.protocol, 0
+        protocol, reads = connection.protocol, 0
         read = protocol.read
 
         async def bounded() -> Any:
-            nonlocal seen
-            seen += 1
-            if seen > MOST_INTERIM:
+            nonlocal reads
+            reads += 1
+            if reads > MOST_INTERIM:
                 raise aiohttp.ClientPayloadError(f"it sent more than {MOST_INTERIM} interim answers (1xx)")
             return await read()
 
@@ -61,10 +62,10 @@ class Upstream:
     """Forwards to the base URL of a provider."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
+        """`key` is the provider's key, for clients that send the gateway's token as theirs. Connects when used."""
         self.url = url.rstrip("/")
         self._key = key
-        # found once: aiohttp would ask a thread for every request
+        # Look up the system's proxy once: aiohttp would do it for every request, in a thread.
         parts = urlsplit(self.url)
         self._proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         self._session: aiohttp.ClientSession | None = None
@@ -75,7 +76,7 @@ class Upstream:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer to a request. Leaving early closes its connection, which cancels the request at the provider.
 
-        Raises UpstreamError when there is no answer, or when it breaks off inside.
+        Raises UpstreamError if there is no answer, or if it breaks off inside the block.
         """
         url = URL(f"{self.url}/{tail}?{query.decode()}" if query else f"{self.url}/{tail}", encoded=True)
         try:
@@ -90,27 +91,31 @@ class Upstream:
                     raise UpstreamError(f"it answered with status {answer.status}")
                 yield answer
             finally:
-                answer.close() if not answer.content.at_eof() else answer.release()
+                if answer.content.at_eof():
+                    answer.release()
+                else:
+                    answer.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error
 
     def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
-        """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's.
+        """The headers to forward. With `own_key`, the client's key is replaced by the provider's.
 
-        Raises RequestError (400) for one that cannot be forwarded.
+        Raises RequestError (400) for a header that cannot be forwarded.
         """
-        given = list(headers)
-        kept = forwarded(given, _OURS)
-        accepted = any(name == b"accept-encoding" and b"gzip" in value.lower() for name, value in given)
-        kept.append((b"accept-encoding", b"gzip" if accepted else b"identity"))  # the recorder reads no other
+        client_headers = list(headers)
+        outgoing = forwarded(client_headers, _OURS)
+        # The recorder can read gzip, but no other coding.
+        accepts_gzip = any(name == b"accept-encoding" and b"gzip" in value.lower() for name, value in client_headers)
+        outgoing.append((b"accept-encoding", b"gzip" if accepts_gzip else b"identity"))
         if own_key:
-            plain = any(name == b"x-api-key" for name, _ in kept)
-            kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
+            uses_api_key = any(name == b"x-api-key" for name, _ in outgoing)
+            outgoing = [(name, value) for name, value in outgoing if name not in (b"authorization", b"x-api-key")]
             if self._key:
                 key = self._key.encode()
-                kept.append((b"x-api-key", key) if plain else (b"authorization", b"Bearer " + key))
+                outgoing.append((b"x-api-key", key) if uses_api_key else (b"authorization", b"Bearer " + key))
         try:
-            return CIMultiDict((name.decode(), value.decode()) for name, value in kept)
+            return CIMultiDict((name.decode(), value.decode()) for name, value in outgoing)
         except UnicodeDecodeError:
             raise RequestError(400, "A header is not UTF-8.", code="invalid_header") from None
 
@@ -135,12 +140,14 @@ class Upstream:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) -> Fields:
-    """Headers without those that belong to one connection, those in `dropped`, and cotune's own."""
-    given = list(headers)
-    named = {part.strip().lower() for key, value in given if key == b"connection" for part in value.split(b",")}
-    left_out = _HOP_BY_HOP.union(dropped, named)
-    kept: Fields = []
-    for name, value in given:
+    """Headers without the ones that belong to a single connection, the ones in `dropped`, and cotune's own."""
+    headers = list(headers)
+    left_out = _HOP_BY_HOP.union(dropped)
+    for name, value in headers:
+        if name == b"connection":  # it lists further headers of this connection
+            left_out = left_out.union(part.strip().lower() for part in value.split(b","))
+    fields: Fields = []
+    for name, value in headers:
         if name in left_out or name.startswith(b"x-cotune-"):
             continue
         if name == b"baggage":
@@ -148,5 +155,5 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) 
             if not value.strip():
                 continue
         if not _CONTROL.search(value):
-            kept.append((name, value))
-    return kept
+            fields.append((name, value))
+    return fields
