@@ -259,7 +259,7 @@ def test_the_disk_space_of_whole_models_is_printed_before_they_are_written(
     size = (tmp_path / "merged" / "planner" / "model.safetensors").stat().st_size
     named = [float(text.removeprefix("this export will take about ").split(" GB")[0]) * 1e9 for text in said]
     assert named == pytest.approx([size, size], rel=0.05)
-    assert [text.endswith("disk space, beside one earlier version") for text in said] == [False, True]
+    assert [text.endswith("disk space, in addition to one earlier version") for text in said] == [False, True]
     export(run, tmp_path / "adapters", say=said.append)
     assert "disk space" not in " ".join(said[2:]), "adapters are small"
 

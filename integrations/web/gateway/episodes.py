@@ -246,7 +246,7 @@ class Episodes:
         return self.open[episode.id]
 
     async def _settle(self, episode_id: str) -> None:
-        """End the answered calls of an episode, one by one, to let other requests run. The rest end with the episode."""
+        """End the answered calls of an episode one by one, to let other requests run. The rest end with the episode."""
         place = self.open.get(episode_id)
         if place is not None:
             for exchange in list(place.exchanges):

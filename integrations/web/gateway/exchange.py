@@ -122,7 +122,7 @@ class Exchange:
         return await self._aside(encode_and_record, _TOKEN * tokens)
 
     async def settle(self, status: CallStatus, text: str) -> None:
-        """End the call with its answer. If the answer is incomplete, the call fails with `status`, because of `text`."""
+        """End the call with its answer. A call with an incomplete answer fails with `status` and the cause `text`."""
         await self._aside(lambda: self._settle(status, text))
 
     def settle_now(self, status: CallStatus, text: str) -> None:

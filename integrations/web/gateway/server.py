@@ -1,7 +1,7 @@
-"""The gateway: an OpenAI-compatible endpoint between an application in any language and its provider, to record calls.
+"""The gateway: an OpenAI-compatible endpoint that records the calls between an application and its provider.
 
-`running_gateway` and `serve` run a gateway for other processes. `gateway` is for a workflow that runs the application as
-another process: calls through its address are answered like the workflow's own calls.
+`running_gateway` and `serve` run a gateway for other processes. `gateway` is for a workflow that runs the application
+as another process: calls through its address are answered like the workflow's own calls.
 """
 
 from __future__ import annotations

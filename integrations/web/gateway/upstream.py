@@ -37,8 +37,8 @@ MOST_INTERIM = 100
 
 
 class _Answer(aiohttp.ClientResponse):
-    """An answer with a limit on the interim answers before it. aiohttp reads these in a loop without a pause, so a faulty
-    provider would block the event loop."""
+    """An answer with a limit on the interim answers before it. aiohttp reads these in a loop without a pause, so that a
+    faulty provider would block the event loop."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         protocol, reads = connection.protocol, 0

@@ -1,1 +1,1 @@
-"""The viewer: runs and records as pages in a browser, read-only, and as one file to send to somebody."""
+"""The viewer: shows runs and records as pages in a browser, read-only, or as one HTML file to send to somebody."""

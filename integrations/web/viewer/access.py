@@ -1,4 +1,4 @@
-"""Access to the pages: by a token, or without one from loopback only, under a policy against foreign scripts."""
+"""Controls access to the pages: by a token, or without one from loopback only. A policy forbids foreign scripts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cotune.integrations.web.http.requests import Access, RequestError, header
 
 COOKIE = "cotune_view"
 WRITTEN = "/note"
-"""End of the only address that takes a POST: it keeps a note (see `notes`), as JSON, which a foreign page may not send
-without being asked."""
+"""Ending of the only address that accepts a POST, which saves a note (see `notes`). It accepts only JSON, which a
+browser does not let a foreign page send."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -25,13 +25,14 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-"""Of every response. Text of applications and models is escaped; with these a browser would not run it either."""
+"""Headers of every response. Text of applications and models is escaped; these keep a browser from running any that is
+not."""
 
 
 def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
-    """`app` behind the token: sent as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN`, which leaves a cookie.
+    """Protect `app` by a token, sent as `Authorization: Bearer TOKEN`, or once as `?token=TOKEN`, which sets a cookie.
 
-    Without a token only browsers on this machine get in, by a name of it.
+    Without a token only browsers on this machine have access, by one of its own names.
     """
     access = Access(token)
 
@@ -44,8 +45,9 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         offered = next((value for name, value in query if name == "token"), None)
         if token is not None and offered is not None and _same(offered, token):
-            rest = urlencode([pair for pair in query if pair[0] != "token"])
-            answer = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
+            # Redirect, so that the token does not stay in the browser's address bar and history.
+            other_fields = urlencode([pair for pair in query if pair[0] != "token"])
+            answer = RedirectResponse(scope["path"] + (f"?{other_fields}" if other_fields else ""), 303)
             answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             await answer(scope, receive, secured)
             return
@@ -67,20 +69,22 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
 
 
 def _check_origin(scope: Scope) -> None:
-    """Raises RequestError (403) for a request to write that does not come from a page of this server: a page of another
-    port of this machine shares its cookies, and is on loopback too."""
-    host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
+    """Raise RequestError (403) for a write request that does not come from a page of this server.
+
+    A page from another port of this machine is on loopback too, and has the same cookies.
+    """
+    host, origin = header(scope, b"host").decode("latin-1"), header(scope, b"origin").decode("latin-1")
     if not host or origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
         raise RequestError(403, "Only pages of this viewer may write.", code="forbidden_origin")
 
 
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+def _same(offered: str, token: str) -> bool:
+    return hmac.compare_digest(offered.encode(), token.encode())
 
 
 def _cookie(scope: Scope) -> str:
     try:
-        found = SimpleCookie(header(scope, b"cookie").decode("latin-1")).get(COOKIE)
+        cookie = SimpleCookie(header(scope, b"cookie").decode("latin-1")).get(COOKIE)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return cookie.value if cookie else ""

@@ -24,26 +24,28 @@ Row = TypeVar("Row")
 PAGE = 50
 """Calls of a page."""
 SEARCH_SECONDS = 0.6
-"""How long one page of a list searches before it says how far it came."""
+"""Seconds that one page of a list searches. Then it shows how many entries were searched."""
 CHUNK = 500
-"""Calls that are looked at together."""
+"""Calls that are read together."""
 _AROUND = 60
-"""Characters that are shown on each side of a match."""
+"""Characters to show on each side of a match."""
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A text that was found: where, in `call` (empty for the episode itself), and with what around it."""
+    """A match of a search, with the text before and after it."""
 
     where: str
+    """The part of the call or episode, such as "answer" or "error"."""
     before: str
     text: str
     after: str
     call: str = ""
+    """Id of the call; empty for a match in the episode itself."""
 
 
 class CallRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list of calls. `training_step` counts from 1, as on every page; `phase` is empty for a call of an
-    episode without an end."""
+    """A line of the list of calls. `training_step` counts from 1, as on every page. `phase` is empty for a call of an
+    episode that has not ended."""
 
     id: str
     episode: str
@@ -62,12 +64,13 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListPage(msgspec.Struct, Generic[Row], frozen=True, kw_only=True):
-    """One page of a list. `after` leads to the next page; `searched` counts the entries that were searched if the time
-    was up before the end of the list."""
+    """One page of a list."""
 
     rows: tuple[Row, ...]
     after: str = ""
+    """Position of the next page; empty on the last one."""
     searched: int | None = None
+    """Number of searched entries, if the time limit ended the search before the end of the list."""
 
 
 def calls_page(viewer: Viewer, request: Request) -> Response:
@@ -95,8 +98,8 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
 
 def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: str = "") -> ListPage[CallRow]:
     """The page of calls, the newest first, that begins below the id `before`."""
-    found: list[CallRow] = []
-    verdicts: dict[str, bool] = {}
+    rows: list[CallRow] = []
+    verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
         chunk = run.figures.call_ids(last, CHUNK)
@@ -106,15 +109,15 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
             hits = run.figures.calls_holding(text, list(hits), verdicts)
         for line in lines:
             if line.id in hits:
-                found.append(_row(run, line, text))
-            if len(found) == PAGE:
-                return ListPage(rows=tuple(found), after=found[-1].id)
+                rows.append(_row(run, line, text))
+            if len(rows) == PAGE:
+                return ListPage(rows=tuple(rows), after=rows[-1].id)
         searched += len(chunk)
         if len(chunk) < CHUNK:
-            return ListPage(rows=tuple(found))
+            return ListPage(rows=tuple(rows))
         last = chunk[-1]
         if time.monotonic() > deadline:
-            return ListPage(rows=tuple(found), after=last, searched=searched)
+            return ListPage(rows=tuple(rows), after=last, searched=searched)
 
 
 def _row(run: OpenedRun, line: CallLine, text: str) -> CallRow:
@@ -137,7 +140,8 @@ def _row(run: OpenedRun, line: CallLine, text: str) -> CallRow:
 
 
 def match_in_call(run: OpenedRun, id: str, text: str) -> Match | None:
-    """Where a call holds a text: in an answer, its error, its feedback, or the latest message of its prompt."""
+    """The first match of a text in a call: in its answers, its errors, its feedback, or its prompt, the latest message
+    first."""
     try:
         call = run.figures.call(id)
     except RecordError:
@@ -146,36 +150,40 @@ def match_in_call(run: OpenedRun, id: str, text: str) -> Match | None:
 
 
 def match_in_episode(run: OpenedRun, id: str, text: str) -> Match | None:
-    """Where an episode itself holds a text: in its task's input, its error or its feedback."""
+    """The first match of a text in an episode itself: in its task's input, its error or its feedback."""
     episode = run.store.episode(id)
-    beside = run.store.feedback([id])[id]
-    texts = [("input", leaf) for leaf in leaves(episode.task.input)]
-    return _first([*texts, ("error", episode.error), *(("why " + n, said) for n, said in beside.items())], text, "")
+    texts: list[tuple[str, Any]] = [("input", leaf) for leaf in leaves(episode.task.input)]
+    texts.append(("error", episode.error))
+    texts += [(f"why {name}", reason) for name, reason in run.store.feedback([id])[id].items()]
+    return _first(texts, text, "")
 
 
 def _texts_of_call(run: OpenedRun, call: CallRecord) -> Iterator[tuple[str, Any]]:
+    """The texts of a call with their place in it, in the order of a search."""
     for candidate in call.candidates:
-        named = "answer" if candidate.index == call.chosen else f"candidate {candidate.index}"
-        yield from ((named, leaf) for leaf in (candidate.text, *leaves(candidate.message)))
-    yield from (("error", call.error), *(("attempt", attempt) for attempt in call.attempts))
-    for said in run.store.feedback([candidate_id(call.id, c.index) for c in call.candidates]).values():
-        yield from ((f"why {name}", why) for name, why in said.items())
+        place = "answer" if candidate.index == call.chosen else f"candidate {candidate.index}"
+        yield from ((place, leaf) for leaf in (candidate.text, *leaves(candidate.message)))
+    yield ("error", call.error)
+    yield from (("attempt", attempt) for attempt in call.attempts)
+    for feedback in run.store.feedback([candidate_id(call.id, c.index) for c in call.candidates]).values():
+        yield from ((f"why {name}", reason) for name, reason in feedback.items())
     for message in reversed(call.messages):
         try:
             body = run.store.message(message)
         except RecordError:
             continue
-        named = str(body.get("role", "message")) if isinstance(body, dict) else "message"
-        yield from ((f"prompt, {named}", leaf) for leaf in leaves(body))
+        role = str(body.get("role", "message")) if isinstance(body, dict) else "message"
+        yield from ((f"prompt, {role}", leaf) for leaf in leaves(body))
 
 
 def _first(texts: Iterable[tuple[str, Any]], text: str, call: str) -> Match | None:
-    """The first of some texts that holds one, as SQL finds it: small and large letters are the same."""
+    """The first match of `text` in some texts. Upper and lower case are the same, as in the search by SQL."""
     for where, value in texts:
-        found = re.search(re.escape(text), value, re.IGNORECASE) if isinstance(value, str) else None
-        if found:
-            (at, end), cut = found.span(), max(0, found.start() - _AROUND)
-            before = ("…" if cut else "") + value[cut:at]
+        match = re.search(re.escape(text), value, re.IGNORECASE) if isinstance(value, str) else None
+        if match:
+            first, end = match.span()
+            cut = max(0, first - _AROUND)
+            before = ("…" if cut else "") + value[cut:first]
             after = value[end : end + _AROUND] + ("…" if len(value) > end + _AROUND else "")
-            return Match(where, before, value[at:end], after, call)
+            return Match(where, before, value[first:end], after, call)
     return None

@@ -1,4 +1,4 @@
-"""A chart as CSV, with exact figures."""
+"""Writes a chart as CSV, with exact figures."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from starlette.responses import Response, StreamingResponse
 from cotune.reading.curves import Chart
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""Beginnings of a text that a spreadsheet would take for a formula."""
+"""Prefixes of texts that a spreadsheet would run as a formula."""
 
 
 def chart_as_csv(chart: Chart) -> Response:
-    """A chart with a row for each step and a column for each line and each end of its interval."""
+    """A CSV file with a row for each step, and a column for each line and each end of its interval."""
     columns: list[tuple[str, list[float | None]]] = []
     for line in chart.series:
         columns.append((line.label, line.values))
         if line.low is not None and line.high is not None:
             columns += [(f"{line.label}, low", line.low), (f"{line.label}, high", line.high)]
-    rows = [[step, *(values[place] for _, values in columns)] for place, step in enumerate(chart.steps)]
-    return _file([["step", *(name for name, _ in columns)], *rows], chart.id)
+    rows: list[list[Any]] = [["step", *(name for name, _ in columns)]]
+    for position, step in enumerate(chart.steps):
+        rows.append([step, *(values[position] for _, values in columns)])
+    return _file(rows, chart.id)
 
 
 def _file(rows: Iterable[list[Any]], name: str) -> Response:
-    named = "".join(sign if (sign.isalnum() and sign.isascii()) or sign in "-_" else "_" for sign in name)[:100]
-    headers = {"content-disposition": f'attachment; filename="{named}.csv"'}
+    file_name = "".join(sign if (sign.isalnum() and sign.isascii()) or sign in "-_" else "_" for sign in name)[:100]
+    headers = {"content-disposition": f'attachment; filename="{file_name}.csv"'}
     return StreamingResponse(map(_line, rows), media_type="text/csv; charset=utf-8", headers=headers)
 
 
@@ -39,7 +41,7 @@ def _line(cells: list[Any]) -> str:
 
 
 def _harmless(cell: Any) -> Any:
-    """A cell that no spreadsheet takes for a formula: texts come from models and applications."""
+    """A cell that no spreadsheet runs as a formula. Texts of models and applications are not trusted."""
     if not isinstance(cell, str) or not cell.startswith(_FORMULA):
         return cell
     try:

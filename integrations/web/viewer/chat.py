@@ -1,4 +1,4 @@
-"""Chat messages as a page shows them: text, reasoning, tool calls with arguments, tool results, images."""
+"""Prepares chat messages for a page: text, reasoning, tool calls with arguments, tool results, images."""
 
 from __future__ import annotations
 
@@ -32,26 +32,29 @@ class ShownMessage(msgspec.Struct, frozen=True):
 
     @property
     def redacted(self) -> bool:
-        """Whether a redactor's own mark stands in for it."""
+        """Whether a redactor has replaced its text by a mark."""
         return any(part.text in (FAILED, WITHHELD) for part in self.parts)
 
 
 def shown(body: Any) -> ShownMessage:
-    """A message in OpenAI form as it is shown; its unknown fields are shown as JSON."""
+    """Prepare a message in OpenAI form. Unknown fields are shown as JSON."""
     if not isinstance(body, Mapping):
         return ShownMessage("message", tuple(_content(body)))
     parts = [*_reasoning(body), *_content(body.get("content")), *_tool_calls(body.get("tool_calls"))]
     if isinstance(body.get("refusal"), str):
         parts.append(Part("text", body["refusal"], "refusal"))
-    rest = {key: value for key, value in body.items() if key not in _KNOWN and value not in (None, [], {}, "")}
-    if rest:
-        parts.append(Part("data", pretty(rest)))
+    other_fields = {}
+    for key, value in body.items():
+        if key not in _KNOWN and value not in (None, [], {}, ""):
+            other_fields[key] = value
+    if other_fields:
+        parts.append(Part("data", pretty(other_fields)))
     note = " ".join(str(body[key]) for key in ("name", "tool_call_id") if body.get(key))
     return ShownMessage(str(body.get("role", "message")), tuple(parts), note)
 
 
 def pretty(value: Any) -> str:
-    """JSON over several lines; a text that holds JSON is laid out as well."""
+    """A value as JSON with indentation. A text that holds JSON is indented as well."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

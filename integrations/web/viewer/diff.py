@@ -1,4 +1,4 @@
-"""Two candidates of a call as a diff."""
+"""The page that compares two candidates of a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord
 
 MOST_WORDS = 20_000
-"""Words of a candidate that are compared; longer ones are compared line by line."""
+"""Most words of a candidate for a comparison by words. Longer candidates are compared line by line."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -28,21 +28,25 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 def diff_page(viewer: Viewer, request: Request) -> Response:
-    """Two candidates: what the second says that the first does not. Without a second one, the chosen one of the same
-    call, or another one."""
+    """The page of two candidates, `a` and `b`, with their differences.
+
+    Without `b`, `a` is compared with the chosen candidate of its call, or with another one if `a` is the chosen one.
+    """
     run, asked = viewer.run(request), request.query_params
     first = _call_of(run, asked.get("a", ""))
     second = _call_of(run, asked["b"]) if asked.get("b") else first
     calls = {call.id: call for call in (first, second)}
     groups = viewer.groups_of(run, ended_episode(run, first.episode))
-    shown = show_calls(run, list(calls.values()), groups, whole=True)
-    candidates = {candidate.id: candidate for call in shown for candidate in call.candidates}
-    others = [one for one in candidates.values() if one.id != asked["a"]]
-    chosen = next((one.id for one in others if one.chosen), others[0].id if others else "")
-    pair = [candidates.get(asked["a"]), candidates.get(asked.get("b") or chosen)]
+    candidates: dict[str, ShownCandidate] = {}
+    for call in show_calls(run, list(calls.values()), groups, whole=True):
+        candidates.update({candidate.id: candidate for candidate in call.candidates})
+
+    others = [candidate for candidate in candidates.values() if candidate.id != asked["a"]]
+    default = next((candidate.id for candidate in others if candidate.chosen), others[0].id if others else "")
+    pair = [candidates.get(asked["a"]), candidates.get(asked.get("b") or default)]
     if pair[0] is None or (asked.get("b") and pair[1] is None):
         raise HTTPException(404, "There is no such candidate.")
-    texts = [_text(one) if one else "" for one in pair]
+    texts = [_text(candidate) if candidate else "" for candidate in pair]
     return viewer.page(
         request,
         "diff.html",
@@ -56,17 +60,21 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
 
 
 def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:
-    """Two texts in pieces: what both have, what only the first has (removed), and what only the second has (added)."""
-    parts: list[list[str]] = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (first, second)]
-    if max(map(len, parts)) > MOST_WORDS:
-        parts = [text.splitlines(keepends=True) for text in (first, second)]
-    left: list[Piece] = []
-    right: list[Piece] = []
-    for kind, i, j, k, m in SequenceMatcher(None, parts[0], parts[1], autojunk=len(parts[0]) > 2000).get_opcodes():
-        for pieces, name, words in ((left, "removed", parts[0][i:j]), (right, "added", parts[1][k:m])):
-            if words:
-                pieces.append(Piece("same" if kind == "equal" else name, "".join(words)))
-    return left, right
+    """The pieces of two texts. A piece is in both (same), only in the first (removed) or only in the second (added)."""
+    first_words = re.findall(r"\w+|\s+|[^\w\s]", first)
+    second_words = re.findall(r"\w+|\s+|[^\w\s]", second)
+    if max(len(first_words), len(second_words)) > MOST_WORDS:
+        first_words, second_words = first.splitlines(keepends=True), second.splitlines(keepends=True)
+    first_pieces: list[Piece] = []
+    second_pieces: list[Piece] = []
+    # The heuristic for frequent words saves time on long texts, but makes the result worse.
+    matcher = SequenceMatcher(None, first_words, second_words, autojunk=len(first_words) > 2000)
+    for kind, i, j, k, m in matcher.get_opcodes():
+        if i < j:
+            first_pieces.append(Piece("same" if kind == "equal" else "removed", "".join(first_words[i:j])))
+        if k < m:
+            second_pieces.append(Piece("same" if kind == "equal" else "added", "".join(second_words[k:m])))
+    return first_pieces, second_pieces
 
 
 def _call_of(run: OpenedRun, candidate: str) -> CallRecord:
@@ -77,5 +85,9 @@ def _call_of(run: OpenedRun, candidate: str) -> CallRecord:
 
 
 def _text(candidate: ShownCandidate) -> str:
-    """All that a candidate says, its reasoning and its tool calls with their names."""
-    return "\n".join("\n".join(filter(None, (part.label, part.text))) for part in candidate.message.parts)
+    """The whole text of a candidate, with its reasoning and its named tool calls."""
+    lines: list[str] = []
+    for part in candidate.message.parts:
+        # An empty part still takes a line, so that a comparison shows it.
+        lines.append("\n".join(filter(None, (part.label, part.text))))
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The pages of one episode and of one call: new messages, and all candidates with rewards and advantages."""
+"""The pages of one episode and of one call, with new messages and all candidates, their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ PAGE = 40
 
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate: its message, named rewards and the texts beside them, and whether it was chosen. `advantage` is None
-    where it was not trained on; of `idle` ones it is 0, so that they teach nothing."""
+    """A candidate with its message, its rewards and their reasons (`feedback`).
+
+    `advantage` is None for a candidate that was not trained on. `idle` ones have the advantage 0, so training on them
+    changed nothing.
+    """
 
     id: str
     index: int
@@ -47,18 +50,20 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. `reads` are the steps of the calls whose answers it was given (see `reading.reads`).
-    `kept` messages of its prompt were in the role's turn before; `new` are those after them. `group` is the
-    id of the group that its candidates were compared in, empty for none."""
+    """A call."""
 
     record: CallRecord
     reads: Reads
+    """Steps of the calls whose answers its prompt contains (see `reading.reads`)."""
     kept: int
+    """Number of messages at the beginning of its prompt that the role's previous turn had too."""
     messages: int
     new: tuple[ShownMessage, ...]
+    """The messages after the `kept` ones."""
     tools: str
     candidates: tuple[ShownCandidate, ...]
     group: str
+    """Id of the group that its candidates were compared in; empty for none."""
 
 
 def episode_page(viewer: Viewer, request: Request) -> Response:
@@ -71,7 +76,8 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     calls = run.store.calls(id, start=first, limit=PAGE)
     groups = viewer.groups_of(run, episode)
     colouring = viewer.colouring(request, run, episode)
-    shown = show_calls(run, calls, groups, found=_reads(run, calls, first, episode), colouring=colouring)
+    reads_of_call = _reads(run, calls, first, episode)
+    shown = show_calls(run, calls, groups, reads_of_call=reads_of_call, colouring=colouring)
     timed = with_reads(timed, shown)
     older, newer = run.figures.neighbours(id)
     return viewer.page(
@@ -103,19 +109,19 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     record = run.figures.call(request.path_params["id"])
     episode = ended_episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
-    beside = [id for id, *_ in run.figures.call_times(record.episode)]
-    place = beside.index(record.id)
+    ids = [id for id, *_ in run.figures.call_times(record.episode)]
+    place = ids.index(record.id)
     colouring = viewer.colouring(request, run, episode, record.policy.name if record.policy else "")
-    found = _reads(run, [record], place, episode)
-    (call,) = show_calls(run, [record], groups, whole=True, found=found, colouring=colouring)
+    reads_of_call = _reads(run, [record], place, episode)
+    (call,) = show_calls(run, [record], groups, whole=True, reads_of_call=reads_of_call, colouring=colouring)
     return viewer.page(
         request,
         "call.html",
         run,
         call=call,
         episode=episode,
-        earlier=beside[place - 1] if place else "",
-        later=beside[place + 1] if place + 1 < len(beside) else "",
+        earlier=ids[place - 1] if place else "",
+        later=ids[place + 1] if place + 1 < len(ids) else "",
         **of_candidates(request, run, colouring, groups),
         tools=message(run, record.tools) if record.tools else None,
         sent=[(place, message(run, id)) for place, id in record.changed.items()],
@@ -125,57 +131,67 @@ def call_page(viewer: Viewer, request: Request) -> Response:
 
 
 def ended_episode(run: OpenedRun, id: str) -> Episode | None:
-    """The episode; None where it has no end yet."""
+    """The record of an episode; None if it has not ended."""
     return run.store.episode(id) if run.figures.has_episode(id) else None
 
 
 def of_candidates(request: Request, run: OpenedRun, colouring: Colouring, groups: StepGroups | None) -> dict[str, Any]:
-    """What a page with candidates says of them: people's notes; the colours, their legend, the others' addresses."""
-    asked = {name: value for name, value in request.query_params.items() if name != "by"}
+    """Template values of a page with candidates: people's notes, the colouring with its legend, other colourings."""
+    other_fields = {name: value for name, value in request.query_params.items() if name != "by"}
+    colourings = []
+    for name, text in COLOURS.items():
+        if name == "advantage" and not groups:  # candidates outside of training have no advantage
+            continue
+        fields = {**other_fields, "by": name} if name else other_fields
+        colourings.append((name, text, "?" + urlencode(fields)))
     return {
         "notes": run.notes,
         "by": colouring.by,
         "legend": LEGENDS.get(colouring.by),
-        "colourings": [
-            (name, text, "?" + urlencode({**asked, "by": name} if name else asked))
-            for name, text in COLOURS.items()
-            if name != "advantage" or groups
-        ],
+        "colourings": colourings,
         "uncoloured": not colouring.left,
         "without_figures": colouring.without_figures,
     }
 
 
 def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[TimedCall]:
-    """The calls of an episode, those that are shown with the parents that are guessed from their prompts."""
-    ids = {call.step: call.id for call in calls}
-    found = {one.record.id: tuple(ids[step] for step in one.reads.guessed) for one in shown}
-    return [msgspec.structs.replace(call, guessed=found.get(call.id, ())) for call in calls]
+    """The calls of an episode. To the `shown` ones, the calls are added that they probably read, by their prompts."""
+    id_of_step = {call.step: call.id for call in calls}
+    guessed: dict[str, tuple[str, ...]] = {}
+    for shown_call in shown:
+        guessed[shown_call.record.id] = tuple(id_of_step[step] for step in shown_call.reads.guessed)
+    return [msgspec.structs.replace(call, guessed=guessed.get(call.id, ())) for call in calls]
 
 
 def used_tools(episode: Episode | None, shown: Sequence[ShownCall]) -> list[UsedTool]:
-    """The uses of tools in an episode: those that are on record with their times, else those that the shown calls asked
-    for, each between the call that asked and the one that got its result."""
+    """The uses of tools in an episode.
+
+    Recorded uses have their times. Without any, uses are derived from the shown calls: a tool ran at some time between
+    the call that requested it and the call that got its result.
+    """
     if episode is not None and episode.results:
-        return [UsedTool(one.name, one.started, one.latency) for one in episode.results]
-    found, asked = [], dict[str, tuple[str, float]]()
+        return [UsedTool(result.name, result.started, result.latency) for result in episode.results]
+    used: list[UsedTool] = []
+    requested: dict[str, tuple[str, float]] = {}  # id of a tool call -> name of the tool, end of the requesting call
     for call in shown:
         record = call.record
         for message in call.new:
             id = message.note.rpartition(" ")[2] if message.speaker == "tool" else ""
-            if id in asked:
-                name, ended = asked.pop(id)
-                found.append(UsedTool(name, ended, max(0.0, record.started - ended), at_most=True))
+            if id in requested:
+                name, ended = requested.pop(id)
+                used.append(UsedTool(name, ended, max(0.0, record.started - ended), at_most=True))
         for candidate in record.candidates:
-            for tool in candidate.tool_calls if candidate.index == record.chosen else ():
+            if candidate.index != record.chosen:
+                continue
+            for tool in candidate.tool_calls:
                 function = tool.get("function") if isinstance(tool, Mapping) else None
                 if isinstance(function, Mapping) and tool.get("id"):
-                    asked[str(tool["id"])] = (str(function.get("name")), record.started + record.latency)
-    return found
+                    requested[str(tool["id"])] = (str(function.get("name")), record.started + record.latency)
+    return used
 
 
 def _reads(run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None) -> Mapping[str, Reads]:
-    """What each of these calls read, of which the first is the one in place `first` of its episode."""
+    """The earlier calls that each of these calls read, by id. `first` is the place of the first one in its episode."""
     start = max(0, first - LOOK_BACK)
     earlier = run.store.calls(calls[0].episode, start=start, limit=first - start) if calls and first else []
     return reads(run.store, calls, earlier, episode.task.input if episode else None)
@@ -187,39 +203,46 @@ def show_calls(
     groups: StepGroups | None,
     *,
     whole: bool = False,
-    found: Mapping[str, Reads] = MappingProxyType({}),
+    reads_of_call: Mapping[str, Reads] = MappingProxyType({}),
     colouring: Colouring | None = None,
 ) -> list[ShownCall]:
-    """Calls as they are shown. `whole` keeps prompts whole; `found` is what the calls read, by id."""
+    """Prepare calls for a page. With `whole`, all messages of their prompts are shown, not only the new ones.
+
+    `reads_of_call` maps ids of calls to the earlier calls that they read.
+    """
     colouring = colouring or Colouring("")
-    targets = [candidate_id(call.id, c.index) for call in calls for c in call.candidates]
-    rewards, feedback = run.store.rewards(targets), run.store.feedback(targets)
-    listed = []
+    ids_of_call: dict[str, list[str]] = {}
     for call in calls:
-        kept = 0 if whole else _kept(run, call)
-        members = [candidate_id(call.id, c.index) for c in call.candidates]
-        group = next((groups.group_of[id] for id in members if id in groups.group_of), "") if groups else ""
-        new = tuple(message(run, id) for id in call.messages[kept:])
-        listed.append(
+        ids_of_call[call.id] = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+    all_ids = list(itertools.chain.from_iterable(ids_of_call.values()))
+    rewards, feedback = run.store.rewards(all_ids), run.store.feedback(all_ids)
+
+    shown_calls = []
+    for call in calls:
+        unchanged = 0 if whole else _unchanged_messages(run, call)
+        ids = ids_of_call[call.id]
+        group = next((groups.group_of[id] for id in ids if id in groups.group_of), "") if groups else ""
+        candidates = []
+        for id, candidate in zip(ids, call.candidates, strict=True):
+            chosen = candidate.index == call.chosen
+            candidates.append(_candidate(candidate, id, chosen, rewards[id], feedback[id], groups, colouring))
+        shown_calls.append(
             ShownCall(
                 record=call,
-                reads=found.get(call.id, Reads()),
-                kept=kept,
+                reads=reads_of_call.get(call.id, Reads()),
+                kept=unchanged,
                 messages=len(call.messages),
-                new=new,
+                new=tuple(message(run, id) for id in call.messages[unchanged:]),
                 tools=call.tools or "",
-                candidates=tuple(
-                    _candidate(c, id, c.index == call.chosen, rewards[id], feedback[id], groups, colouring)
-                    for id, c in zip(members, call.candidates, strict=True)
-                ),
+                candidates=tuple(candidates),
                 group=group,
             )
         )
-    return listed
+    return shown_calls
 
 
 def message(run: OpenedRun, id: str) -> ShownMessage:
-    """A message to show; one that was lost says so."""
+    """A message of the records; a note if it was lost."""
     try:
         return shown(run.store.message(id))
     except RecordError:
@@ -256,10 +279,11 @@ def _candidate(
     )
 
 
-def _kept(run: OpenedRun, call: CallRecord) -> int:
-    """How many messages at the beginning of the prompt the role's turn before had as well."""
+def _unchanged_messages(run: OpenedRun, call: CallRecord) -> int:
+    """Number of messages at the beginning of the prompt that the role's previous turn had too."""
     if call.turn == 0:
         return 0
     before = run.figures.messages_of(call.episode, call.role, call.turn - 1)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, call.messages, strict=False))
-    return min(len([*same]), len(call.messages) - 1)
+    # The last message is always shown.
+    return min(len(list(same)), len(call.messages) - 1)

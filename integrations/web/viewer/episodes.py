@@ -1,4 +1,4 @@
-"""The page of episodes: a part of the list at a time, by id, so that none costs more in a long run."""
+"""The page of episodes. It reads one part of the list, by id, so that a page of a long run costs no more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = 200
 
 
 class Filters(EpisodeFilters, frozen=True, kw_only=True):
-    """Which episodes; `q` is text that a prompt or an answer holds, `order` one of ORDERS."""
+    """The filters of the list. `q` is a text to search for in prompts and answers, `order` one of ORDERS."""
 
     q: str = ""
     order: str = ""
@@ -38,7 +38,7 @@ class Filters(EpisodeFilters, frozen=True, kw_only=True):
         return None if self.training_step is None else self.training_step + 1
 
     def query(self, **changes: Any) -> dict[str, str]:
-        """As parameters of an address."""
+        """The filters as parameters of an address."""
         fields = {**msgspec.structs.asdict(self), "training_step": self.step, **changes}
         return {name.removeprefix("training_"): str(value) for name, value in fields.items() if value not in ("", None)}
 
@@ -93,11 +93,12 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
 
 
 def listed(run: OpenedRun, filters: Filters, before: str = "") -> ListPage[EpisodeRow]:
-    """The page of episodes that begins at `before`: below that id, or in another order after so many."""
+    """The page of episodes that begins at `before`: an id or, in another order, a number of episodes."""
     if filters.q:
         return _searched(run, filters, before)
-    found = _lines(run, filters, before, PAGE + 1)
-    return ListPage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], more=len(found) > PAGE))
+    lines = _lines(run, filters, before, PAGE + 1)  # one more, to see whether there is a next page
+    shown = lines[:PAGE]
+    return ListPage(rows=_rows(run, shown), after=_after(filters, before, shown, more=len(lines) > PAGE))
 
 
 def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[EpisodeRow, ...]:
@@ -112,19 +113,19 @@ def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Ep
 
 
 def _after(filters: Filters, before: str, shown: list[EpisodeLine], *, more: bool) -> str:
-    """Where the next page begins; empty where there is no more."""
+    """Position of the next page; empty on the last one."""
     if not more or not shown:
         return ""
     return str((whole(before) or 0) + len(shown)) if filters.order else str(shown[-1].id)
 
 
 def _rows(
-    run: OpenedRun, found: list[EpisodeLine], matches: Mapping[str, Match | None] = MappingProxyType({})
+    run: OpenedRun, lines: list[EpisodeLine], matches: Mapping[str, Match | None] = MappingProxyType({})
 ) -> tuple[EpisodeRow, ...]:
-    ids = [line.id for line in found]
+    ids = [line.id for line in lines]
     rewards, texts = run.store.rewards(ids), exchanges(run.store, ids)
     rows = []
-    for line in found:
+    for line in lines:
         exchange = texts.get(line.id, Exchange())
         rows.append(
             EpisodeRow(
@@ -148,29 +149,30 @@ def _rows(
 
 def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:
     """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
-    found: list[EpisodeLine] = []
+    found_lines: list[EpisodeLine] = []
     matches: dict[str, Match | None] = {}
-    verdicts: dict[str, bool] = {}
+    verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
         chunk = _lines(run, filters, last, CHUNK)
         hits = run.figures.holding(filters.q, [row.id for row in chunk], verdicts)
-        for place, row in enumerate(chunk):
-            if call := hits.get(row.id):
-                matches[row.id] = match_in_call(run, call, filters.q)
-            elif row.id in hits:
-                matches[row.id] = match_in_episode(run, row.id, filters.q)
-            found += [row] if row.id in hits else []
-            if len(found) == PAGE:
-                return ListPage(
-                    rows=_rows(run, found, matches), after=_after(filters, last, chunk[: place + 1], more=True)
-                )
+        for number, line in enumerate(chunk, start=1):
+            if line.id not in hits:
+                continue
+            found_lines.append(line)
+            if call := hits[line.id]:
+                matches[line.id] = match_in_call(run, call, filters.q)
+            else:
+                matches[line.id] = match_in_episode(run, line.id, filters.q)
+            if len(found_lines) == PAGE:
+                after = _after(filters, last, chunk[:number], more=True)
+                return ListPage(rows=_rows(run, found_lines, matches), after=after)
         searched += len(chunk)
         if len(chunk) < CHUNK:
-            return ListPage(rows=_rows(run, found, matches))
+            return ListPage(rows=_rows(run, found_lines, matches))
         last = _after(filters, last, chunk, more=True)
         if time.monotonic() > deadline:
-            return ListPage(rows=_rows(run, found, matches), after=last, searched=searched)
+            return ListPage(rows=_rows(run, found_lines, matches), after=last, searched=searched)
 
 
 def _number(text: str | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The page of a run's evaluations: modes side by side, compared task by task, the tasks that got worse first."""
+"""The page of a run's evaluations. It shows modes side by side and task by task, the tasks that got worse first."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ from cotune.tables import plural
 PAGE = 100
 """Tasks of a page."""
 MOST_CAUSES = 3
-"""Causes of failed episodes that are shown of a mode; the others are counted."""
+"""Causes of failed episodes that are shown for a mode; the others are counted."""
 
 
 class ShownEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation with the two modes whose tasks are paired, and one page of the tasks of a `kind`, of which there
-    are `total`. `counts` are the tasks of each kind, and under `all` of every kind. `episodes` has the id of the first
-    episode of a task in a mode, which `place` shows."""
+    """An evaluation with one page of its tasks, on which two modes are compared."""
 
     evaluation: StoredEvaluation
     label: str
+    """The mode that is compared with the mode `against`."""
     against: str
     kind: str
     tasks: tuple[EvaluatedTask, ...]
+    """The tasks of this page, of this `kind`."""
     total: int
+    """Number of all tasks of this kind."""
     counts: Mapping[str, int]
+    """Kind -> number of its tasks; `all` for every kind."""
     failures: Mapping[str, tuple[str, ...]]
+    """Mode -> the causes of its failed episodes."""
     place: str
+    """Name of the records that have the episodes; empty if they were not kept."""
     episodes: Mapping[tuple[str, str], str]
+    """(task, mode) -> id of the first episode."""
 
 
 def evaluations_page(viewer: Viewer, request: Request) -> Response:
@@ -58,8 +63,11 @@ def evaluations_page(viewer: Viewer, request: Request) -> Response:
 
 
 def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluation | None:
-    """The evaluation of this name; else the newest one that has something to compare, else the newest."""
-    return next((one for one in reversed(evaluations) if one.name == name), None) or most_telling(evaluations)
+    """The evaluation of this name; otherwise the newest one that compares modes, otherwise the newest."""
+    for evaluation in reversed(evaluations):
+        if evaluation.name == name:
+            return evaluation
+    return most_telling(evaluations)
 
 
 def show_evaluation(
@@ -70,16 +78,25 @@ def show_evaluation(
     first: int = 0,
     size: int = PAGE,
 ) -> ShownEvaluation:
-    """An evaluation as it is shown: `pair` are two of its modes; else those that a headline compares. `kind` is one of
-    `by_task.KINDS`, or empty for all tasks."""
+    """Prepare an evaluation for a page.
+
+    `pair` are the two modes to compare; the default is the comparison of the headline. `kind` is one of
+    `by_task.KINDS`, or empty for all tasks.
+    """
     modes = evaluation.evaluations
-    pairs = [(one.label, one.against) for one in evaluation.comparisons]
-    usual = compared_modes(evaluation)
+    pairs = [(comparison.label, comparison.against) for comparison in evaluation.comparisons]
     if pair not in pairs:
-        pair = usual if usual in pairs else pairs[0] if pairs else (next(iter(modes), ""), "")
-    every = by_task(evaluation, *pair)
-    counts = {name: len(tasks_of_kind(every, name)) for name in KINDS}
-    rows = tasks_of_kind(every, kind)
+        headline_pair = compared_modes(evaluation)
+        if headline_pair in pairs:
+            pair = headline_pair
+        elif pairs:
+            pair = pairs[0]
+        else:
+            pair = (next(iter(modes), ""), "")
+    assert pair is not None
+    tasks = by_task(evaluation, *pair)
+    counts = {name: len(tasks_of_kind(tasks, name)) for name in KINDS}
+    rows = tasks_of_kind(tasks, kind)
     shown = tuple(rows[first : first + size])
     return ShownEvaluation(
         evaluation=evaluation,
@@ -88,7 +105,7 @@ def show_evaluation(
         kind=kind,
         tasks=shown,
         total=len(rows),
-        counts={"all": len(every), **counts},
+        counts={"all": len(tasks), **counts},
         failures={name: tuple(_failures(name, mode.failed)) for name, mode in modes.items() if mode.failed},
         place=records.name if (records := run.records_of(evaluation)) else "",
         episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
@@ -96,7 +113,7 @@ def show_evaluation(
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:
-    """Why episodes of a mode failed, a line for each of the commonest causes."""
+    """The causes of a mode's failed episodes, a line for each of the most frequent ones."""
     ranked = sorted(failed.items(), key=lambda item: -item[1])
     shown, others = shortened(causes((mode, reason, count) for reason, count in ranked), MOST_CAUSES)
     yield from (f"{plural(cause.count, 'episode')} {cause.text}" for cause in shown)

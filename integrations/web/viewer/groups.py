@@ -1,4 +1,4 @@
-"""The pages of groups: all of a step by role and turn, with reasons to leave out candidates, and a single one."""
+"""The page of a step's groups by role and turn, with the left-out candidates, and the page of a single group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
 from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
 
 MOST_GROUPS = 60
-"""Groups on a page."""
+"""Most groups on a page."""
 MOST_SIBLINGS = 48
-"""Candidates of a group on its page."""
+"""Most candidates on the page of a group."""
 
 
 def groups_page(viewer: Viewer, request: Request) -> Response:
@@ -23,16 +23,18 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
     run, asked = viewer.run(request), request.query_params
     steps = [step + 1 for step in run.figures.steps("train") if step >= 0]
     step = whole(asked.get("step"))
-    step = step if step in steps else steps[-1] if steps else None
-    at = None if step is None else step - 1
-    found = viewer.groups(run, at)
-    line = next((line for line in run.metrics if line["step"] == at), None)
+    if step not in steps:
+        step = steps[-1] if steps else None
+    recorded_step = None if step is None else step - 1  # records count from 0, pages from 1
+    groups = viewer.groups(run, recorded_step)
+    line = next((line for line in run.metrics if line["step"] == recorded_step), None)
     role, kind = asked.get("role", ""), asked.get("kind", "")
-    chosen = [
-        group
-        for group in found.groups
-        if role in ("", group.role) and (not kind or (kind == "left_out") == bool(group.reason))
-    ]
+    chosen = []
+    for group in groups.groups:
+        has_role = role in ("", group.role)
+        has_kind = not kind or (kind == "left_out") == bool(group.reason)
+        if has_role and has_kind:
+            chosen.append(group)
     first = start(request)
     return viewer.page(
         request,
@@ -41,11 +43,11 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         steps=steps,
         step=step,
         taught=all_taught(run.config),
-        found=found,
-        left_out=line["left_out"] if line else found.left_out,
-        candidates=line["rows"] + sum(line["left_out"].values()) if line else found.candidates,
+        found=groups,
+        left_out=line["left_out"] if line else groups.left_out,
+        candidates=line["rows"] + sum(line["left_out"].values()) if line else groups.candidates,
         reasons=REASONS,
-        cells=by_role_and_turn(found.groups),
+        cells=by_role_and_turn(groups.groups),
         groups=chosen[first : first + MOST_GROUPS],
         total=len(chosen),
         start=first,
@@ -53,8 +55,8 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         most=MOST_EPISODES,
         role=role,
         kind=kind,
-        hues=hues(run, *(group.role for group in found.groups)),
-        roles=sorted({group.role for group in found.groups}),
+        hues=hues(run, *(group.role for group in groups.groups)),
+        roles=sorted({group.role for group in groups.groups}),
     )
 
 
@@ -62,19 +64,22 @@ def group_page(viewer: Viewer, request: Request) -> Response:
     """One group: the candidates of a comparison side by side."""
     run, id = viewer.run(request), request.path_params["id"]
     step = whole(request.query_params.get("step"))
-    found = viewer.groups(run, None if step is None else step - 1)
-    group = next((group for group in found.groups if group.id == id), None)
+    groups = viewer.groups(run, None if step is None else step - 1)
+    group = next((group for group in groups.groups if group.id == id), None)
     if group is None:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
     records = [run.figures.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
     episode = ended_episode(run, records[0].episode) if records else None
-    colouring = viewer.colouring(request, run, episode, records[0].policy.name if records and records[0].policy else "")
-    shown = show_calls(run, records, found, whole=True, colouring=colouring)
+    policy = records[0].policy.name if records and records[0].policy else ""
+    colouring = viewer.colouring(request, run, episode, policy)
+    shown = show_calls(run, records, groups, whole=True, colouring=colouring)
     calls = {call.record.id: call for call in shown}
-    ids = [one.id for one in found.groups]
+    ids = [other.id for other in groups.groups]
     place = ids.index(id)
-    candidates = {candidate.id: candidate for call in calls.values() for candidate in call.candidates}
+    candidates = {}
+    for call in shown:
+        candidates.update({candidate.id: candidate for candidate in call.candidates})
     return viewer.page(
         request,
         "group.html",
@@ -87,5 +92,5 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         reasons=REASONS,
         earlier=ids[place - 1] if place else "",
         later=ids[place + 1] if place + 1 < len(ids) else "",
-        **of_candidates(request, run, colouring, found),
+        **of_candidates(request, run, colouring, groups),
     )

@@ -1,4 +1,4 @@
-"""Thumbs and notes of people: written from the page of a candidate, and listed."""
+"""Thumbs and notes of people. They are written on the page of a candidate, and listed on a page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cotune.storage.notes import LONGEST, Note, write_note
 from cotune.storage.whole_file import system_error_message
 
 _LARGEST = 64 << 10
-"""Bytes of a request."""
+"""Most bytes of a request."""
 _WHY = f"a note has at most {LONGEST:,} characters."
 
 
 class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a request: a thumb up (1) or down (-1), and a text; neither takes the note back."""
+    """The body of a request: a thumb up (1) or down (-1), and a text. A body without both deletes the note."""
 
     id: str
     score: Annotated[int, msgspec.Meta(ge=-1, le=1)] | None = None
@@ -33,34 +33,34 @@ class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def note_part(viewer: Viewer, request: Request) -> Response:
-    """Keep a note. Who may write is checked before (`access`)."""
+    """Save a note. `access` has checked before that the sender may write."""
     try:
         body = await read_body(request.scope, request.receive, _LARGEST, BodyRoom(_LARGEST), _WHY)
-        given = decode_body(body, GivenNote)
-        kept = await asyncio.to_thread(_keep, viewer.run(request), given)
+        sent = decode_body(body, GivenNote)
+        saved = await asyncio.to_thread(_save, viewer.run(request), sent)
     except RequestError as error:
         return refusal(error)
     except RecordError as error:
         return refusal(RequestError(500, str(error)))
-    return json_response(kept or Note(id=given.id))
+    return json_response(saved or Note(id=sent.id))
 
 
-def _keep(run: OpenedRun, given: GivenNote) -> Note | None:
-    if _noted(run, given.id) is None:
-        raise RequestError(404, f"{run.name} has no candidate and no episode {given.id[:100]}.")
+def _save(run: OpenedRun, sent: GivenNote) -> Note | None:
+    if _find_target(run, sent.id) is None:
+        raise RequestError(404, f"{run.name} has no candidate and no episode {sent.id[:100]}.")
     if run.notes_file is None:
-        raise RequestError(409, "Notes are kept beside records in a folder, not beside a database.")
-    note = Note(id=given.id, score=given.score or None, note=given.note.strip())
+        raise RequestError(409, "Notes are stored in a folder of records. A database cannot have notes.")
+    note = Note(id=sent.id, score=sent.score or None, note=sent.note.strip())
     try:
         return write_note(run.notes_file, note)
     except OSError as error:
-        raise RequestError(500, system_error_message(error, "say it again")) from None
+        raise RequestError(500, system_error_message(error, "write the note again")) from None
 
 
 def notes_page(viewer: Viewer, request: Request) -> Response:
     """All notes of a run, the newest first, and how to use them."""
     run = viewer.run(request)
-    rows = [(note, _told(_noted(run, note.id))) for note in reversed(list(run.notes.values()))]
+    rows = [(note, _describe(_find_target(run, note.id))) for note in reversed(list(run.notes.values()))]
     return viewer.page(
         request,
         "notes.html",
@@ -72,22 +72,25 @@ def notes_page(viewer: Viewer, request: Request) -> Response:
     )
 
 
-def _noted(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None:
-    """A candidate with its call, or the id of an episode; None where there is neither."""
-    call, dot, _ = id.rpartition(".")
+def _find_target(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None:
+    """The candidate of an id with its call, or the id itself if it is an episode's; None for an unknown id."""
+    call_id, dot, _ = id.rpartition(".")
     if not dot:
         return id if run.figures.has_episode(id) else None
     try:
-        found = run.figures.call(call)
+        call = run.figures.call(call_id)
     except RecordError:
         return None
-    return next(((found, one) for one in found.candidates if candidate_id(call, one.index) == id), None)
+    for candidate in call.candidates:
+        if candidate_id(call_id, candidate.index) == id:
+            return call, candidate
+    return None
 
 
-def _told(of: tuple[CallRecord, Candidate] | str | None) -> dict[str, Any]:
-    """What a note is of: its page, a name, and the beginning of the answer."""
-    if not isinstance(of, tuple):
-        return {"episode": of or "", "call": "", "role": "", "answer": ""}
-    call, candidate = of
+def _describe(target: tuple[CallRecord, Candidate] | str | None) -> dict[str, Any]:
+    """Template values of a note's target: its page, its role, and the beginning of its answer."""
+    if not isinstance(target, tuple):
+        return {"episode": target or "", "call": "", "role": "", "answer": ""}
+    call, candidate = target
     answer = first_line(candidate.text or candidate.message)
     return {"episode": "", "call": call.id, "role": call.role, "index": candidate.index, "answer": answer}

@@ -1,4 +1,4 @@
-"""The pages on whole runs: their list, one at a glance, curves, configuration."""
+"""The pages on whole runs: the list of runs, the overview of one, curves, and configuration."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cotune.storage.episode_filters import EVERYTHING
 from cotune.storage.run_layout import leaves
 
 FAILED_TASKS = 10
-"""Failed tasks that the overview shows."""
+"""Most failed tasks that the overview shows."""
 
 
 def runs_page(viewer: Viewer, request: Request) -> Response:
-    """All runs side by side, also those that have come since."""
+    """All runs side by side, including new ones since the start of the viewer."""
     viewer.look_again()
     if len(viewer.runs) == 1 and "all" not in request.query_params:
         return RedirectResponse(address("run", next(iter(viewer.runs))))
@@ -46,16 +46,16 @@ def runs_changed_part(viewer: Viewer, request: Request) -> Response:
 
 
 def _stamp_of_runs(viewer: Viewer) -> str:
-    told = "|".join(f"{name} {run.stamp} {run.state}" for name, run in list(viewer.runs.items()))
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    states = "|".join(f"{name} {run.stamp} {run.state}" for name, run in list(viewer.runs.items()))
+    return hashlib.sha256(states.encode()).hexdigest()[:16]
 
 
 def overview_page(viewer: Viewer, request: Request) -> Response:
     """A run at a glance."""
     run = viewer.run(request)
     page = first_page(run, FAILED_TASKS)
-    # An evaluation of `cotune eval` has its own tasks. Beside its figures, those of training's evaluations would look
-    # like the same ones with other values; the page of curves has them.
+    # An evaluation of `cotune eval` has other tasks than the evaluations in training. Next to its figures, their curves
+    # would look like the same figures with other values, so only the page of curves shows them.
     evaluation = page.headline.evaluation
     in_training = evaluation is None or evaluation.name.startswith(IN_TRAINING)
     return viewer.page(
@@ -73,7 +73,7 @@ def overview_page(viewer: Viewer, request: Request) -> Response:
 
 
 def use_part(viewer: Viewer, request: Request) -> Response:
-    """The use of calls by role: read after the page is there, as it sums over all calls."""
+    """Tokens and cost by role. The page loads this part later, because it sums over all calls."""
     run = viewer.run(request)
     uses = dict(sorted(viewer.totals(run).by_role(viewer.prices).items()))
     template = "use_of_run.html" if "sum" in request.query_params else "use.html"
@@ -89,22 +89,26 @@ def changed_part(viewer: Viewer, request: Request) -> Response:
 def curves_page(viewer: Viewer, request: Request) -> Response:
     """Curves of a run, or of several in the same charts."""
     run, shown = viewer.chosen(request)
-    names, found = [one.name for one in shown], charts(shown)
-    if asked := request.query_params.get("csv"):
-        chart = next((chart for chart in found if chart.id == asked), None)
+    all_charts = charts(shown)
+    if chart_id := request.query_params.get("csv"):
+        chart = next((chart for chart in all_charts if chart.id == chart_id), None)
         if chart is None:
-            raise HTTPException(404, f"There is no chart {asked[:100]} here.")
+            raise HTTPException(404, f"There is no chart {chart_id[:100]} here.")
         return chart_as_csv(chart)
-    return viewer.page(request, "curves.html", run, charts=found, shown=names)
+    names = [shown_run.name for shown_run in shown]
+    return viewer.page(request, "curves.html", run, charts=all_charts, shown=names)
 
 
 def configuration_page(viewer: Viewer, request: Request) -> Response:
-    """The configuration of runs, and where they differ."""
+    """The configuration of runs, and their differences."""
     run, shown = viewer.chosen(request)
     only = len(shown) > 1 and "all" not in request.query_params
     set_only = "set" in request.query_params
-    headlines = [one.headline.changes for one in shown]
-    groups = grouped([settings(one) for one in shown], viewer.fields, only=only, set_only=set_only)
+    headlines = [shown_run.headline.changes for shown_run in shown]
+    groups = grouped([settings(shown_run) for shown_run in shown], viewer.fields, only=only, set_only=set_only)
+    figures: dict[str, None] = {}  # names in order, without duplicates
+    for changes in headlines:
+        figures |= dict.fromkeys(change.name for change in changes)
     return viewer.page(
         request,
         "compare.html",
@@ -114,57 +118,79 @@ def configuration_page(viewer: Viewer, request: Request) -> Response:
         only=only,
         set_only=set_only,
         headlines=headlines,
-        figures=list(dict.fromkeys(change.name for changes in headlines for change in changes)),
+        figures=list(figures),
     )
 
 
 class ShownField(msgspec.Struct, frozen=True, kw_only=True):
-    """A field: its value in each run, and whether they differ; its default and its help, where it is documented;
-    `changed` says of each value whether it is another than the default."""
+    """A field of the configuration. `default` and `help` are empty if it is not documented."""
 
     name: str
     values: tuple[str, ...]
+    """Its value in each run."""
     differs: bool
+    """Whether the values differ between the runs."""
     default: str
     help: str
     changed: tuple[bool, ...]
+    """For each value, whether it differs from the default."""
 
 
 def grouped(
     tables: Sequence[Mapping[str, str]], fields: Mapping[str, KnownField], *, only: bool, set_only: bool
 ) -> dict[str, list[ShownField]]:
-    """The fields of runs by the tables of the documentation, in its order: with `only` those that differ between the
-    runs, with `set_only` those that are not at their default."""
+    """The fields of runs, grouped by the headings of the documentation and in its order.
+
+    With `only`, only fields that differ between the runs; with `set_only`, only fields that differ from their default.
+    """
     order = {name: place for place, name in enumerate(fields)}
     heads = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
-    found: dict[str, list[ShownField]] = {}
-    for name in sorted({name for table in tables for name in table}, key=lambda name: (order.get(name, 10**6), name)):
-        known = fields.get(name)
+    names: set[str] = set()
+    for table in tables:
+        names.update(table)
+
+    groups: dict[str, list[ShownField]] = {}
+    for name in sorted(names, key=lambda name: (order.get(name, 10**6), name)):
+        documented = fields.get(name)
         values = tuple(table.get(name, "–") for table in tables)
-        changed = tuple(known is not None and value not in (known.default, "–") for value in values)
+        changed = tuple(documented is not None and value not in (documented.default, "–") for value in values)
         differs = len(set(values)) > 1
-        if (only and not differs) or (set_only and known is not None and not any(changed)):
+        if only and not differs:
             continue
-        head = next((one for one in reversed(heads) if one and name.startswith(f"{one}.")), "")
-        head = head or (name.partition(".")[0] if "." in name else "")
+        if set_only and documented is not None and not any(changed):
+            continue
+
+        # The most specific heading; an undocumented field is under the first part of its name.
+        head = next((head for head in reversed(heads) if head and name.startswith(f"{head}.")), "")
+        if not head and "." in name:
+            head = name.partition(".")[0]
         shown = ShownField(
             name=name,
             values=values,
             differs=differs,
-            default=known.default if known else "",
-            help=known.help if known else "",
+            default=documented.default if documented else "",
+            help=documented.help if documented else "",
             changed=changed,
         )
-        found.setdefault(head, []).append(shown)
-    last = ("versions", "changes")
-    places = {head: (head in last, heads.index(head) if head in heads else len(heads)) for head in found}
-    return dict(sorted(found.items(), key=lambda item: places[item[0]]))
+        groups.setdefault(head, []).append(shown)
+
+    # Documented headings in their order, then others; versions and changes come last.
+    places = {}
+    for head in groups:
+        place = heads.index(head) if head in heads else len(heads)
+        places[head] = (head in ("versions", "changes"), place)
+    return dict(sorted(groups.items(), key=lambda item: places[item[0]]))
 
 
 def settings(run: OpenedRun) -> dict[str, str]:
     """Every field of a run's configuration, and its model, tasks, workflow and versions of packages."""
-    told = run.description
-    table: dict[str, Any] = {**(told.get("config") or {})}
-    table |= {name: told[name] for name in ("workflow", "tasks", "versions", "changes") if told.get(name)}
-    texts = ((n, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for n, v in leaves(table))
-    return {name: text or "–" for name, text in texts}
+    description = run.description
+    table: dict[str, Any] = {**(description.get("config") or {})}
+    for name in ("workflow", "tasks", "versions", "changes"):
+        if description.get(name):
+            table[name] = description[name]
+    texts = {}
+    for name, value in leaves(table):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        texts[name] = text or "–"
+    return texts

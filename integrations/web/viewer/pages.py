@@ -1,5 +1,7 @@
-"""The table of the viewer's pages, and the application that serves them. A new page needs its file, its template and
-its line here."""
+"""The table of the viewer's pages, and the application that serves them.
+
+A new page needs a file, a template and a line in `PAGES`.
+"""
 
 from __future__ import annotations
 

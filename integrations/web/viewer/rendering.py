@@ -1,4 +1,4 @@
-"""Pages from templates: every value is escaped, numbers are short, and control characters are shown as marks."""
+"""Renders pages from templates: values are escaped, numbers are short, control characters become visible marks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from cotune.tables import figure, plural
 from cotune.terminal import harmless
 
 CUT = 4000
-"""Characters of a text that a list shows."""
+"""Most characters of a text in a list."""
 PASSAGE = 300
-"""Characters that are shown of the texts of a failed task."""
+"""Most characters of each text of a failed task."""
 HUES = 8
-"""Colours of roles."""
+"""Number of colours for roles."""
 
 
 def render(template: str, **values: Any) -> str:
-    """A page. A name that a template uses and nobody gave is an error."""
+    """Render a template. A name that the template uses but that is not passed is an error."""
     return _templates().get_template(template).render(**values)
 
 
@@ -38,14 +38,14 @@ def asset(name: str) -> str:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("cotune.integrations.web.viewer"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "number": number,
         "signed": signed,
         "percent": percent,
@@ -61,24 +61,24 @@ def _templates() -> jinja2.Environment:
         "doing": doing,
         "builtins": msgspec.to_builtins,
     }
-    made.globals |= {"address": address, "asset": asset, "cut": CUT}
-    return made
+    environment.globals |= {"address": address, "asset": asset, "cut": CUT}
+    return environment
 
 
 def plain(text: object) -> str:
-    """A text in which control characters are marks that can be seen."""
+    """A text with visible marks for control characters."""
     return harmless(str(text))
 
 
 def address(*parts: object, **query: object) -> str:
-    """A path on the server, each part quoted; parameters that are empty or None are left out."""
+    """A path on the server with quoted parts. Empty parameters and None are left out."""
     path = "/" + "/".join(quote(str(part), safe="") for part in parts)
-    asked = {name: value for name, value in query.items() if value not in ("", None)}
-    return f"{path}?{urlencode(asked)}" if asked else path
+    fields = {name: value for name, value in query.items() if value not in ("", None)}
+    return f"{path}?{urlencode(fields)}" if fields else path
 
 
 def number(value: float | None) -> str:
-    """A figure with about three digits that matter, thousands apart."""
+    """A figure with about three significant digits and separated thousands."""
     if value is None:
         return "–"
     return figure(value) if math.isfinite(value) else str(float(value)).replace("inf", "∞")
@@ -103,7 +103,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in a readable unit: 1.5 s, 12 min."""
     if 0 < seconds < 0.01:
         return f"{seconds * 1000:.2g} ms"
     if seconds < 1:
@@ -115,14 +115,15 @@ def duration(seconds: float) -> str:
 
 
 def doing(now: Now | None) -> str:
-    """The phase of a run and the time to its end; empty where it is not under way."""
+    """The phase of a run and the time to its end; empty if it is not running."""
     if now is None:
         return ""
     step = f"step {now.step:,} of {now.steps:,}: " if now.step else ""
-    left = now.remaining()
-    return f"{step}{now.text}{'' if left is None else f' · about {duration(left)} to the end'}"
+    remaining = now.remaining()
+    end = "" if remaining is None else f" · about {duration(remaining)} to the end"
+    return f"{step}{now.text}{end}"
 
 
 def clock(seconds: float) -> str:
-    """A time of this machine's."""
+    """Date and time in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "–"

@@ -1,4 +1,4 @@
-"""`cotune show --html`: a run as one HTML file, to send to somebody: figures, curves, episodes before and after."""
+"""`cotune show --html`: writes a run as one HTML file, with figures, curves, and episodes before and after training."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
+"""Most pairs of episodes before and after training."""
 FAILED_TASKS = 10
-"""Failed tasks that are shown, the worst ones."""
+"""Most failed tasks; the worst ones are shown."""
 TASKS = 10
-"""Tasks that lost in an evaluation that are shown, those that lost most."""
+"""Most tasks that got worse in an evaluation; the worst ones are shown."""
 MOST_CALLS = 8
-"""Calls of an episode that are shown."""
+"""Most calls of an episode."""
 
 
 class ReportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode with its first calls. `title` says when it was, or by which policies; `more` calls are not shown."""
+    """An episode with its first calls. `title` names its step or its policies; `more` calls are not shown."""
 
     title: str
     episode: Episode
@@ -54,7 +55,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> None:
-    """Write the report of the run or records file at `path` to `out`. Raises RunError when there is nothing there."""
+    """Write the report of the run or records file at `path` to `out`. Raises RunError if there is none."""
     runs = open_runs([path])
     try:
         page = report(runs[0], prices or {})
@@ -66,7 +67,7 @@ def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> N
 
 
 def report(run: OpenedRun, prices: Prices) -> str:
-    """The page. Its scripts and styles are in it, and named by their hashes: a browser runs nothing else of it."""
+    """The HTML of the report. Its policy allows only the scripts and styles of the viewer, by their hashes."""
     scripts, styles = ("uplot.js", "viewer.js"), ("uplot.css", "viewer.css")
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
@@ -99,38 +100,40 @@ def report(run: OpenedRun, prices: Prices) -> str:
 
 
 def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tuple[list[Pair], str]:
-    """Episodes of the same tasks before and after the training, and a sentence on how they were chosen; never by their
-    outcome. Where no task was tried twice, the latest episodes."""
-    if evaluation is not None and (pairs := _evaluated(run, evaluation)):
-        return pairs, f"The same held-out tasks ({evaluation.name}), the first by their ids, whatever came of them."
-    for phase, what in (("eval", "held-out"), ("train", "training")):
-        if found := run.figures.repeated_tasks(phase, EPISODES):
-            pairs = [_of_steps(run, phase, *row) for row in found]
-            return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
+    """Episodes of the same tasks before and after training, and a sentence that says how they were chosen.
+
+    They are never chosen by their outcome. If no task was tried twice, they are the latest episodes.
+    """
+    if evaluation is not None and (pairs := _pairs_of_evaluation(run, evaluation)):
+        return pairs, f"The same held-out tasks ({evaluation.name}), the first by their ids, whatever their outcome."
+    for phase, kind in (("eval", "held-out"), ("train", "training")):
+        if repeated := run.figures.repeated_tasks(phase, EPISODES):
+            pairs = [_pair_of_steps(run, phase, *row) for row in repeated]
+            return pairs, f"The same {kind} tasks in an early and a late step, whatever their outcome."
     latest = run.figures.episode_ids(EpisodeFilters(status="counted"), EPISODES)
-    pairs = [Pair(task="", before=None, after=_reported_episode(run, id, _of_one(run, id))) for id in latest]
+    pairs = []
+    for id in latest:
+        pairs.append(Pair(task="", before=None, after=_reported_episode(run, id, _title_of_episode(run, id))))
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
     return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
 
 
-def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
-    """Base and trained on the same tasks, as far as an evaluation kept their episodes."""
+def _pairs_of_evaluation(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
+    """Episodes of the base and of the trained policies on the same tasks, if the evaluation has kept them."""
     label, against = compared_modes(evaluation) or ("", "")
     records, modes = run.records_of(evaluation), evaluation.evaluations
     if records is None or against not in modes:
         return []
     tasks = sorted(modes[label].endings.keys() & modes[against].endings.keys())[:EPISODES]
-    found = episodes_of_modes(run, evaluation, tasks)
-    return [
-        Pair(
-            task=task,
-            before=_reported_episode(records, found[task, against], f"before: {against}"),
-            after=_reported_episode(records, found[task, label], f"after: {label}"),
-        )
-        for task in tasks
-        if {(task, label), (task, against)} <= found.keys()
-    ]
+    episode_ids = episodes_of_modes(run, evaluation, tasks)
+    pairs = []
+    for task in tasks:
+        if (task, label) in episode_ids and (task, against) in episode_ids:
+            before = _reported_episode(records, episode_ids[task, against], f"before: {against}")
+            after = _reported_episode(records, episode_ids[task, label], f"after: {label}")
+            pairs.append(Pair(task=task, before=before, after=after))
+    return pairs
 
 
 def _reported_episode(run: OpenedRun, id: str, title: str) -> ReportedEpisode:
@@ -141,15 +144,18 @@ def _reported_episode(run: OpenedRun, id: str, title: str) -> ReportedEpisode:
     return ReportedEpisode(title=title, episode=episode, rewards=rewards, calls=calls, more=more)
 
 
-def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
-    before, after = (
-        _reported_episode(run, run.figures.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
-        for when, step in (("before", first), ("after", last))
+def _pair_of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
+    """The first episodes of a task in two steps."""
+    before_id = run.figures.first_episodes(phase, first, [task])[str(task)]
+    after_id = run.figures.first_episodes(phase, last, [task])[str(task)]
+    return Pair(
+        task=str(task),
+        before=_reported_episode(run, before_id, f"before: step {first + 1}"),
+        after=_reported_episode(run, after_id, f"after: step {last + 1}"),
     )
-    return Pair(task=str(task), before=before, after=after)
 
 
-def _of_one(run: OpenedRun, id: str) -> str:
+def _title_of_episode(run: OpenedRun, id: str) -> str:
     episode = run.store.episode(id)
     step = "" if episode.training_step is None else f", step {episode.training_step + 1}"
     return f"episode of task {episode.task.id}{step}"

@@ -1,4 +1,4 @@
-"""`cotune view`: the pages on loopback, from a thread or until Ctrl-C."""
+"""`cotune view`: serves the pages on loopback, from a thread or until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def viewing(
     prices: Prices | None = None,
     fields: Mapping[str, KnownField] = MappingProxyType({}),
 ) -> Iterator[RunningServer[list[OpenedRun]]]:
-    """Serve the pages of runs from a background thread; port 0 takes a free one.
+    """Serve the pages of runs from a background thread; port 0 takes a free port.
 
-    Raises RunError where there is nothing to look at, ConfigError for an address that cannot be had.
+    Raises RunError if there is no run and no record, ConfigError for an address that cannot be used.
     """
-    found = FoundRuns(paths)
+    runs = FoundRuns(paths)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, list[OpenedRun]]]:
-        yield build_app(found, token, prices, fields), list(found.opened.values())
+        yield build_app(runs, token, prices, fields), list(runs.opened.values())
 
     try:
         with running(opening, host=host, port=port, token=token, name="cotune-view") as server:
             yield server
     finally:
-        found.close()
+        runs.close()
 
 
 def view(paths: Iterable[str | Path], say: Callable[[str], None], **options: Any) -> None:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `viewing`, `say` receives lines to show."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. `options` are the arguments of `viewing`; `say` prints a line."""
     with stopped_by_signals(), viewing(paths, **options) as server:
         token = options.get("token")
         say(f"Open {server.url}{address(**({'token': token} if token else {}))}")

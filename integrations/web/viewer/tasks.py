@@ -1,4 +1,4 @@
-"""The page of tasks: success by task over the steps."""
+"""The page of tasks, with the success of each task over the steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The calls of an episode in time: a lane for each role and one for its tools, what is parallel one below the other,
-arrows from what a call read."""
+"""Lays out the calls of an episode as a timeline, and its roles as a graph.
+
+The timeline has a lane for each role and one for tools. Parallel calls of a role stand one below the other. An arrow
+leads to a call from each call whose answer it read.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,22 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 WIDTH, LABELS = 960, 130
-"""Units of the drawing: its width, and the width of the roles' names."""
+"""Width of the drawing, and of the roles' names on its left, in units of the drawing."""
 ROW, GAP = 26, 10
+"""Height of a row, and the space between lanes."""
 _LEAST = 10.0
 """Width of the shortest call."""
 MOST_CALLS = 400
-"""Calls and uses of tools that are drawn, the first ones of each."""
+"""Most calls, and most uses of tools, that are drawn; the first ones of each are."""
 _APART = 130
-"""Least units between two roles of the graph."""
+"""Least distance between two roles of the graph."""
 _TOOLS = "\0tools"
-"""Name of the tools' lane, which no role has."""
+"""Key of the tools' lane, different from any role."""
 
 
 class TimedCall(msgspec.Struct, frozen=True):
-    """A call as the timeline draws it; times in seconds. `parents` are recorded, `guessed` are the other calls that it
-    quotes."""
+    """A call in time, in seconds. It read the answers of its recorded `parents`, and probably those of `guessed` calls,
+    which its prompt quotes."""
 
     id: str
     step: int
@@ -38,7 +42,7 @@ class TimedCall(msgspec.Struct, frozen=True):
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A call as a box."""
+    """The box of a call."""
 
     call: TimedCall
     x: float
@@ -47,17 +51,18 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 class UsedTool(msgspec.Struct, frozen=True):
-    """A use of a tool; times in seconds. `at_most` says that its time is not on record: it was somewhere between the
-    call that asked for it and the call that got its result."""
+    """A use of a tool, with times in seconds."""
 
     name: str
     started: float
     latency: float
     at_most: bool = False
+    """Whether its time was not recorded. It ran at some time between the call that requested it and the call that got
+    its result."""
 
 
 class ToolBar(msgspec.Struct, frozen=True):
-    """A use of a tool as a box."""
+    """The box of a use of a tool."""
 
     tool: UsedTool
     x: float
@@ -66,7 +71,7 @@ class ToolBar(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """A role's name and where its rows begin and end."""
+    """The lane of a role: its first unit and its height."""
 
     role: str
     y: float
@@ -81,7 +86,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Arrow(msgspec.Struct, frozen=True):
-    """A path from a call to one that read its output."""
+    """The path from a call to another call that read its answer."""
 
     path: str
     guessed: bool
@@ -100,45 +105,60 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Timeline:
-    """Lay out calls and uses of tools by time. What overlaps in one role gets rows of its own within its lane; tools
-    have the last lane."""
+    """Lay out calls and uses of tools by time.
+
+    Overlapping calls of a role get separate rows in its lane. Tools have the last lane.
+    """
     drawn = sorted(calls, key=lambda call: call.step)[:MOST_CALLS]
     used = sorted(tools, key=lambda tool: tool.started)[:MOST_CALLS]
     if not drawn:
         return Timeline()
-    every: list[TimedCall | UsedTool] = [*drawn, *used]
-    spans = [(one.started, one.started + one.latency) for one in every]
-    began = min(start for start, _ in spans)
-    lasted = max(max(end for _, end in spans) - began, 1e-6)
-    scale = (WIDTH - LABELS - _LEAST) / lasted
-    rows: dict[str, list[float]] = {}
+    items: list[TimedCall | UsedTool] = [*drawn, *used]
+    began = min(item.started for item in items)
+    ended = max(item.started + item.latency for item in items)
+    seconds = max(ended - began, 1e-6)
+    scale = (WIDTH - LABELS - _LEAST) / seconds
 
-    def placed(lane: str, one: TimedCall | UsedTool) -> tuple[float, int, float]:
-        x, width = LABELS + (one.started - began) * scale, max(_LEAST, one.latency * scale)
-        ends = rows.setdefault(lane, [])
-        row = next((i for i, end in enumerate(ends) if end <= x + 1), len(ends))
-        ends[row:] = [x + width, *ends[row + 1 :]]
+    # 1. Put each item into the first row of its lane that is free by then.
+    row_ends: dict[str, list[float]] = {}  # lane -> the end of the last box in each row
+
+    def place(lane: str, item: TimedCall | UsedTool) -> tuple[float, int, float]:
+        x, width = LABELS + (item.started - began) * scale, max(_LEAST, item.latency * scale)
+        ends = row_ends.setdefault(lane, [])
+        row = next((row for row, end in enumerate(ends) if end <= x + 1), len(ends))
+        if row == len(ends):
+            ends.append(x + width)
+        else:
+            ends[row] = x + width
         return x, row, width
 
-    of_calls = [(call, *placed(call.role, call)) for call in drawn]
-    of_tools = [(tool, *placed(_TOOLS, tool)) for tool in used]
-    lanes, top = {}, 22.0
-    for role, ends in rows.items():
+    placed_calls = [(call, place(call.role, call)) for call in drawn]
+    placed_tools = [(tool, place(_TOOLS, tool)) for tool in used]
+
+    # 2. Stack the lanes, now that the number of rows of each is known.
+    lanes: dict[str, Lane] = {}
+    top = 22.0
+    for role, ends in row_ends.items():
         lanes[role] = Lane("tools" if role == _TOOLS else role, top, ROW * len(ends))
         top += ROW * len(ends) + GAP
-    bars = {call.id: Bar(call, x, lanes[call.role].y + ROW * row, width) for call, x, row, width in of_calls}
+
+    # 3. Draw boxes and arrows.
+    bars: dict[str, Bar] = {}
+    for call, (x, row, width) in placed_calls:
+        bars[call.id] = Bar(call, x, lanes[call.role].y + ROW * row, width)
+    tool_bars = []
+    for tool, (x, row, width) in placed_tools:
+        tool_bars.append(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width))
+    arrows = []
+    for bar in bars.values():
+        arrows += [Arrow(_path(bars[id], bar), False) for id in bar.call.parents if id in bars]
+        arrows += [Arrow(_path(bars[id], bar), True) for id in bar.call.guessed if id in bars]
     return Timeline(
         bars=tuple(bars.values()),
-        tools=tuple(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width) for tool, x, row, width in of_tools),
+        tools=tuple(tool_bars),
         lanes=tuple(lanes.values()),
-        arrows=tuple(
-            Arrow(_path(bars[read], bar), guessed)
-            for bar in bars.values()
-            for reads, guessed in ((bar.call.parents, False), (bar.call.guessed, True))
-            for read in reads
-            if read in bars
-        ),
-        ticks=tuple(_ticks(lasted, scale)),
+        arrows=tuple(arrows),
+        ticks=tuple(_ticks(seconds, scale)),
         height=top,
         left_out=len(calls) - len(drawn) + len(tools) - len(used),
     )
@@ -146,8 +166,8 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
 
 def _ticks(lasted: float, scale: float) -> Iterator[Tick]:
     """Marks for an axis of so many seconds: at most seven multiples of 1, 2 or 5 of a unit."""
-    sizes = (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")
-    unit, name = sizes[sum(lasted >= most for most in (1.0, 100.0, 6000.0))]
+    units = (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")
+    unit, name = units[sum(lasted >= limit for limit in (1.0, 100.0, 6000.0))]
     decade = 10.0 ** math.floor(math.log10(lasted / unit))
     size = next(part * decade for part in (0.2, 0.5, 1, 2, 5) if lasted / unit < 7 * part * decade)
     for place in range(int(lasted / unit / size + 1e-9) + 1):
@@ -162,7 +182,7 @@ def _path(read: Bar, reader: Bar) -> str:
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A role of the graph, and how many calls it made."""
+    """A role of the graph, and the number of its calls."""
 
     role: str
     calls: int
@@ -170,8 +190,8 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Edge(msgspec.Struct, frozen=True):
-    """Reads of one role's answers by another, or by itself: `certain` and `guessed` ones, drawn as one path; the number
-    stands at `x` and `y`."""
+    """The reads of one role's answers by another role, or by itself: `certain` and `guessed` ones, drawn as one path.
+    Their number stands at `x` and `y`."""
 
     source: str
     target: str
@@ -183,7 +203,8 @@ class Edge(msgspec.Struct, frozen=True):
 
 
 class RoleGraph(msgspec.Struct, frozen=True):
-    """Who read whom in an episode: roles in a line, arcs to the right above it, arcs to the left below it."""
+    """The roles of an episode in a line, with arcs between roles that read each other's answers. Arcs to the right are
+    above the line, arcs to the left below it."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -193,13 +214,14 @@ class RoleGraph(msgspec.Struct, frozen=True):
 
 
 def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
-    """The graph of an episode's roles, in the order of their first calls; None where no call read another."""
+    """The graph of an episode's roles, in the order of their first calls; None if no call read another."""
     roles = Counter(call.role for call in sorted(calls, key=lambda call: call.step))
-    of = {call.id: call.role for call in calls}
-    certain, guessed = (
-        Counter((of[id], call.role) for call in calls for id in getattr(call, name) if id in of)
-        for name in ("parents", "guessed")
-    )
+    role_of_call = {call.id: call.role for call in calls}
+    certain: Counter[tuple[str, str]] = Counter()
+    guessed: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        certain.update((role_of_call[id], call.role) for id in call.parents if id in role_of_call)
+        guessed.update((role_of_call[id], call.role) for id in call.guessed if id in role_of_call)
     pairs = sorted({*certain, *guessed})
     if not pairs:
         return None
@@ -227,6 +249,6 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
 
 
 def _rise(step: int) -> float:
-    """How high an arc is that spans so many places: above the line to the right or to itself, below it to the left."""
+    """Height of an arc over so many places: positive (above the line) if it leads to the right or to its own role."""
     size = 26.0 + 14 * min(abs(step), 8)
     return size if step <= 0 else -size

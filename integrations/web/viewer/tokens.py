@@ -1,4 +1,7 @@
-"""Colours of candidates: by advantage as a whole, or token by token, as text if the run's tokenizer can be read."""
+"""Colours candidates by a figure: a whole candidate by its advantage, or each token by a figure of its own.
+
+Tokens are shown as text if the tokenizer of the run can be read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ COLOURS = {
     "entropy": "entropy",
     "ratio": "learner/sampler ratio",
 }
-"""What candidates are coloured by, and its name."""
+"""Figure that candidates are coloured by -> its name."""
 LEGENDS = {
     "advantage": (
         "Advantage, as the update weighed it:",
@@ -43,26 +46,27 @@ LEGENDS = {
         ),
     ),
 }  # fmt: skip
-"""For each colouring a sentence, and its colours with what they mean."""
+"""Figure -> a sentence on it, and its colours with their meanings."""
 MOST_TOKENS = 40_000
-"""Tokens that one page colours."""
+"""Most tokens that one page colours."""
 _LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Nats at which the colour changes."""
+"""Values, in nats, between which the colour changes."""
 _CONTEXT = 8
-"""Tokens before one that its text is told apart with: some are half a character."""
+"""Number of tokens that are decoded before a token to get its text. A token may be only a part of a character."""
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """A token: its text (its id where no tokenizer is known), the figure that colours it (None where it has none), and
-    its colour."""
+    """A token."""
 
     text: str
+    """Its text, or its id without a tokenizer."""
     value: float | None
+    """The figure that colours it; None if it has none."""
     colour: str
 
 
 class ColouredTokens(msgspec.Struct, frozen=True):
-    """The first tokens of a candidate; `as_text` says whether they are text, `left_out` how many follow."""
+    """The first tokens of a candidate. `as_text`: they are shown as text. `left_out` more tokens follow."""
 
     tokens: tuple[ShownToken, ...]
     as_text: bool
@@ -80,17 +84,20 @@ class Colouring:
 
     @property
     def without_figures(self) -> bool:
-        """Whether it is by figures of the learner that this step does not have."""
+        """Whether it needs figures of the learner that this step does not have."""
         return self.by in ("entropy", "ratio") and self._figures is None
 
     def of_candidate(self, advantage: float | None) -> str:
         """The colour of a whole candidate; empty for none."""
         if self.by != "advantage" or advantage is None:
             return ""
-        return "t0" if advantage == 0 else f"t-{'p' if advantage > 0 else 'n'}{1 + (abs(advantage) > 1)}"
+        if advantage == 0:
+            return "t0"
+        sign, strength = "p" if advantage > 0 else "n", 2 if abs(advantage) > 1 else 1
+        return f"t-{sign}{strength}"
 
     def of_tokens(self, candidate: Candidate, id: str) -> ColouredTokens | None:
-        """The tokens of a candidate with their colours; None where it has no figures, or the page has enough tokens."""
+        """The coloured tokens of a candidate; None if it has no figures, or if the page has enough tokens already."""
         values = self._values(candidate, id)
         if not values or not self.left:
             return None
@@ -99,8 +106,10 @@ class Colouring:
         ids = candidate.token_ids[:count]
         texts = _texts(ids, _tokenizer(self._model))
         names = texts if texts is not None else list(map(str, ids))
-        shown = tuple(ShownToken(name, value, self._colour(value)) for name, value in zip(names, values, strict=False))
-        return ColouredTokens(shown, texts is not None, len(values) - count)
+        tokens = []
+        for name, value in zip(names, values, strict=False):
+            tokens.append(ShownToken(name, value, self._colour(value)))
+        return ColouredTokens(tuple(tokens), texts is not None, len(values) - count)
 
     def _values(self, candidate: Candidate, id: str) -> Sequence[float | None]:
         logprobs = candidate.logprobs
@@ -108,10 +117,13 @@ class Colouring:
             return ()
         if self.by == "logprob":
             return logprobs
-        found = self._figures.of(id) if self._figures else None
-        if found is None or len(found.gaps) != len(logprobs):
+        figures = self._figures.of(id) if self._figures else None
+        if figures is None or len(figures.gaps) != len(logprobs):
             return ()
-        return list(map(_finite, found.entropies if self.by == "entropy" else np.exp(found.gaps.astype(float))))
+        if self.by == "entropy":
+            return list(map(_finite, figures.entropies))
+        # A gap is a difference of log-probabilities, so its exponential is the ratio of probabilities.
+        return list(map(_finite, np.exp(figures.gaps.astype(float))))
 
     def _colour(self, value: float | None) -> str:
         if value is None:
@@ -119,8 +131,10 @@ class Colouring:
         if self.by == "ratio":
             levels = sum(value > level for level in (0.8, 0.98, 1.02, 1.25))
             return ("t-n2", "t-n1", "t0", "t-p1", "t-p2")[levels]
-        size = -value if self.by == "logprob" else value
-        return f"t{sum(not size <= level for level in _LEVELS) if math.isfinite(size) else len(_LEVELS)}"
+        nats = -value if self.by == "logprob" else value
+        if not math.isfinite(nats):
+            return f"t{len(_LEVELS)}"
+        return f"t{sum(nats > level for level in _LEVELS)}"
 
 
 def _finite(value: float) -> float | None:
@@ -129,7 +143,7 @@ def _finite(value: float) -> float | None:
 
 @functools.lru_cache(2)
 def _tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder; None where the model lies elsewhere or the package is missing."""
+    """The tokenizer of a model folder; None if the folder has none or the package is missing."""
     file = Path(model) / "tokenizer.json"
     if not model or not file.is_file():
         return None
@@ -141,14 +155,21 @@ def _tokenizer(model: str) -> Any:
 
 
 def _texts(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
-    """The text that each token adds to those before it; None without a tokenizer."""
+    """The text that each token adds to the tokens before it; None without a tokenizer."""
     if tokenizer is None:
         return None
-    starts = [max(0, place - _CONTEXT) for place in range(len(ids))]
-    before = [list(ids[start:place]) for place, start in enumerate(starts)]
-    until = [list(ids[start : place + 1]) for place, start in enumerate(starts)]
-    decoded = tokenizer.decode_batch([*before, *until], skip_special_tokens=False)
-    return [
-        (whole[len(first) :] if whole.startswith(first) else whole) or tokenizer.id_to_token(id) or ""
-        for first, whole, id in zip(decoded[: len(ids)], decoded[len(ids) :], ids, strict=True)
-    ]
+    # The text of a token is the difference between the text with it and the text without it. All are decoded in one
+    # batch, which is much faster than one by one.
+    without, with_token = [], []
+    for place in range(len(ids)):
+        first = max(0, place - _CONTEXT)
+        without.append(list(ids[first:place]))
+        with_token.append(list(ids[first : place + 1]))
+    decoded = tokenizer.decode_batch([*without, *with_token], skip_special_tokens=False)
+
+    texts = []
+    for place, id in enumerate(ids):
+        before, until = decoded[place], decoded[len(ids) + place]
+        text = until[len(before) :] if until.startswith(before) else until
+        texts.append(text or tokenizer.id_to_token(id) or "")
+    return texts

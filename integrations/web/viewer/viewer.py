@@ -1,4 +1,4 @@
-"""The runs of the viewer, with all that their pages share: addresses, groups, sums, and the frame of a page."""
+"""The runs of the viewer, and everything that their pages share: addresses, groups, sums, and the frame of a page."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _KEPT_STEPS = 4
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A page: its address, the function that answers it, and the tab that is marked on it. The first page of a tab is
-    the one that the tab leads to. `sampled` pages are of episodes that the run sampled itself."""
+    """A page of the viewer."""
 
     path: str
     answer: Callable[[Viewer, Request], Response | Awaitable[Response]]
     tab: str = ""
+    """The tab that is marked on the page. A tab leads to its first page."""
     sampled: bool = False
+    """Whether the page needs episodes that the run sampled itself."""
     method: str = "GET"
 
 
@@ -46,8 +47,8 @@ class KnownField(msgspec.Struct, frozen=True):
 
 
 class Viewer:
-    """Found runs, as pages show them. `fields` are those of the configuration, by dotted name, in the order of the
-    documentation."""
+    """The runs that pages show. `fields` are the fields of the configuration by dotted name, in the documentation's
+    order."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Viewer:
         self._lock = Lock()
 
     def look_again(self) -> None:
-        """Open runs that are new in the folders."""
+        """Look for new runs in the folders and open them."""
         self._found.look_again()
 
     def run(self, request: Request) -> OpenedRun:
@@ -77,7 +78,8 @@ class Viewer:
         """A run by its name, or the records of one of its evaluations: `RUN:FOLDER`."""
         whole, _, folder = name.rpartition(":")
         opened = self.runs.get(name) or self.runs.get(whole)
-        if opened is None or opened.gone:  # removed, or another one is in its place
+        # The run may be new, or removed and replaced by another one of the same name.
+        if opened is None or opened.gone:
             self.look_again()
         if name in self.runs:
             return self.runs[name]
@@ -87,7 +89,7 @@ class Viewer:
         return part
 
     def chosen(self, request: Request) -> tuple[OpenedRun | None, list[OpenedRun]]:
-        """The one run of an address, or None, and the runs to show: those of `run` parameters, else all."""
+        """The run in the path of an address, or None; and the runs to show, by `run` parameters, by default all."""
         if "run" in request.path_params:
             return (run := self.run(request)), [run]
         names = request.query_params.getlist("run")
@@ -96,16 +98,16 @@ class Viewer:
         return None, [self.named(name) for name in names] or list(self.runs.values())
 
     def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
-        """Groups of a step (as records number it, from 0); those of the latest pages are kept."""
+        """Groups of a step, which is counted from 0 as in records. The latest ones are cached."""
         key = (run, step, run.stamp)
         with self._lock:
             if key in self._steps:
                 self._steps.move_to_end(key)
                 return self._steps[key]
-            found = self._steps[key] = step_groups(run, step)
+            groups = self._steps[key] = step_groups(run, step)
             while len(self._steps) > _KEPT_STEPS:
                 self._steps.popitem(last=False)
-            return found
+            return groups
 
     def groups_of(self, run: OpenedRun, episode: Episode | None) -> StepGroups | None:
         """The groups of an episode's training step; None outside of training."""
@@ -114,12 +116,13 @@ class Viewer:
         return self.groups(run, episode.training_step)
 
     def colouring(self, request: Request, run: OpenedRun, episode: Episode | None, policy: str = "") -> Colouring:
-        """The colours of candidates that a page is asked for (`by`); the tokenizer is that of the policy's base."""
+        """The colouring that the request asks for (`by`), with the tokenizer of the policy's base model."""
         by, figures = request.query_params.get("by", ""), None
         if by in ("entropy", "ratio") and run.folder and episode and episode.training_step is not None:
+            # An episode may be trained on in a later step than its own.
             figures = read_token_figures(run.folder, episode.training_step, STEPS_AHEAD)
-        own = run.about.base_of(policy) if policy else None
-        return Colouring(by, own or str(run.description.get("model") or ""), figures)
+        base = run.about.base_of(policy) if policy else None
+        return Colouring(by, base or str(run.description.get("model") or ""), figures)
 
     def totals(self, run: OpenedRun) -> Totals:
         """The sums over the calls of a run."""
@@ -129,7 +132,7 @@ class Viewer:
             return self._totals[run.name][1]
 
     def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
-        """A page within the frame that all pages have."""
+        """Render a page inside the frame that all pages share."""
         samples = run is None or run.samples
         about = {
             "runs": self.runs,
@@ -144,9 +147,10 @@ class Viewer:
 
 
 def hues(run: OpenedRun, *roles: str) -> dict[str, int]:
-    """A colour for each role of a run, and for these, in the order of their names."""
-    trained = {role for line in run.metrics[-1:] for role in line["roles"]}
-    return {role: place % HUES for place, role in enumerate(sorted({*run.figures.recent_roles(), *trained, *roles}))}
+    """A number of a colour for each role of a run, and for the passed `roles`, in the order of their names."""
+    trained = run.metrics[-1]["roles"] if run.metrics else ()
+    all_roles = sorted({*run.figures.recent_roles(), *trained, *roles})
+    return {role: place % HUES for place, role in enumerate(all_roles)}
 
 
 def whole(text: str | None) -> int | None:

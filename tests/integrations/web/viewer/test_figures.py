@@ -174,7 +174,7 @@ def test_before_and_after_are_one_task(run: Path) -> None:
     opened.close()
     evaluate(run / "eval")
     opened = OpenedRun(run, "r1")
-    said = " ".join(re.sub(r"<[^>]+>", " ", report(opened, {})).split()).partition("whatever came of them.")[2]
+    said = " ".join(re.sub(r"<[^>]+>", " ", report(opened, {})).split()).partition("whatever their outcome.")[2]
     opened.close()
     assert re.findall(r"Task (t\d) before: base (solved|not solved).*?after: trained (solved|not solved)", said) == [
         (task, *("solved" if one else "not solved" for one in solved)) for task, solved in TASKS.items()
