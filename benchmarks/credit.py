@@ -33,7 +33,6 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.kept_results import KeptResults, mean_share, over_seeds, run_parser, success_cells
-from benchmarks.plan_path_agents import MAX_TOKENS, base, grid
 from benchmarks.selection import base_model
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.prepare import prepare
@@ -44,6 +43,7 @@ from cotune.records.structs import CallRecord, PolicyRef
 from cotune.replay.forks import choose_forks, fork_rule
 from cotune.sampling.responder import choose
 from cotune.trainer.learner.local import LocalLearner
+from examples.ablation.plan_path import MAX_TOKENS, base, grid
 from examples.plan_path import rewards
 from tests.trainer.learner.forced import ForcedSettings
 

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kept_results import run_parser, train_once
-from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.integrations.models.chat.template import ChatTemplate
@@ -39,6 +38,7 @@ from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.run import evaluate_episodes
+from examples.ablation.plan_path import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 FULL_LR, LORA_LR = 7e-4, 3e-3

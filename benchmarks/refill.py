@@ -39,11 +39,11 @@ from rich.table import Table
 
 import cotune
 from benchmarks.kept_results import KeptResults, run_parser
-from benchmarks.plan_path_agents import MAX_TOKENS, grid, team
 from benchmarks.selection import base_model
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import resume, train
+from examples.ablation.plan_path import MAX_TOKENS, grid, team
 from examples.word_problems.demo import pretrained
 from examples.word_problems.tasks import Problem, make_tasks
 from examples.word_problems.train import solve

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kept_results import KeptResults, mean_share, over_seeds, run_parser, success_cells, train_once
-from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.train import resume
+from examples.ablation.plan_path import MAX_TOKENS, WORKFLOWS, base, grid
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 LR = 3e-3

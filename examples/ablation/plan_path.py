@@ -1,4 +1,6 @@
-"""Plan-Path for the learning benchmark: the team of the example, and agents that do the whole task alone.
+"""Plan-Path for ablations: the team of the example, and agents that do the whole task alone.
+
+    python -m examples.ablation.plan_path --out runs/ablation/plan_path    # base model, tasks, held-out tasks
 
 The team's prompts, rules and rewards are those of `examples/plan_path`. Its workflow here calls the OpenAI SDK itself
 instead of running the LangGraph application, which costs less than half per call and samples the same tokens.
@@ -7,9 +9,12 @@ A single agent presses the controls itself, with what it sees: the navigator's v
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import cotune
@@ -113,7 +118,13 @@ def alone(view: str) -> Any:
     return made
 
 
-WORKFLOWS: dict[str, Any] = {"team": team, **{f"alone_{view}": alone(view) for view in VIEWS}}
+alone_navigator, alone_driver, alone_everything = map(alone, VIEWS)
+WORKFLOWS: dict[str, Any] = {
+    "team": team,
+    "alone_navigator": alone_navigator,
+    "alone_driver": alone_driver,
+    "alone_everything": alone_everything,
+}
 
 
 def solo_demonstration(view: str) -> base.Demonstrator:
@@ -135,3 +146,22 @@ def solo_demonstration(view: str) -> base.Demonstrator:
 
 DEMONSTRATORS: Sequence[base.Demonstrator] = (*base.TEAM, *(solo_demonstration(view) for view in VIEWS))
 """For the team and for every single agent, so that all rows start from one base model."""
+
+
+def main() -> None:
+    """Write what an ablation of Plan-Path needs: a base model, tasks.jsonl and held_out.jsonl."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation/plan_path"))
+    parser.add_argument("--warm-up", type=int, default=520, help="steps of the base's warm-up (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=2048, help="tasks of training (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=300, help="(default: %(default)s)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    base.build(options.out / "base", steps=options.warm_up, demonstrators=DEMONSTRATORS)
+    for name, count, seed in (("tasks", options.tasks, 100), ("held_out", options.held_out, 900)):
+        tasks = grid.make_tasks(count, seed)
+        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+
+
+if __name__ == "__main__":
+    main()
