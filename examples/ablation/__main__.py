@@ -86,11 +86,15 @@ def run(ablation: Ablation, folder: Path, out: Path) -> list[Line]:
     table = rows(ablation)
     runs = {training.name: training for training in trainings(ablation, folder)}
     for seed in ablation.seeds:
+        trained: dict[str, Path] = {}
         for row in table:
             if (row.name, seed) in results:
                 continue
             started = time.perf_counter()
-            players = {role: train_once(runs[name], seed, out) for role, name in row.players.items()}
+            for name in row.players.values():
+                if name not in trained:
+                    trained[name] = train_once(runs[name], seed, out)
+            players = {role: trained[name] for role, name in row.players.items()}
             result = evaluated(row, players, folder / ablation.held_out, seed)
             write_result(out, result)
             results[row.name, seed] = result
