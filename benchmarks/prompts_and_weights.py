@@ -42,6 +42,7 @@ from rich.table import Table
 import cotune
 from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells
 from cotune.config.rollouts import SamplingConfig
+from cotune.config.train import EvaluationConfig
 from cotune.episodes.workflows import workflow_of
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
@@ -197,7 +198,7 @@ def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
             search = ImproveOptions(
                 model=None if weights else str(model),
                 run=weights or None,
-                eval_tasks=str(held_out),
+                evaluation=EvaluationConfig(tasks=str(held_out)),
                 max_calls=options.calls,
                 rounds=options.rounds,
                 seed=step_seed,

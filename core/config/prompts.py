@@ -8,7 +8,8 @@ import msgspec
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a search for better prompts may do and spend. It also uses these settings above the tables, as a training
     run does: `prompts_file` (prompts to start from), `prices`, `roles_by`, `redact`, `seed`, `concurrency` (8 without
-    a value) and `episode_timeout`, and `sampling.max_tokens` for answers of `run` and `model`."""
+    a value), `episode_timeout`, `evaluation.tasks` (the held-out tasks, the only ones whose figures count; without a
+    file a third of the tasks) and `sampling.max_tokens` (for answers of `run` and `model`)."""
 
     reflection: str | None = None
     """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
@@ -17,8 +18,6 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     reflection_key_env: str | None = None
     """Environment variable with the key of the reflection model. Without it OPENAI_API_KEY goes to OpenAI and to the
     address of the environment alone, and `reflection_url` gets no key."""
-    eval_tasks: str | None = None
-    """Held-out tasks: the only ones whose figures count. Without it a third of the tasks is held out."""
     max_calls: int = 2000
     """Most calls of models, those of the reflection model and of the last comparison included."""
     max_cost: float | None = None

@@ -42,8 +42,12 @@ class _PromptsFile(msgspec.Struct):
     evaluation: _Evaluation = msgspec.field(default_factory=_Evaluation)
 
 
+class _HeldOutTasks(msgspec.Struct):
+    tasks: str = ""
+
+
 class _Options(msgspec.Struct):
-    eval_tasks: str | None = None
+    evaluation: _HeldOutTasks = msgspec.field(default_factory=_HeldOutTasks)
 
 
 class _Search(msgspec.Struct):
@@ -63,7 +67,7 @@ def search_headline(folder: Path | None) -> Headline:
         name="held-out outcome",
         kind="held_out",
         what="mean outcome on held-out tasks that the search has not seen, one run each",
-        tasks=held_out_set(search.options.eval_tasks, search.tasks),
+        tasks=held_out_set(search.options.evaluation.tasks, search.tasks),
         first=Interval(mean=held_out.base, n=held_out.tasks),
         first_of="prompts before",
         last=Interval(mean=held_out.best, n=held_out.tasks),

@@ -13,6 +13,7 @@ _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns 
 REMOVED: dict[str, str] = {
     "prompts.prompts": "Use prompts_file, above the tables.",
     "prompts.kinds": "Leave it out: system messages are improved, and user messages of roles that have none.",
+    "prompts.eval_tasks": "Use evaluation.tasks, which training reads too. The flag is still --eval-tasks.",
     "prompts.max_tokens": "Use sampling.max_tokens, which training reads too.",
     "prompts.timeout": "Use episode_timeout, above the tables.",
     "prompts.reflection_params": "Leave it out: the reflection model answers with its own defaults.",

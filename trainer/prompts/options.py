@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.config.prompts import SearchSettings
 from cotune.config.rollouts import SamplingConfig
+from cotune.config.train import NO_TASKS, EvaluationConfig
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
@@ -38,6 +39,9 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Episodes in flight."""
     episode_timeout: float = 600.0
     """Seconds for one episode, and then for the judge of it."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Its `tasks` is the file of held-out tasks, the only ones whose figures count. Without a file, a third of the
+    tasks is held out."""
     sampling: SamplingConfig = SamplingConfig()
     """Its `max_tokens` is the most new tokens of answers of `run` and `model` if the application names no limit. The
     temperature is the application's own."""
@@ -58,6 +62,11 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
                 f"needs a price of the reflection model {self.reflection}",
                 f"For example: --price {self.reflection}=0.25/2.00, or 0/0 for one that costs nothing.",
             )
+
+    @property
+    def held_out_tasks(self) -> str:
+        """The file of held-out tasks. Empty if a part of the tasks is held out."""
+        return "" if self.evaluation.tasks == NO_TASKS else self.evaluation.tasks
 
 
 SHARED = tuple(name for name in ImproveOptions.__struct_fields__ if name not in SearchSettings.__struct_fields__)
@@ -108,7 +117,9 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
     def whole(place: str | None) -> str | None:
         return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
 
-    files = {name: whole(getattr(options, name)) for name in ("eval_tasks", "prompts_file", "run", "model")}
+    files: dict[str, Any] = {name: whole(getattr(options, name)) for name in ("prompts_file", "run", "model")}
+    evaluation = options.evaluation
+    files["evaluation"] = msgspec.structs.replace(evaluation, tasks=whole(evaluation.tasks) or "")
     functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
     return msgspec.structs.replace(options, **files, **functions)
 

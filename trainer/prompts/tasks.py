@@ -35,8 +35,8 @@ def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTa
     cannot be read."""
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{options.seed} {task.id}".encode()).digest())
     notes: list[str] = []
-    if options.eval_tasks is not None:
-        held_out, for_search = load_tasks(options.eval_tasks), ranked
+    if options.held_out_tasks:
+        held_out, for_search = load_tasks(options.held_out_tasks), ranked
         notes += overlap(tasks, held_out)
     else:
         third = len(ranked) // 3

@@ -41,8 +41,9 @@ def arguments(command: Parser) -> None:
         help="continue a search that was interrupted, or with higher limits; runs the application that it names",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
-    names = ("eval_tasks", "reflection", "max_calls", "max_cost", "run", "model")
-    add_fields(command, *names, table=ImproveOptions)
+    names = ("evaluation.tasks", "reflection", "max_calls", "max_cost", "run", "model")
+    held_out = "held-out tasks: the only ones whose figures count (default: a third of the tasks)"
+    add_fields(command, *names, table=ImproveOptions, **{"evaluation.tasks": held_out})
     add_yes(command)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)

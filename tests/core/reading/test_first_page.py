@@ -35,7 +35,7 @@ def search(folder: Path) -> None:
             record(folder, number, success, phase=HELD_OUT, prompts=prompts, rollout=rollout)
     held_out = {"tasks": 2, "base": 0.5, "best": 0.5, "difference": [-0.1, 0.0, 0.1]}
     (folder / "prompts.json").write_text(json.dumps({"id": "p" * 64, "evaluation": {"held_out": held_out}}))
-    about = {"tasks": "/data/all.jsonl", "options": {"eval_tasks": None}}
+    about = {"tasks": "/data/all.jsonl", "options": {"evaluation": {"tasks": ""}}}
     (folder / "improve.json").write_text(json.dumps(about))
 
 

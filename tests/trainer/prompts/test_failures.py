@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 import cotune
+from cotune.config.train import EvaluationConfig
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError, RunError
 from cotune.judging.episodes import Ranking
@@ -184,7 +185,7 @@ def test_a_search_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytes
         (work / f"{file}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     monkeypatch.chdir(work)
     monkeypatch.setattr("sys.path", [*sys.path, str(work)])
-    options = msgspec.structs.replace(ROUNDS, eval_tasks="held.jsonl", rounds=2)
+    options = msgspec.structs.replace(ROUNDS, evaluation=EvaluationConfig(tasks="held.jsonl"), rounds=2)
     given = {"responder": travel.Office(), "reflector": travel.Reflector()}
     improve("sought:solve", "tasks.jsonl", options, out="p", **given)
     monkeypatch.chdir(other)
