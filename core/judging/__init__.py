@@ -1,1 +1,1 @@
-"""Judges of whole episodes, their questions, and rewards made of their answers."""
+"""Judges of whole episodes, their questions, and rewards from their answers."""

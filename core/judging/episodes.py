@@ -1,4 +1,4 @@
-"""Episode judges: finished episodes of one task are compared, and each gets its outcome, after it has ended."""
+"""Episode judges: they compare the finished episodes of one task and give each its outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cotune.storage.protocol import Store
 
 
 class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a finished episode, as scorers see calls, with its candidates; `answer` is the chosen one."""
+    """A call of a finished episode in the form for scorers, with its candidates. `answer` is the chosen one."""
 
     id: str
     role: str
@@ -38,7 +38,7 @@ class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> Any:
-        """Only calls of a running episode have one: it can be large and private. Raises WorkflowError."""
+        """Raises WorkflowError: only calls of a running episode have a state, as it can be large and private."""
         raise WorkflowError(
             f"The scorer of {self.role} reads call.state, which records do not have.",
             "Read it from call.messages, or put it into the task.",
@@ -50,7 +50,7 @@ class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that has ended well, with its outcome and its answered calls, in the order in which they began."""
+    """An episode that ended without an error, with its outcome and its answered calls in the order of their starts."""
 
     id: str
     task: Task
@@ -64,28 +64,30 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
         shown: set[str] = set()
         lines: list[str] = []
         for call in self.calls:
-            heard = [text for message in call.messages if (text := shown_messages([message])) not in shown]
-            lines += [*heard, f"[{call.role} answers]\n{shown_message(call.answer.message)}"]
-            shown.update([*heard, shown_messages([{**call.answer.message, "role": "assistant"}])])
+            texts = [shown_messages([message]) for message in call.messages]
+            new = [text for text in texts if text not in shown]
+            lines += [*new, f"[{call.role} answers]\n{shown_message(call.answer.message)}"]
+            # The answer may come back as an assistant message of a later call.
+            shown.update([*new, shown_messages([{**call.answer.message, "role": "assistant"}])])
         return "\n\n".join(lines) or "(nothing was said)"
 
 
 EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Rewards | Awaitable[Rewards]]
-"""`(episodes, task)` -> the outcome of each episode, in their order, or None for one that gets none."""
+"""`(episodes, task)` -> the outcomes in the order of the episodes, None for an episode without one."""
 
 
 class Ranking:
-    """A judge whose reward, under `name`, is the share of the other episodes that an episode is better than. Those that
-    the policy failed are among the others: it is better than all of them."""
+    """A judge whose reward, under `name`, is the share of the other episodes that an episode is better than. A finished
+    episode is better than all episodes that the policy failed."""
 
     name: str
 
 
 Opinion = Sequence[Scored | WorkflowError]
-"""The outcome of each episode of a task, without rewards for one that gets none, or why the judge could not say."""
+"""The outcome of each episode of a task (without rewards if it gets none), or the error of the judge."""
 AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
 Outcomes = Mapping[str, Scored | WorkflowError]
-"""Rewards of episodes by id, with the text beside them, or why there are none."""
+"""Rewards of episodes with their texts, by id, or the error of the judge."""
 
 
 async def ask_judge(judge: EpisodeJudge, episodes: Sequence[FinishedEpisode], task: Task) -> Opinion:
@@ -94,7 +96,7 @@ async def ask_judge(judge: EpisodeJudge, episodes: Sequence[FinishedEpisode], ta
 
 
 def finished(store: Store, episode: Episode) -> FinishedEpisode:
-    """A stored episode with its answered calls. Raises RecordError where a message was lost."""
+    """A stored episode with its answered calls. Raises RecordError if a message was lost."""
     calls = [call for call in store.calls(episode.id) if call.status == "ok" and call.candidates]
     return FinishedEpisode(
         id=episode.id,
@@ -106,10 +108,10 @@ def finished(store: Store, episode: Episode) -> FinishedEpisode:
 
 
 def finished_call(store: Store, call: CallRecord, task: Task) -> FinishedCall:
-    """A stored call that was answered. Raises RecordError where a message was lost."""
-    same = ("id", "role", "step", "turn", "model", "params", "parents", "candidates")
+    """A stored call that was answered. Raises RecordError if a message was lost."""
+    copied = ("id", "role", "step", "turn", "model", "params", "parents", "candidates")
     return FinishedCall(
-        **{name: getattr(call, name) for name in same},
+        **{name: getattr(call, name) for name in copied},
         messages=[store.message(name) for name in call.messages],
         tools=store.message(call.tools) if call.tools else None,
         task=task,
@@ -124,11 +126,11 @@ async def judge_episodes(
     ask: AskJudge = ask_judge,
     redaction: Redaction | None = None,
 ) -> Mapping[str, int]:
-    """Ask for the outcomes of the episodes that ended well, those of a task together, and store them. What the judge
-    says of them is redacted.
+    """Ask the judge for the outcomes of the finished episodes, once for each task, and store them. The judge's texts
+    are redacted.
 
-    Returns the number of episodes that got none, by the error, where there was one. Raises that error where it is of
-    all of them, unless the judge is a role of the run (`ask`), which may have to learn to judge.
+    Returns the number of episodes whose judging failed, by error. If it failed for all of them, the error is raised,
+    unless the judge is a role of the run (`ask`), which may have to learn to judge.
     """
     outcomes = await outcomes_of(judge, store, episodes, ask, redaction)
     keep_outcomes(store, outcomes, redaction)
@@ -136,7 +138,7 @@ async def judge_episodes(
 
 
 def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None = None) -> None:
-    """Store the outcomes that were given."""
+    """Store the outcomes of episodes whose judging did not fail."""
     for episode_id, outcome in outcomes.items():
         if not isinstance(outcome, WorkflowError):
             store.write(reward_records(episode_id, *outcome, redaction=redaction))
@@ -144,7 +146,7 @@ def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None 
 
 
 def refusals(outcomes: Outcomes, ask: AskJudge = ask_judge) -> Mapping[str, int]:
-    """The number of episodes that got no outcome, by the error. Raises as `judge_episodes` does."""
+    """The number of episodes whose judging failed, by error. Raises as `judge_episodes` does."""
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
     if errors and len(errors) == len(outcomes) and ask is ask_judge:
         raise errors[0]
@@ -158,38 +160,52 @@ async def outcomes_of(
     ask: AskJudge = ask_judge,
     redaction: Redaction | None = None,
 ) -> Outcomes:
-    """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge, and of
-    episodes of judging."""
+    """The outcomes of the finished episodes by id, or the error of the judge. Empty without a judge. Episodes of
+    judging itself are left out."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
-        if episode.is_outcome and episode.phase != JUDGING and judge is not None:
+        if episode.is_outcome and episode.phase != JUDGING:
             by_task.setdefault(episode.task.id, []).append(episode)
+    outcomes: dict[str, Scored | WorkflowError] = {}
+    if judge is None:
+        return outcomes
     with setting(judging, Judging(redaction=redaction)):
-        work = (_outcomes(judge, store, together, ask) for together in by_task.values() if judge)
-        found = await asyncio.gather(*work)
-    return {episode: outcome for some in found for episode, outcome in some.items()}
+        work = [_outcomes_of_task(judge, store, of_task, ask) for of_task in by_task.values()]
+        for outcomes_of_task in await asyncio.gather(*work):
+            outcomes.update(outcomes_of_task)
+    return outcomes
 
 
-async def _outcomes(judge: EpisodeJudge, store: Store, ended: Sequence[Episode], ask: AskJudge) -> Outcomes:
-    together = [episode for episode in ended if episode.status == "ok"]
-    if not together:
+async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[Episode], ask: AskJudge) -> Outcomes:
+    """The outcomes of one task's episodes, which have all ended; failed ones are not shown to the judge."""
+    successful = [episode for episode in ended if episode.status == "ok"]
+    if not successful:
         return {}
-    task = together[0].task
+    task = successful[0].task
     try:
-        seen = [finished(store, episode) for episode in together]
+        shown = [finished(store, episode) for episode in successful]
     except RecordError as error:
-        return dict.fromkeys((episode.id for episode in together), WorkflowError(error.cause, error.remedy))
-    found = await ask(judge, seen, task)
+        return dict.fromkeys((episode.id for episode in successful), WorkflowError(error.cause, error.remedy))
+    opinion = await ask(judge, shown, task)
     if isinstance(judge, Ranking):
-        found = [_above(outcome, judge.name, len(seen) - 1, len(ended) - len(seen)) for outcome in found]
-    given = (name for outcome in found if isinstance(outcome, Scored) for name in outcome.rewards)
-    name = next(given, getattr(judge, "name", getattr(judge, "__name__", "judge")))
-    found = [outcome._replace(name=name) if isinstance(outcome, Scored) else outcome for outcome in found]
-    return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}
+        n_failed = len(ended) - len(shown)
+        opinion = [_above_failed(outcome, judge.name, len(shown) - 1, n_failed) for outcome in opinion]
+
+    # The texts get the name of the reward, also for episodes without a reward.
+    name = getattr(judge, "name", getattr(judge, "__name__", "judge"))
+    for outcome in opinion:
+        if isinstance(outcome, Scored) and outcome.rewards:
+            name = next(iter(outcome.rewards))
+            break
+    outcomes: dict[str, Scored | WorkflowError] = {}
+    for episode, outcome in zip(successful, opinion, strict=True):
+        outcomes[episode.id] = outcome._replace(name=name) if isinstance(outcome, Scored) else outcome
+    return outcomes
 
 
-def _above(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
-    """The outcome with its rank, a share of `others`, as one of those and the `failed`, which it is better than."""
+def _above_failed(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
+    """Extend a rank, the share of `others` that an episode is better than, by the `failed` episodes: it is better than
+    all of these."""
     if isinstance(outcome, WorkflowError) or not failed or (others and name not in outcome.rewards):
         return outcome
     rank = (outcome.rewards.get(name, 0.0) * others + failed) / (others + failed)

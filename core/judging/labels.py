@@ -1,4 +1,4 @@
-"""Labels that people give recorded candidates and episodes: read, looked up, and written to be filled in."""
+"""People's labels for recorded candidates and episodes: read them, find their records, and write a file to fill in."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXAMPLE = (
 )
 
 CALLS = 30
-"""Calls whose candidates people are asked to label. Their number counts, not that of pairs, which depend on each other
-within a call."""
+"""Number of calls whose candidates people are asked to label. Calls are counted, not pairs of candidates: pairs within
+a call depend on each other."""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A person's score of a candidate (`<call id>.<index>`) or an episode (its id): more is better."""
+    """A person's score for a candidate (`<call id>.<index>`) or an episode (its id). Higher is better."""
 
     id: str
     score: float | None
@@ -34,13 +34,13 @@ class Label(msgspec.Struct, frozen=True):
 
 
 def load_labels(path: str | Path) -> dict[str, float]:
-    """Labels by id, without those that are null.
+    """Labels by id, without nulls.
 
     Raises ConfigError for a missing file, a broken line (with its number) or a repeated id.
     """
     if not Path(path).is_file():
         raise ConfigError("labels", str(path), "is not a file", EXAMPLE)
-    found: dict[str, float] = {}
+    labels: dict[str, float] = {}
     for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():
             continue
@@ -50,55 +50,62 @@ def load_labels(path: str | Path) -> dict[str, float]:
             raise ConfigError(
                 "labels", f"{path}, line {number}", f"is not an id with a score ({error})", EXAMPLE
             ) from None
-        if label.id in found:
+        if label.id in labels:
             raise ConfigError("labels", f"{path}, line {number}", f"repeats the id {label.id}", EXAMPLE)
         if label.score is not None:
-            found[label.id] = label.score
-    if not found:
+            labels[label.id] = label.score
+    if not labels:
         raise ConfigError("labels", str(path), "holds no label", EXAMPLE)
-    return found
+    return labels
 
 
 def write_blanks(run: str | Path, to: str | Path, *, role: str | None = None) -> int:
-    """Write a line for each candidate of `CALLS` calls, at random, with the request and a score to fill in (null).
+    """Write a line for each candidate of `CALLS` random calls, with the request and a score to fill in (null).
 
-    Only calls (of `role`) whose candidates differ are taken. Returns the number of lines.
+    Only calls (of `role`) with different candidates are used. Returns the number of lines.
     """
     with open_store(run, read_only=True) as store, Path(to).open("xb") as file:
-        found = [
-            call
-            for episode in store.episodes()
-            for call in store.calls(episode.id)
-            if role in (None, call.role) and len({c.text or str(c.message) for c in call.candidates}) > 1
-        ]
-        chosen = random.Random(0).sample(found, min(CALLS, len(found)))
-        lines = [
-            {
-                "id": candidate_id(call.id, candidate.index),
-                "score": None,
-                "role": call.role,
-                "request": shown_messages(store.message(name) for name in call.messages),
-                "answer": shown_message(candidate.message),
-            }
-            for call in chosen
-            for candidate in call.candidates
-        ]
-        file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
-    return len(lines)
+        usable = []
+        for episode in store.episodes():
+            for call in store.calls(episode.id):
+                answers = {candidate.text or str(candidate.message) for candidate in call.candidates}
+                if role in (None, call.role) and len(answers) > 1:
+                    usable.append(call)
+        lines = 0
+        for call in random.Random(0).sample(usable, min(CALLS, len(usable))):
+            request = shown_messages(store.message(name) for name in call.messages)
+            for candidate in call.candidates:
+                line = {
+                    "id": candidate_id(call.id, candidate.index),
+                    "score": None,
+                    "role": call.role,
+                    "request": request,
+                    "answer": shown_message(candidate.message),
+                }
+                file.write(msgspec.json.encode(line) + b"\n")
+                lines += 1
+    return lines
 
 
 def labelled(
     store: Store, labels: Mapping[str, float], source: str
 ) -> tuple[list[tuple[CallRecord, Task]], list[Episode]]:
-    """The calls and the episodes that labels are of. Raises ConfigError for ids that are not on record."""
-    wanted = {id.rpartition(".")[0] for id in labels if "." in id}
-    listed = list(store.episodes())
-    episodes = [episode for episode in listed if episode.id in labels]
-    calls = [(c, e.task) for e in listed if wanted for c in store.calls(e.id) if c.id in wanted]
-    recorded = {e.id for e in episodes} | {candidate_id(c.id, one.index) for c, _ in calls for one in c.candidates}
-    unknown = [id for id in labels if id not in recorded]
+    """The calls and the episodes that have labels. Raises ConfigError for ids that are not recorded."""
+    labelled_calls = {id.rpartition(".")[0] for id in labels if "." in id}
+    calls: list[tuple[CallRecord, Task]] = []
+    episodes: list[Episode] = []
+    recorded_ids: set[str] = set()
+    for episode in store.episodes():
+        if episode.id in labels:
+            episodes.append(episode)
+            recorded_ids.add(episode.id)
+        for call in store.calls(episode.id) if labelled_calls else ():
+            if call.id in labelled_calls:
+                calls.append((call, episode.task))
+                recorded_ids.update(candidate_id(call.id, candidate.index) for candidate in call.candidates)
+    unknown = [id for id in labels if id not in recorded_ids]
     if unknown:
-        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        fault = f"has ids that are not on record ({len(unknown)} of {len(labels)}): {some}"
+        first_ids = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        fault = f"has ids that are not on record ({len(unknown)} of {len(labels)}): {first_ids}"
         raise ConfigError("labels", source, fault, EXAMPLE)
     return calls, episodes

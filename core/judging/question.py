@@ -1,10 +1,11 @@
-"""The question to a judge and the reading of its answer: pure functions of texts."""
+"""The question to a judge, and the reading of its answer: pure functions of texts."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ Answer with JSON alone: {{{reason}"ranking": [["B"], ["A", "C"]]}}. The ranking 
 once, best first; letters that stand in one list are equally good."""
 _REASON = '"reason": "one sentence", '
 AGAIN = "This cannot be used: {fault}. Answer with the JSON object alone."
-"""The message to a judge whose answer cannot be used, when it is asked again."""
+"""The message with which a judge is asked again after an unusable answer."""
 
 
 class Unusable(ValueError):
@@ -30,22 +31,22 @@ class Unusable(ValueError):
 
 
 class Verdict(NamedTuple):
-    """What a judge answered: numbers of the entries that it ranks, best first, equal ones together, and why; the reason
-    is empty where it gave none."""
+    """The answer of a judge: `tiers` are the numbers of the entries, best first, with equal entries in one list. The
+    reason is empty if the judge gave none."""
 
     tiers: list[list[int]]
     reason: str = ""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to rank entries; `order[i]` is the number of the entry that has the letter `labels[i]`."""
+    """A request to rank entries. `order[i]` is the number of the entry with the letter `labels[i]`."""
 
     messages: list[dict[str, Any]]
     labels: tuple[str, ...]
     order: tuple[int, ...]
 
     def response_format(self, *, reason: bool = True) -> dict[str, Any]:
-        """The form of the answer, as `response_format` of a chat request."""
+        """The schema of the answer, as `response_format` of a chat request."""
         most = len(self.labels)
         tier = {
             "type": "array",
@@ -64,39 +65,46 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
     def verdict(self, text: str) -> Verdict:
-        """What the answer `text` says. Raises Unusable."""
-        answer = next((found for found in _objects(text) if "ranking" in found), {})
+        """Read the answer `text`. Raises Unusable."""
+        answer = next((value for value in _objects(text) if "ranking" in value), {})
         ranking, reason = answer.get("ranking"), answer.get("reason")
         if not isinstance(ranking, list):
             raise Unusable("it has no JSON object with a ranking")
         tiers = [[tier] if isinstance(tier, str) else tier for tier in ranking]
         if not all(isinstance(tier, list) and all(isinstance(label, str) for label in tier) for tier in tiers):
             raise Unusable("its ranking is no list of lists of letters")
-        if sorted(label for tier in tiers for label in tier) != sorted(self.labels):
+        if sorted(chain.from_iterable(tiers)) != sorted(self.labels):
             raise Unusable("its ranking does not have each letter once")
-        number = dict(zip(self.labels, self.order, strict=True))
-        ranked = [[number[label] for label in tier] for tier in tiers if tier]
+        number_of = dict(zip(self.labels, self.order, strict=True))
+        ranked = []
+        for tier in tiers:
+            if tier:
+                ranked.append([number_of[label] for label in tier])
         return Verdict(ranked, str(clean(reason)).strip() if isinstance(reason, str) else "")
 
     def answer(self, verdict: Verdict) -> str:
-        """An answer that says the same, and nothing else."""
-        label = dict(zip(self.order, self.labels, strict=True))
-        ranking = [[label[number] for number in tier] for tier in verdict.tiers]
+        """An answer with this verdict and without other text."""
+        label_of = dict(zip(self.order, self.labels, strict=True))
+        ranking = []
+        for tier in verdict.tiers:
+            ranking.append([label_of[number] for number in tier])
         return canonical({"reason": verdict.reason, "ranking": ranking}).decode()
 
     def feedback(self, verdict: Verdict, entry: int) -> str:
-        """The reason, which speaks of all entries by their letters, for the entry with this number; empty without."""
+        """The reason as a text for the entry with this number; empty without a reason. The reason names entries by
+        their letters."""
         return verdict.reason and f"This is {self.labels[self.order.index(entry)]}. {verdict.reason}"
 
 
 def question(
     rubric: str, shared: str, entries: Sequence[str], *, what: str, seed: int, turn: int = 0, reason: bool = True
 ) -> Question:
-    """Ask to rank `entries` (all different) by `rubric`, with their shared part given once.
+    """A question that asks to rank `entries` (all different) by `rubric`. `shared` is the part that they have in
+    common.
 
-    Their order depends on `seed` and on the content alone, not on the order in which they come. Of the two questions
-    with `turn` 0 and 1 the second has the order of the first reversed, and so on in pairs. With `reason` the judge
-    is to say one first.
+    The order in the question depends only on `seed` and the content, not on the order of `entries`. The question with
+    `turn` 1 reverses the order of the question with `turn` 0, the question with 3 the order of 2, and so on. With
+    `reason`, the judge gives a reason first.
     """
     content = sorted(entries)
     mark = address("\x1f".join([str(seed), rubric, shared, *content]).encode())
@@ -117,16 +125,19 @@ def question(
 
 
 def values(tiers: Sequence[Sequence[int]]) -> list[float]:
-    """By entry, the share of the others that it is better than, equal ones counted half: 1 for the best of all, 0 for
-    the last (Borda count over n - 1)."""
+    """The value of each entry: the share of the other entries that it is better than. Equal entries count half, so the
+    best has 1 and the last 0 (Borda count over n - 1)."""
     n = sum(map(len, tiers))
-    found = [0.5] * n
-    above = 0
+    shares = [0.5] * n
+    if n < 2:
+        return shares
+    n_better = 0
     for tier in tiers:
+        n_equal = len(tier) - 1
         for entry in tier:
-            found[entry] = (n - 1 - above - (len(tier) - 1) / 2) / (n - 1) if n > 1 else 0.5
-        above += len(tier)
-    return found
+            shares[entry] = (n - 1 - n_better - n_equal / 2) / (n - 1)
+        n_better += len(tier)
+    return shares
 
 
 def _between(mark: str, name: str, text: str) -> str:
@@ -139,12 +150,13 @@ def _label(number: int) -> str:
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """JSON objects in a text, from its end: models think aloud first, or fence their answer."""
+    """The JSON objects in a text, the last one first. Models think aloud before the answer, or put it into a code
+    block."""
     start = len(text)
     while (start := text.rfind("{", 0, start)) >= 0:
         try:
-            found, _ = json.JSONDecoder().raw_decode(text, start)
+            value, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(value, dict):
+            yield value

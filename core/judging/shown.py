@@ -1,4 +1,4 @@
-"""Requests and answers as a judge reads them: plain text, with tool calls, and without pictures or sound."""
+"""Requests and answers as plain text for a judge, with tool calls and without pictures or sound."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from cotune.records.ids import canonical
 
 
 def shown_messages(messages: Iterable[Mapping[str, Any]]) -> str:
-    """Messages in OpenAI form, one after the other, each under its role."""
+    """Messages in OpenAI form as text, each under its role."""
     return "\n\n".join(f"[{message.get('role', 'message')}]\n{shown_message(message)}" for message in messages)
 
 
 def shown_message(message: Mapping[str, Any]) -> str:
     """The text and the tool calls of a message."""
     calls = [tool.get("function") or tool for tool in message.get("tool_calls") or ()]
-    called = (f"calls {function.get('name')}({_plain(function.get('arguments'))})" for function in calls)
-    return "\n".join(filter(None, [_text(message.get("content")), *called])) or "(nothing)"
+    lines = [_text(message.get("content"))]
+    lines += [f"calls {function.get('name')}({_plain(function.get('arguments'))})" for function in calls]
+    return "\n".join(filter(None, lines)) or "(nothing)"
 
 
 def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> str:

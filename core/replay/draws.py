@@ -1,4 +1,4 @@
-"""Hooks of uuid, random, secrets and os.urandom: in a frozen episode their values go through its chance."""
+"""Hooks of uuid, random, secrets and os.urandom. In a frozen episode, its `Chance` records and returns their values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from cotune.runtime.user_code import is_library, is_library_file, is_standard
 FRAMEWORKS = (
     "langgraph", "langchain", "langsmith", "autogen", "crewai", "agents", "openai", "anthropic", "httpx", "httpcore",
 )  # fmt: skip
-"""Packages that draw ids of their own, which are no part of a request and must stay apart in episodes side by side."""
+"""Packages that draw ids for internal use. These ids are not part of a request, and episodes that run at the same time
+must not share them."""
 
 _AROUND = 3
-"""Functions of the application around a place that tell it apart."""
+"""Number of the application's functions around a place that identify it."""
 _THROUGH = frozenset({"uuid", "random", "secrets"})
-"""Modules, besides those of the hooks, whose callers are meant when they ask."""
+"""Modules, besides those of the hooks, that only pass on a request: their caller counts as the one that asks."""
 _STARTS = ("asyncio", "threading", "concurrent")
-"""Packages beyond which the code that runs was not called by the application."""
+"""Packages that start tasks and threads: functions around them on the stack did not call the application's code."""
 
 _urandom = os.urandom
 _seed = random.Random.seed
@@ -34,10 +35,10 @@ _uuid_time: Callable[[], tuple[bytes, int]] | None = getattr(uuid, "_generate_ti
 
 @cache
 def install() -> None:
-    """Hook them, also where a module has taken `random.random` and the like by name. Idempotent."""
+    """Install the hooks, also in modules that have imported functions such as `random.random` by name. Idempotent."""
     shared: Any = random._inst
     originals = (random.random, random.getrandbits, _urandom)
-    shared.__class__ = _Shared  # the other functions of the module are methods of it
+    shared.__class__ = _Shared  # the other functions of the module `random` are methods of this object
     hooked = (shared.random, shared.getrandbits, partial(_urandom_of, "urandom"))
     replace_everywhere(originals, hooked)
     random.Random.seed = _hooked_seed  # type: ignore[method-assign]
@@ -46,8 +47,8 @@ def install() -> None:
 
 
 def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, own: bool = False) -> None:
-    """Put `hooked` in the place of `originals` in all loaded modules that have them by whatever name; with `own` in
-    those of the application alone."""
+    """Replace `originals` with `hooked` in all loaded modules, under any name. With `own`, only in the application's
+    own modules."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if str(names.get("__name__")).startswith("cotune.") or (own and is_library_file(names.get("__file__") or "<")):
@@ -63,24 +64,29 @@ def _asking() -> tuple[Chance, str] | None:
 
 
 def _urandom_of(kind: str, size: int) -> bytes:
-    if (found := _asking()) is None:
+    if (frozen := _asking()) is None:
         return _urandom(size)
-    chance, place = found
+    chance, place = frozen
     return bytes.fromhex(chance.drawn(f"{kind}:{size}", place, lambda: _urandom(size).hex()))
 
 
 def _hooked_uuid_time() -> tuple[bytes, int]:
     assert _uuid_time is not None
-    if (found := _asking()) is None:
+    if (frozen := _asking()) is None:
         return _uuid_time()
-    chance, place = found
+    chance, place = frozen
     time = _uuid_time
-    digits, safe = chance.drawn("uuid1", place, lambda: [(made := time())[0].hex(), made[1]])
+
+    def draw() -> list[Any]:
+        id, safe = time()
+        return [id.hex(), safe]
+
+    digits, safe = chance.drawn("uuid1", place, draw)
     return bytes.fromhex(digits), safe
 
 
 def _hooked_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
-    """A generator that is made without a seed gets one that is kept."""
+    """Seed a generator. One without a seed gets a recorded seed."""
     if a is None and type(self) is not _Shared and _asking() is not None:
         a = int.from_bytes(_urandom_of("seed", 32))
     _seed(self, a, version)
@@ -90,19 +96,22 @@ class _Shared(random.Random):
     """The generator behind the functions of `random`."""
 
     def random(self) -> float:
-        if (found := _asking()) is None:
+        if (frozen := _asking()) is None:
             return super().random()
-        return float(found[0].drawn("random", found[1], super().random))
+        chance, place = frozen
+        return float(chance.drawn("random", place, super().random))
 
     def getrandbits(self, k: int, /) -> int:
-        if (found := _asking()) is None:
+        if (frozen := _asking()) is None:
             return super().getrandbits(k)
+        chance, place = frozen
         bits = super().getrandbits
-        return int(found[0].drawn(f"bits:{k}", found[1], lambda: hex(bits(k))), 16)
+        return int(chance.drawn(f"bits:{k}", place, lambda: hex(bits(k))), 16)
 
     @property
     def gauss_next(self) -> float | None:
-        """The second of two normal numbers that are made at once: none in a frozen episode, as others share it."""
+        """The second of two normal numbers that are drawn together. None in a frozen episode, as all episodes share
+        it."""
         return None if _asking() is not None else self.__dict__.get("gauss_next")
 
     @gauss_next.setter
@@ -111,10 +120,10 @@ class _Shared(random.Random):
 
 
 def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
-    """The chance of the episode that runs here, and the place that asks what the module `hook` has hooked.
+    """The chance of the episode that runs here, and the place that asks for a value that the module `hook` has hooked.
 
-    None outside frozen episodes, for the standard library, for packages that begin as `besides` says, and with `own`
-    for all but the application's own code.
+    None outside frozen episodes, for the standard library, and for packages whose names begin with one of `besides`.
+    With `own`, only the application's own code gets a chance.
     """
     live = current_episode.get()
     if live is None or live.chance is None or live.ended:
@@ -128,7 +137,8 @@ def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tu
 
 
 def _place(frame: FrameType) -> str:
-    """The function that asks, and functions of the application around it: not lines, which any edit moves."""
+    """The function that asks, and functions of the application around it. Without line numbers, which any edit
+    changes."""
     names = [f"{_module(frame)}.{frame.f_code.co_qualname}"]
     outer = frame.f_back
     while outer is not None and len(names) <= _AROUND:

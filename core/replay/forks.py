@@ -1,4 +1,4 @@
-"""Which calls of a recorded episode are forked, and how many calls that takes."""
+"""Choose the calls of a recorded episode to fork, and count the calls of their branches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
 
 
 class ForkRule(msgspec.Struct, frozen=True):
-    """`all` calls; the `first` `count` calls; `every` `count`-th call, from the first on; the `count` calls of highest
-    mean token `entropy`; or all calls of one `role`."""
+    """Which calls are forked: `all` calls; the `first` `count` calls; `every` `count`-th call, from the first on; the
+    `count` calls with the highest mean token `entropy`; or all calls of one `role`."""
 
     kind: Literal["all", "first", "every", "entropy", "role"]
     count: int = 0
@@ -26,30 +26,30 @@ class ForkRule(msgspec.Struct, frozen=True):
 
 
 def fork_rule(text: str) -> ForkRule:
-    """The rule that `replay.forks` names. Raises ConfigError for anything else."""
-    found = _FORM.fullmatch(text.strip())
-    if found is None:
+    """The rule for a value of `replay.forks`. Raises ConfigError for an invalid value."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(
             "replay.forks",
             text,
             "is not one of all, first:N, every:N, entropy:N, role:NAME",
             "For example: --set replay.forks=first:2",
         )
-    if found[1]:
+    if match[1]:
         return ForkRule("all")
-    if found[4]:
-        return ForkRule("role", role=found[5].strip())
-    return ForkRule(found[2], int(found[3]))  # type: ignore[arg-type]
+    if match[4]:
+        return ForkRule("role", role=match[5].strip())
+    return ForkRule(match[2], int(match[3]))  # type: ignore[arg-type]
 
 
 def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: int) -> list[CallRecord]:
-    """At most `most` of the forkable `calls` (in step order) of an episode, in step order.
+    """Choose at most `most` of an episode's forkable `calls`. Input and result are in step order.
 
-    If the rule takes more, `first` and `entropy` take the first in their order. The other rules draw at random, fixed
-    by `seed`, with weight 1 / the number of calls from a call to the end: the cost of finishing its branches.
+    If the rule allows more, `first` and `entropy` take the first ones in their order. The other rules draw at random
+    with `seed`. The weight of a call is 1 / the number of calls from it to the end, the cost of finishing its branches.
 
-    The choice depends on the episode's own answers: by their entropy, and by how many calls followed. So the answer of
-    a forked call is no fair sample of its prompt, and only the answers of the branches are compared (`collect`).
+    The choice depends on the episode's answers: on their entropy, and on the number of calls that followed. So the
+    answer of a forked call is not a fair sample for its prompt: only the answers of branches are compared (`collect`).
     """
     match rule.kind:
         case "first":
@@ -58,22 +58,23 @@ def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: i
             ranked = sorted(calls, key=lambda call: (-mean_entropy(call), call.step))[: min(rule.count, most)]
             return sorted(ranked, key=lambda call: call.step)
         case "every":
-            found = list(calls[:: rule.count])
+            allowed = list(calls[:: rule.count])
         case "role":
-            found = [call for call in calls if call.role == rule.role]
+            allowed = [call for call in calls if call.role == rule.role]
         case "all":
-            found = list(calls)
-    if len(found) <= most:
-        return found
-    left = {call.id: len(calls) - place for place, call in enumerate(calls)}
-    chance = random.Random(seed)
-    drawn = sorted(found, key=lambda call: chance.random() ** left[call.id], reverse=True)  # Efraimidis, Spirakis 2006
+            allowed = list(calls)
+    if len(allowed) <= most:
+        return allowed
+    # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the highest random() ** (1 / weight).
+    calls_to_end = {call.id: len(calls) - place for place, call in enumerate(calls)}
+    rng = random.Random(seed)
+    drawn = sorted(allowed, key=lambda call: rng.random() ** calls_to_end[call.id], reverse=True)
     return sorted(drawn[:most], key=lambda call: call.step)
 
 
 def mean_entropy(call: CallRecord) -> float:
-    """Mean of -log p over the tokens of the answer that went on, in nats: what a record has of the mean token entropy,
-    whose expectation under the policy it shares. 0 where log-probabilities are not known."""
+    """Mean of -log p over the tokens of the chosen answer, in nats; 0 without log-probabilities. Its expectation under
+    the policy is the mean token entropy, which records do not have."""
     if call.chosen is None or not (logprobs := call.candidates[call.chosen].logprobs):
         return 0.0
     return -sum(logprobs) / len(logprobs)
@@ -89,7 +90,8 @@ def repeatable(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """Calls of the branches of an episode, if they are as long as it was: answered by policies, and repeated."""
+    """Expected calls of an episode's branches, if they are as long as the episode: `sampled` calls are answered by
+    policies, `repeated` calls from the record."""
 
     branches: int = 0
     sampled: int = 0
@@ -100,8 +102,8 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], plan: Plan, plans: Mapping[str, Plan]) -> Budget:
-    """Calls that K branches at each of `forks` take, in an episode of these calls. `plans` has the plan of each role
-    that has another K."""
+    """The calls of the branches at each of `forks`, in an episode with these calls. `plans` has the plans of roles with
+    another number of branches (K) than `plan`."""
     total = Budget()
     for fork in forks:
         branches = plans.get(fork.role, plan).k

@@ -1,4 +1,4 @@
-"""How requests are compared: equal but for the names that clients give to things, and where two first differ."""
+"""Compare requests: whether they are equal apart from ids that clients choose, and their first difference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cotune.records.images import without_image_bytes
 from cotune.replay.script import Script, ScriptCall
 
 _NAMES = frozenset({"user", "metadata", "prompt_cache_key", "safety_identifier"})
-"""Parameters that name a request, and cannot change its answer."""
+"""Parameters that identify a request and cannot change its answer."""
 _SHOWN = 40
-"""Characters of each text that are shown from the first difference on."""
+"""Number of characters of each text that are shown after the first difference."""
 _BEFORE = 20
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
@@ -30,17 +30,17 @@ _CHANCE = {
     "a time": re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2})?([.,]\d+)?|(?<!\d)1\d{9}(\d{3}){0,3}(\.\d+)?(?!\d)"),
     "a random number": re.compile(r"\d*\.\d{5,}(e-?\d+)?|\b(?=[0-9a-f]*\d)[0-9a-f]{12,}\b", re.I),
 }
-"""Traces that clock, uuid and random leave in a text."""
+"""Texts that probably come from clock, uuid or random."""
 LOOKS_LIKE = " (it looks like "
 
 
 def digest(messages: Sequence[Any], tools: Any, model: str, params: Mapping[str, Any]) -> str:
-    """Content address of a request, without the names in it."""
+    """Content address of a request without the ids in it."""
     return address(canonical([unnamed(messages), tools or None, model, without_names(params)]))
 
 
 def unnamed(messages: Sequence[Any]) -> list[Any]:
-    """Messages without ids of their own; those of tool calls are numbered as they come."""
+    """Messages without their ids. Ids of tool calls are replaced with numbers in the order of their occurrence."""
     numbers: dict[Any, str] = {}
 
     def number(id: Any) -> str:
@@ -50,19 +50,21 @@ def unnamed(messages: Sequence[Any]) -> list[Any]:
 
 
 def _unnamed(message: Mapping[str, Any], number: Any) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if name != "id"}
-    if isinstance(found.get("tool_calls"), list):
-        found["tool_calls"] = [
-            {**one, "id": number(one["id"])} if isinstance(one, Mapping) and isinstance(one.get("id"), str) else one
-            for one in found["tool_calls"]
-        ]
-    if isinstance(found.get("tool_call_id"), str):
-        found["tool_call_id"] = number(found["tool_call_id"])
-    return found
+    fields = {name: value for name, value in message.items() if name != "id"}
+    if isinstance(fields.get("tool_calls"), list):
+        calls = []
+        for call in fields["tool_calls"]:
+            if isinstance(call, Mapping) and isinstance(call.get("id"), str):
+                call = {**call, "id": number(call["id"])}
+            calls.append(call)
+        fields["tool_calls"] = calls
+    if isinstance(fields.get("tool_call_id"), str):
+        fields["tool_call_id"] = number(fields["tool_call_id"])
+    return fields
 
 
 def without_names(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that can change an answer."""
+    """The parameters that can change an answer."""
     return {name: value for name, value in params.items() if name not in _NAMES}
 
 
@@ -87,7 +89,7 @@ def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> st
 
 
 def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
-    """How many messages two requests share before they differ."""
+    """The number of messages that two requests share before their first difference."""
     asked, _ = script.asked(recorded)
     pairs = zip(_readable(asked), _readable(call.messages), strict=False)
     return sum(1 for _ in takewhile(lambda pair: _text(pair[0]) == _text(pair[1]), pairs))
@@ -125,7 +127,7 @@ def _value_difference(was: Any, now: Any) -> str:
 
 def _covers(form: re.Pattern[str], text: str, at: int) -> bool:
     """Whether a match of the form covers this character of the text."""
-    return any(found.start() <= at <= found.end() for found in form.finditer(text))
+    return any(match.start() <= at <= match.end() for match in form.finditer(text))
 
 
 def _part(text: str, start: int, at: int) -> str:

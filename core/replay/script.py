@@ -1,4 +1,5 @@
-"""The calls of a recorded episode as they can be answered again: read from the store, sent between processes."""
+"""The calls of a recorded episode in a form in which they can be answered again. A script can be sent between
+processes."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from cotune.storage.protocol import Store
 
 
 class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded call: its request, its answer, and when it started and ended (seconds since the epoch).
+    """A recorded call: its request, its answer, and the times of its start and end (seconds since the epoch).
 
-    `messages` and `tools` are ids of bodies in the script. `fault` says why the answer cannot be given again; else "".
+    `messages` and `tools` are ids of bodies in the script. `fault` is the reason if the answer cannot be used again,
+    else empty.
     """
 
     id: str
@@ -35,13 +37,13 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer
     fault: str = ""
     prompts: str = ""
-    """Id of the prompts that its role was edited by."""
+    """Id of the prompts that edited its role."""
 
 
 class Script(msgspec.Struct, frozen=True):
-    """The calls of a recorded episode in step order, the bodies of their messages and tools by id, what its tools
-    returned, when it started (seconds since the epoch), what clock, uuid and random gave, where that is kept, and the
-    LangGraph threads in which its calls were made."""
+    """A recorded episode: its calls in step order, the bodies of their messages and tools by id, the results of its
+    tools, its start (seconds since the epoch), the values of clock, uuid and random if they were recorded (`reads`),
+    and the LangGraph threads of its calls."""
 
     episode: str
     calls: tuple[ScriptCall, ...]
@@ -56,14 +58,14 @@ class Script(msgspec.Struct, frozen=True):
         return [self.bodies[id] for id in call.messages], self.bodies[call.tools] if call.tools else None
 
     def before(self, fork: str) -> set[str]:
-        """Ids of the calls that no answer to the call `fork` can have changed: those that began before it ended."""
+        """Ids of the calls that began before the call `fork` ended: its answer cannot have changed them."""
         ended = next(call.ended for call in self.calls if call.id == fork)
         return {call.id for call in self.calls if call.started < ended and call.id != fork}
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode repeats another: from the script up to the call `fork`, where `answer`, or else whoever answers
-    new calls, says something new. Without a fork all of it is from the script."""
+    """How an episode repeats another one: calls before `fork` are answered from the script. The call `fork` gets the
+    new `answer`, or without one is answered like a new call. Without a fork, all calls are answered from the script."""
 
     script: Script
     fork: str = ""
@@ -71,12 +73,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def until(self) -> float:
-        """When the recorded call at the fork ended: its answer cannot have changed anything that began before."""
+        """The time when the recorded call at the fork ended. Its answer cannot have changed anything that began
+        before."""
         return next((call.ended for call in self.script.calls if call.id == self.fork), math.inf)
 
 
 def read_script(store: Store, episode: str) -> Script:
-    """The script of a recorded episode. Raises RecordError for one that is unknown or lacks records."""
+    """The script of a recorded episode. Raises RecordError if the episode is unknown or records are missing."""
     bodies: dict[str, Any] = {}
     calls = store.calls(episode)
     if not calls:

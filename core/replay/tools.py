@@ -1,4 +1,4 @@
-"""Functions and tools whose results a replay gives again: `cotune.recorded`, and what integrations wrap."""
+"""Functions and tools whose results a replay returns again: `cotune.recorded`, and tools that integrations wrap."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def recorded(fn: F) -> F:
-    """Decorate a function whose results are recorded in an episode, and given again where the episode is replayed.
+    """Decorate a function whose results are recorded in an episode, and returned again when the episode is replayed.
 
-    For a function that has effects, costs money or answers differently the second time: in the part of a replay that
-    repeats the record it does not run. Results must be JSON values; others are not kept (counted as `unrecorded_tool`)
-    and the function runs again, as it does after an exception. Outside an episode it is as before. Raises
-    WorkflowError for a generator.
+    Use it for a function that has effects, costs money or returns something else the second time: it does not run in
+    the part of a replay that repeats the record. Results must be JSON values. Other results are not recorded (counted
+    as `unrecorded_tool`); then, and after an exception, the function runs again in a replay. Outside an episode the
+    function is unchanged. Raises WorkflowError for a generator.
 
     ```python
     @cotune.recorded
@@ -42,14 +42,14 @@ def taped(
     skip: int = 0,
     without: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """`original` with its results recorded and given again, where `name_of` gives a name for the tool.
+    """`original` with its results recorded and returned again in a replay, if `name_of` returns a name for the tool.
 
-    The first `skip` arguments and those named in `without` do not tell two uses apart.
+    The first `skip` arguments, and arguments named in `without`, do not distinguish two uses.
     """
 
     @contextmanager
     def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
-        """One use of the tool; it is recorded in an episode, unless the tool itself makes it."""
+        """One use of the tool. It is recorded in an episode, unless the tool itself calls the tool."""
         live, at_work = current_episode.get(), tool_at_work.get().use
         name = None if live is None else name_of(live, args, kwargs)
         if live is None or name is None or (at_work is not None and at_work.name == name):
@@ -80,8 +80,8 @@ def taped(
 
 
 def framework_tool(*without: str) -> Callable[[Any], Any]:
-    """A wrapper of a method that runs a framework's tool, for episodes that record such tools. Arguments named in
-    `without` belong to the run and not to the use."""
+    """A wrapper for a framework's method that runs a tool, for episodes that record these tools. Arguments named in
+    `without` describe the run and do not distinguish two uses."""
 
     def wrapper(original: Any) -> Any:
         def name_of(live: LiveEpisode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
