@@ -1,7 +1,7 @@
-"""What answered a call, and whether records can hold it: what they cannot hold is taken out and named.
+"""The answer to a call, and a check that records can hold it: other values are taken out and named.
 
-A provider may send anything. An application that does not look at a field never notices that it is mistyped, and one
-that stands in a record would make the record unreadable.
+A provider may send anything. An application that does not read a field never notices that it has a wrong type, but such
+a field would make the record unreadable.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from cotune.records.ids import pack_ids
 from cotune.records.structs import Candidate, PolicyRef, Usage
 
 MALFORMED = "malformed"
-"""Key of a stored message under which stands what was taken out of it, by field."""
+"""Key of a stored message that holds the values taken out of it, by field."""
 MOST = 2**53
-"""Counts are below it: whole numbers that any reader of JSON keeps exact."""
+"""Counts must be lower: every reader of JSON keeps these integers exact."""
 _NAMED = 5
-"""Faults that are named; the others are counted."""
+"""Maximum number of faults that are named. The others are counted."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What answered a call: all candidates, which one goes on, and how it came about.
+    """The answer to a call: all candidates, and the index of the chosen one, which the application gets.
 
-    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
-    where it failed (`error`); `feedback[i]` is the text beside them. `sampling` holds the parameters that were really
-    used, the seed included. `replayed` is the recorded call whose answer this is, said again.
+    `rewards[i]` are the reward components of candidate i, from before the selection; empty if no scorer ran or the
+    scorer failed (`error`). `feedback[i]` is the text given with them. `sampling` holds the parameters that were used,
+    with the seed. `replayed` is the recorded call whose answer is repeated here.
     """
 
     candidates: tuple[Candidate, ...]
@@ -68,19 +68,19 @@ _encode = msgspec.json.Encoder().encode
 _fields = {field.name: msgspec.json.Decoder(field.type).decode for field in msgspec.structs.fields(_Message)}
 
 
-def counts(found: Any, read: str, written: str) -> Usage:
-    """Token counts as a provider reports them under these names; `well_formed` replaces what is no count."""
-    if found is None:
+def counts(reported: Any, prompt_name: str, completion_name: str) -> Usage:
+    """Token counts that a provider reports under these two names. `well_formed` replaces values that are not counts."""
+    if reported is None:
         return Usage()
-    if not isinstance(found, Mapping):
-        return Usage(found, found)
-    return Usage(found.get(read) or 0, found.get(written) or 0)
+    if not isinstance(reported, Mapping):
+        return Usage(reported, reported)
+    return Usage(reported.get(prompt_name) or 0, reported.get(completion_name) or 0)
 
 
 def well_formed(answer: Answer) -> tuple[Answer, str | None]:
-    """`answer` as records can hold it, and what was wrong with it; None where nothing was.
+    """The answer in a form that records can hold, and a description of its faults; None without faults.
 
-    What is no text, number or list where one belongs is replaced by an empty one; what is wrong in a message is kept
+    A value of the wrong type is replaced with an empty value of the right type. Wrong values of a message are stored
     under its key `malformed`.
     """
     faults: list[str] = []
@@ -128,12 +128,13 @@ def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate
     )
 
 
-def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
-    plain = storable(given)
+def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
+    plain = storable(sent)
     if not isinstance(plain, dict):
-        faults.append(f"{where}message is {_kind(given)}")
+        faults.append(f"{where}message is {_kind(sent)}")
         return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
-    wrong = dict(found) if isinstance(found := plain.pop(MALFORMED, {}), dict) else {MALFORMED: found}
+    earlier = plain.pop(MALFORMED, {})
+    wrong = dict(earlier) if isinstance(earlier, dict) else {MALFORMED: earlier}
     faults.extend(f"{where}{name}" for name in wrong)
     for name, decode in _fields.items():
         if name not in plain:
@@ -150,8 +151,8 @@ def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
 
 
 def storable(value: Any) -> Any:
-    """The value as it is after JSON and back. What JSON cannot hold becomes its `repr`, a lone surrogate its escape,
-    and a value nested too deeply a text in brackets."""
+    """The value after a conversion to JSON and back. A value that JSON cannot hold becomes its `repr`, a lone surrogate
+    its escape, and a value that is nested too deeply a text in brackets."""
     try:
         return msgspec.json.decode(_encode(value))
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -164,10 +165,9 @@ def storable(value: Any) -> Any:
 
 
 def clean(value: Any) -> Any:
-    """A JSON value as any reader takes it: long integers as texts, lone surrogates escaped, no NaN.
+    """A JSON value that every reader accepts: long integers as texts, lone surrogates escaped, no NaN.
 
-    Two halves of a surrogate pair that stand side by side, as two events of a stream may bring them, become one
-    character.
+    Two adjacent halves of a surrogate pair become one character: two events of a stream may bring them separately.
     """
     if isinstance(value, str):
         joined = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
@@ -209,7 +209,7 @@ def _are_logprobs(values: Sequence[float]) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """The value where it is a number, else its type: the content of an answer is never quoted."""
+    """The value if it is a number, else its type. The content of an answer is never quoted."""
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, int):

@@ -1,8 +1,10 @@
-"""Whose doing a failure is: the policy's, which learns from it, the infrastructure's, which teaches nothing, or that of
-a replay that does not repeat what was recorded.
+"""The cause of a failure: the policy, which is trained on it; the infrastructure, then it is not trained on; or a
+replay that differs from its record.
 
-What counts is who raised: the models' engine, a provider or the store, as cotune sees at its own boundaries, or the
-application's code, whose tools may fail by the arguments that a policy gave them."""
+The cause follows from the code that raised. Errors of the engine, a provider or the store, which cotune sees at its own
+boundaries, are infrastructure. Errors of the application's code count for the policy, as its tools may fail because of
+the policy's arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +16,56 @@ from cotune.errors import CotuneError, ReplayDiverged, RequestRefused, WorkflowE
 FailureCause = Literal["policy", "infrastructure", "divergence"]
 
 _NOT_ASKED = frozenset({401, 402, 403, 404, 408, 425, 429})
-"""HTTP statuses of a provider below 500 that say nothing about what was asked: keys, quotas, limits, time-outs."""
+"""HTTP statuses below 500 whose cause is not the request: keys, quotas, rate limits, time-outs."""
 
 
 def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -> FailureCause:
-    """Infrastructure where `error`, or anything that it was raised from, is one of `outages` (what calls to models
-    raised and their requests did not cause), of cotune's own engines, store or set-up, or an `Outage`; else the policy:
-    bad output, a tool that failed, a prompt that is too long, too many calls, a time-out."""
-    found, known = list(chain(error)), {id(outage) for outage in outages}
-    if any(isinstance(one, ReplayDiverged) for one in found):
+    """The cause of an error, from the error and all errors that it was raised from.
+
+    It is the infrastructure if one of these is among `outages` (errors of calls to models that their requests did not
+    cause), comes from cotune's engines, store or set-up, or is an `Outage`. Otherwise it is the policy: bad output, a
+    failed tool, a prompt that is too long, too many calls, a time-out.
+    """
+    errors, outage_ids = list(chain(error)), {id(outage) for outage in outages}
+    if any(isinstance(each, ReplayDiverged) for each in errors):
         return "divergence"
-    return "infrastructure" if any(id(one) in known or _ours(one) for one in found) else "policy"
+    if any(id(each) in outage_ids or _is_infrastructure(each) for each in errors):
+        return "infrastructure"
+    return "policy"
 
 
 def refused(error: BaseException) -> bool:
-    """Whether an error that a call to a model raised is one of its request, and none of the engine or provider."""
+    """Whether the cause of an error from a call to a model is its request, and not the engine or provider."""
     if isinstance(error, CotuneError):
-        return not _ours(error)
-    statuses = (getattr(source, "status_code", None) for source in (error, getattr(error, "response", None)))
+        return not _is_infrastructure(error)
+    statuses = [getattr(error, "status_code", None)]
+    statuses.append(getattr(getattr(error, "response", None), "status_code", None))
     return any(isinstance(status, int) and refusal(status) for status in statuses)
 
 
 def refusal(status: int) -> bool:
-    """Whether a provider that answers with this HTTP status refuses what was asked."""
+    """Whether a provider refuses the request itself with this HTTP status."""
     return 400 <= status < 500 and status not in _NOT_ASKED
 
 
-def _ours(error: BaseException) -> bool:
+def _is_infrastructure(error: BaseException) -> bool:
+    """Whether an error of cotune comes from its engines, store or set-up."""
     return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused | ReplayDiverged)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, those that it groups, and those that it came from."""
+    """The error, the errors that it groups, and the errors that it was raised from."""
     seen: set[int] = set()
     queue = [error]
     while queue:
-        one = queue.pop(0)
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            queue += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-            queue.append(one.__cause__ or (None if one.__suppress_context__ else one.__context__))
+        current = queue.pop(0)
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        if isinstance(current, BaseExceptionGroup):
+            queue += current.exceptions
+        if current.__cause__ is not None:
+            queue.append(current.__cause__)
+        elif not current.__suppress_context__:
+            queue.append(current.__context__)

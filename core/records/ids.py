@@ -20,13 +20,13 @@ _PAIRS = [a + b for a in "0123456789ABCDEFGHJKMNPQRSTVWXYZ" for b in "0123456789
 
 
 class LastId(ProcessState):
-    """The last id that this process has made."""
+    """The last id that this process created."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """A forked child has a lock of its own, and does not count on from its parent's last id."""
+        """Start anew, with a new lock. A forked child must not continue from its parent's last id."""
         self.lock, self.value = threading.Lock(), 0
 
 
@@ -56,27 +56,27 @@ def candidate_id(call_id: str, index: int) -> str:
 
 
 ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
-"""An id that `new_id` may have made."""
+"""The form of ids from `new_id`."""
 TARGET = re.compile(ID.pattern + r"(\.\d{1,4})?")
-"""The same, or the id of a candidate."""
+"""The form of ids from `new_id` and of candidate ids."""
 LONGEST_KEY = 200
-"""Letters of a key of the application's own."""
+"""Maximum length of an application's key, in characters."""
 KEY = "key:"
-"""What the targets of rewards begin with that name episodes by a key of the application."""
+"""The beginning of reward targets that name episodes by the application's key."""
 
 
 def key_target(app: str, key: str) -> str:
-    """Reward target that stands for all episodes of an application with a key of its own, also those to come."""
+    """The reward target for all episodes of an application with this key, including later ones."""
     return f"{KEY}{app}/{key}"
 
 
 def key_app(target: str) -> str:
-    """The application in such a target; its name has no slash."""
+    """The application in a target from `key_target`. Its name has no slash."""
     return target.removeprefix(KEY).partition("/")[0]
 
 
 canonical = msgspec.json.Encoder(order="sorted").encode
-"""JSON of a chat message that is the same however its keys are ordered."""
+"""JSON of a chat message that does not depend on the order of its keys."""
 
 
 def message_id(message: Mapping[str, Any]) -> str:
@@ -85,7 +85,8 @@ def message_id(message: Mapping[str, Any]) -> str:
 
 
 def segment_id(token_ids: Sequence[int]) -> str:
-    """Content address of a token path from its root: equal ids mean identical token ids, however it was split."""
+    """Content address of a token path from its root. Equal ids mean identical token ids, even if the paths are split
+    into segments differently."""
     return address(pack_ids(token_ids))
 
 
@@ -95,16 +96,16 @@ def address(content: bytes) -> str:
 
 
 _WRAPPED = ("tools", "response_format", "grammar")
-"""Parts of a request that are stored as messages. Their addresses are those of an object with the part alone."""
+"""Parts of a request that are stored as messages. Their address is the address of an object with only this part."""
 
 
 def has_address(id: str, body: Any) -> bool:
-    """Whether `id` is the content address of a body: of a chat message, or of another part of a request."""
+    """Whether `id` is the content address of a body, which is a chat message or another part of a request."""
     try:
         if address(canonical(body)) == id:
             return True
         return any(address(canonical({kind: body})) == id for kind in _WRAPPED)
-    except (TypeError, ValueError, RecursionError):  # such as keys that are no text, of which nobody makes an address
+    except (TypeError, ValueError, RecursionError):  # for example keys that are not text: these have no address
         return False
 
 

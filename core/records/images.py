@@ -1,7 +1,7 @@
-"""Images in chat messages: their bytes, kept once under their hash, and the reference that stands in their place.
+"""Images in chat messages: their bytes, stored once under their hash, and the references that replace them.
 
-An image comes as a data URL in a content part `{"type": "image_url", "image_url": {"url": ...}}`. In a stored message
-`data:image/png;base64,...` is `data:image/png;sha256,<hash of the bytes>`: the rest of the part stays as it is.
+An image comes as a data URL in a content part `{"type": "image_url", "image_url": {"url": ...}}`. In a stored message,
+`data:image/png;base64,...` becomes `data:image/png;sha256,<hash of the bytes>`. The rest of the part is unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REFERENCE = re.compile(r"data:(image/[\w.+-]+);sha256,([0-9a-f]{64})", re.ASCII
 
 
 class Image(NamedTuple):
-    """An image as it was sent: its media type, as its sender names it, and its encoded bytes (PNG, JPEG, ...)."""
+    """An image: its media type, as the sender names it, and its encoded bytes (PNG, JPEG, ...)."""
 
     media_type: str
     data: bytes
@@ -37,23 +37,23 @@ def image_id(data: bytes) -> str:
 
 
 def split_images(body: Any) -> tuple[Any, list[Image]]:
-    """A message with references in place of its images, and the images; the message itself where it holds none.
+    """A message with references in place of its images, and the images. Without images it is the message itself.
 
-    An image that `join_images` would not put together again character by character (base64 in lines) stays, too.
+    An image stays in the message too, if `join_images` would not restore its URL exactly (base64 with line breaks).
     """
     if type(body) is not dict or type(body.get("content")) is not list:
         return body, []
-    found: list[Image] = []
+    images: list[Image] = []
 
-    def taken(url: str) -> str:
+    def to_reference(url: str) -> str:
         image = decoded_image(url)
         if image is None:
             return url
-        found.append(image)
+        images.append(image)
         return f"data:{image.media_type};sha256,{image.id}" if data_url(image) == url else url
 
-    content = [_changed(part, taken) for part in body["content"]]
-    return ({**body, "content": content}, found) if found else (body, [])
+    content = [_changed(part, to_reference) for part in body["content"]]
+    return ({**body, "content": content}, images) if images else (body, [])
 
 
 def join_images(body: Any, image: Callable[[str], bytes | None]) -> Any:
@@ -76,28 +76,29 @@ def holds_images(messages: Iterable[Any]) -> bool:
 
 
 def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
-    """The encoded bytes of all images of a request, in order. Raises RequestRefused for one that is not sent with it:
-    nothing is ever fetched."""
-    found = []
-    for url in (url for message in messages for url in _urls(message)):
-        image = decoded_image(url)
-        if image is None:
-            scheme = url.partition(":")[0][:20] if isinstance(url, str) and ":" in url else "no address"
-            raise RequestRefused(
-                f"An image comes as {scheme!r} and not with its bytes; a policy fetches nothing.",
-                "Send it as data:image/png;base64,... (or jpeg, webp, gif).",
-            )
-        found.append(image.data)
-    return tuple(found)
+    """The encoded bytes of all images of a request, in order. Raises RequestRefused for an image that is not part of
+    the request: cotune never downloads one."""
+    images = []
+    for message in messages:
+        for url in _urls(message):
+            image = decoded_image(url)
+            if image is None:
+                scheme = url.partition(":")[0][:20] if isinstance(url, str) and ":" in url else "no address"
+                raise RequestRefused(
+                    f"An image comes as {scheme!r} and not with its bytes; a policy fetches nothing.",
+                    "Send it as data:image/png;base64,... (or jpeg, webp, gif).",
+                )
+            images.append(image.data)
+    return tuple(images)
 
 
 def data_url(image: Image) -> str:
-    """The image as the URL that holds it."""
+    """The data URL of the image."""
     return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
 def shown_image(url: str) -> str:
-    """One phrase for an image in a text: its type, size and the beginning of its hash, or its address."""
+    """A phrase for an image in a text: its type, size and the beginning of its hash, or its address."""
     image = decoded_image(url)
     if image is not None:
         return f"[{image.media_type}, {len(image.data):,} bytes, sha256 {image.id[:12]}]"
@@ -106,14 +107,14 @@ def shown_image(url: str) -> str:
 
 
 def without_image_bytes(body: Any) -> Any:
-    """A message for people to read: its images' addresses are phrases (`shown_image`)."""
+    """A message for people to read, with phrases (`shown_image`) in place of the addresses of images."""
     if not isinstance(body, Mapping) or type(body.get("content")) is not list:
         return body
     return {**body, "content": [_changed(part, shown_image) for part in body["content"]]}
 
 
 def content_text(content: Any) -> str:
-    """Content in parts as a text for people to read: its texts, and a phrase for each image."""
+    """Content in parts as text for people to read: its texts, and a phrase for each image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     return "\n".join(_part_text(part) for part in content)
@@ -145,7 +146,7 @@ def _urls(message: Any) -> Iterator[Any]:
 
 
 def _url(part: Any) -> Any:
-    """The address in an image part, which is an object in OpenAI form and a text with some clients."""
+    """The address in an image part. In OpenAI form it is in an object; some clients send it as a text."""
     image = part.get("image_url") if isinstance(part, Mapping) else None
     return image.get("url") if isinstance(image, Mapping) else image
 
@@ -159,5 +160,5 @@ def _changed(part: Any, change: Callable[[str], str]) -> Any:
 
 
 def prompt_id(prompt: str, images: Sequence[str]) -> str:
-    """What tells prompts apart: the id of the token path, and that of each image which its placeholders stand for."""
+    """The identity of a prompt: the id of its token path, and the ids of the images for its placeholders."""
     return "+".join((prompt, *images))

@@ -1,4 +1,4 @@
-"""Plans: how candidates come about, and which one the application gets."""
+"""Plans: where candidates come from, and which one the application gets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ Select = Literal["argmax", "sample", "first"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`tree`: `k` candidates per call, all scored; the application gets one. `independent`: `k` episodes per task, one
-    candidate per call. `replay`: one episode per task, and at some of its calls `k` - 1 more candidates, each with an
-    episode of its own that continues from it.
+    """How candidates are sampled.
 
-    `select` picks the candidate that the application gets: the best by the reward that is trained on, a random one, or
-    the first sampled.
+    `tree`: `k` candidates per call, all scored; the application gets one. `independent`: `k` episodes per task, one
+    candidate per call. `replay`: one episode per task, and at some of its calls `k` - 1 additional candidates, each
+    with a new episode that continues from it.
+
+    `select` chooses the candidate that the application gets: the best by the trained reward, a random one, or the first
+    sampled.
     """
 
     kind: PlanKind = "tree"
@@ -41,6 +43,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seed_of(*parts: object) -> int:
-    """A 31-bit seed that depends on nothing but its parts: repeatable across processes and interleavings."""
+    """A 31-bit seed that depends only on its parts, so that it is the same in every process and order of events."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Policies: named sets of weights, and the map that says which role each one plays."""
+"""Policies: named sets of weights, and the roles that each one plays."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ TRAINED: tuple[PolicyKind, ...] = ("lora", "full")
 """Kinds of policies that are trained."""
 
 OtherRoles = Literal["frozen", "provider"]
-"""What plays a role that has no policy: the untrained model, or whatever the application uses today."""
+"""The player of a role without a policy: the untrained model, or the model that the application uses today."""
 
 UNTRAINED = PolicyRef("base")
-"""The run's own model, untrained, for roles that have no policy. A frozen policy with a model of its own is untrained
-too, under its own name: an engine answers for a policy that was never published with the base that it was opened on."""
+"""The run's model, untrained, for roles without a policy. A frozen policy with another model is untrained too, under
+its own name: for a policy that was never published, an engine answers with the base that it was opened with."""
 
 
 def stand_in(others: OtherRoles) -> PolicyRef | None:
-    """Who answers for a role that has no policy; None for the application's own provider."""
+    """The policy that answers for a role without one; None for the application's own provider."""
     return UNTRAINED if others == "frozen" else None
 
 
 def unlisted_said(role: str, others: OtherRoles) -> str:
-    """A sentence on a role that has no policy."""
-    who = "the untrained model" if others == "frozen" else "its own provider"
-    return f"role {role!r} has no policy: {who} answers its calls, which are not trained on (other_roles = {others!r})"
+    """A sentence about a role without a policy."""
+    player = "the untrained model" if others == "frozen" else "its own provider"
+    return (
+        f"role {role!r} has no policy: {player} answers its calls, which are not trained on (other_roles = {others!r})"
+    )
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,10 +57,10 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy. `lora` trains an adapter, `full` all weights; `frozen` serves `model` untrained;
-    `provider` leaves its roles at whatever the application uses today.
+    """One policy. `lora` trains an adapter, `full` all weights; `frozen` serves `model` untrained; with `provider`, its
+    roles keep the model that the application uses today.
 
-    `model` is None for the run's own model.
+    `model` is None for the run's model.
     """
 
     name: str
@@ -88,8 +90,8 @@ class Policies(msgspec.Struct, frozen=True):
         return {role: name for role, name in self.roles.items() if self.specs[name].trained}
 
     def bases(self, own: str) -> dict[str, list[str]]:
-        """The base models and the policies of each: `own`, the run's model, comes first, also where no policy has it.
-        Policies of a provider have none."""
+        """The base models with their policies. The run's model `own` comes first, even if no policy uses it. Policies
+        of kind provider have no base model."""
         bases: dict[str, list[str]] = {own: []}
         for spec in self.specs.values():
             if spec.kind != "provider":
@@ -123,10 +125,14 @@ STEPS_BETWEEN_SWAPS = 5
 
 
 def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], step: int) -> dict[str, str]:
-    """The policy of each role with the roles of `ring` moved on: in step s (from 0) each has the policy of the one that
-    is s // STEPS_BETWEEN_SWAPS places after it (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
+    """The policy of each role after the roles of `ring` have exchanged theirs (CORY, arXiv 2410.06101: pioneer and
+    observer exchange their models). In step s (from 0), each role of the ring has the policy of the role that is
+    s // STEPS_BETWEEN_SWAPS places after it."""
     shift = step // STEPS_BETWEEN_SWAPS
-    return {**roles, **{role: roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}}
+    policy_of = dict(roles)
+    for place, role in enumerate(ring):
+        policy_of[role] = roles[ring[(place + shift) % len(ring)]]
+    return policy_of
 
 
 def policies_for(layout: Literal["shared", "lora", "full"], roles: Sequence[str], lora: LoraSpec) -> Policies:

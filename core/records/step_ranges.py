@@ -1,4 +1,4 @@
-"""Steps in which a policy is trained, as text: ranges of steps, such as `1:20,40:`."""
+"""The steps in which a policy is trained, as text: ranges of steps, for example `1:20,40:`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from cotune.errors import ConfigError
 
@@ -14,9 +15,9 @@ FIELD = "policy.train"
 
 @functools.lru_cache(256)
 def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
-    """The ranges of `text` in order: first and last step, counted from 1, both included; None for a range without an
-    end. Raises ConfigError where it is no such list, a range is empty, or two overlap."""
-    found: list[tuple[int, int | None]] = []
+    """The ranges in `text`, in order: first and last step, counted from 1 and included; the last step is None for a
+    range without an end. Raises ConfigError if the text is not a list of ranges, a range is empty, or two overlap."""
+    ranges: list[tuple[int, int | None]] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d{1,9})?\s*", part, re.ASCII)
         if match is None:
@@ -28,24 +29,26 @@ def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
         if last is not None and last < first:
             fault = f"has {part.strip()!r}, which is empty: its last step is before its first"
             raise ConfigError(FIELD, text, fault, f"Write {last}:{first}, or leave it out.")
-        found.append((first, last))
-    found.sort(key=lambda range_: range_[0])
-    for (first, last), (following, _) in itertools.pairwise(found):
+        ranges.append((first, last))
+    ranges.sort(key=lambda range_: range_[0])
+    for (first, last), (following, _) in itertools.pairwise(ranges):
         if last is None or following <= last:
             fault = f"has ranges that overlap in step {following}"
             remedy = f"End the range that begins with {first} before step {following}."
             raise ConfigError(FIELD, text, fault, remedy if first < following else "Leave one of the two out.")
-    return tuple(found)
+    return tuple(ranges)
 
 
 def within(text: str, step: int) -> bool:
-    """Whether `step`, counted from 0 as in the records, is in the ranges of `text`; every step is where it is empty."""
-    return not text or any(first <= step + 1 and (last is None or step < last) for first, last in step_ranges(text))
+    """Whether `step`, counted from 0 as in the records, is in the ranges of `text`. An empty text means every step."""
+    if not text:
+        return True
+    return any(first <= step + 1 and (last is None or step < last) for first, last in step_ranges(text))
 
 
 def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
-    """Raises ConfigError for ranges, by policy, that go beyond the `steps` of the run, and where some step trains no
-    policy at all. `ranges` has all policies that are trained; an empty text stands for every step."""
+    """Raise ConfigError if a range goes beyond the `steps` of the run, or if some step trains no policy at all.
+    `ranges` has the text of each trained policy; an empty text means every step."""
     for text in filter(None, ranges.values()):
         for first, last in step_ranges(text):
             if (beyond := max(first, last or 0)) > steps:
@@ -57,10 +60,11 @@ def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
 
 
 def _first_idle(texts: Iterable[str], steps: int) -> int | None:
-    """The first step (from 1) that is in no range; None where each is in one."""
-    at = 1
-    for first, last in sorted((range_ for text in texts for range_ in step_ranges(text)), key=lambda range_: range_[0]):
-        if first > at:
+    """The first step (from 1) that is in no range; None if every step is in a range."""
+    ranges = sorted(chain.from_iterable(map(step_ranges, texts)), key=lambda range_: range_[0])
+    next_step = 1
+    for first, last in ranges:
+        if first > next_step:
             break
-        at = steps + 1 if last is None else max(at, last + 1)
-    return at if at <= steps else None
+        next_step = steps + 1 if last is None else max(next_step, last + 1)
+    return next_step if next_step <= steps else None

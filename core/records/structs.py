@@ -1,8 +1,8 @@
-"""The immutable records of a run: what the store keeps and every later layer reads.
+"""The immutable records of a run, which stores keep and all other layers read.
 
-Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it;
-a candidate is one sampled completion of a call. Rewards are records of their own, so they may arrive late.
-Structs made for every call are `gc=False`: they hold no cycles, and tracking them slows the application.
+Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it; a candidate is
+one sampled completion of a call. Rewards are separate records, so they may arrive late. Structs that are created for
+every call have `gc=False`: they hold no cycles, and the garbage collector would slow the application.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
 EpisodeStatus = Literal["ok", "error", "cancelled"]
 
 JUDGING = "judge"
-"""Phase of the episodes in which a judge that is a role of the run has compared others."""
+"""Phase of episodes in which a judge that is a role of the run compared other episodes."""
 REFLECTING = "prompts-reflection"
-"""Phase of the episodes in which a model has proposed prompts."""
+"""Phase of episodes in which a model proposed prompts."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +70,10 @@ class Segment(msgspec.Struct, frozen=True, gc=False, tag="segment"):
 
 
 class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A token with its log-probability as an application that asks for them is told of it.
+    """A token with its log-probability, in the form for an application that asks for log-probabilities.
 
-    `bytes` are those of the token, None where they are the UTF-8 of `token`; `top_logprobs` the most likely tokens of
-    its place, the likeliest first.
+    `bytes` are the bytes of the token, None if they are the UTF-8 of `token`. `top_logprobs` are the most likely tokens
+    at its place, the likeliest first.
     """
 
     token: str
@@ -85,11 +85,11 @@ class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sampled completion of a call. `logprobs[i]` is log pi_sampler(token_ids[i]) in nats.
 
-    `message` is the assistant message in OpenAI form as the application would receive it.
-    Token ids and log-probabilities are empty where the engine or provider does not give them. `malformed` says that
-    the text holds a tool call that could not be read: the application gets it as text. `shown` are the tokens as the
-    application is told of them, None where it did not ask for log-probabilities. `stop` is the stop string that ended
-    it, where the interface tells of it (Anthropic's).
+    `message` is the assistant message in OpenAI form that the application would receive. Token ids and
+    log-probabilities are empty if the engine or provider does not return them. `malformed` is whether the text holds a
+    tool call that could not be read: the application gets it as text. `shown` are the tokens for an application that
+    asks for log-probabilities, else None. `stop` is the stop string that ended the candidate, if the interface reports
+    it (Anthropic's).
     """
 
     index: int
@@ -111,18 +111,19 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
     """One LLM request by one role, with all its candidates; written when the request has ended.
 
-    `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
-    when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
-    of its prompt path (None where token ids are unknown). `attempts` lists the requests that failed before
-    the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
-    `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
-    `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
-    provider answered. `replayed` is the id of the call of another episode whose recorded answer this one got.
-    `prompts` is the id of the prompts that edit this role, empty without any. Where they changed the request, `sent`,
-    `sent_tools` and `sent_format` are the ids of the messages, the tools and the response format that went out.
-    `unedited` says why a call went out as it was asked although they edit its role: `prompt_unmatched` where its texts
-    are not those that they know, `prompt_ambiguous` where one can be read in several ways.
-    `app` is the name of the deployed application, empty where it gave none.
+    `step` counts the calls of the episode, `turn` the calls of this role in it, both from 0; a call gets both when it
+    starts. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment` of its prompt path (None
+    if token ids are unknown). `attempts` lists the requests that failed before a retry of the SDK, each as
+    `<status>: <cause>`. `redacted` is whether a redactor changed anything. `params` are the parameters that the
+    application asked for, `sampling` the parameters that were used; its `grammar` is a `Message` id. `parents` are the
+    calls of this episode whose outputs the prompt contains. `policy` is None if an outside provider answered.
+    `replayed` is the id of the call in another episode whose recorded answer was used.
+
+    `prompts` is the id of the prompts that edit this role, empty without any. If they changed the request, `sent`,
+    `sent_tools` and `sent_format` are the ids of the messages, the tools and the response format that were sent. If the
+    call was sent unedited although prompts edit its role, `unedited` is the reason: `prompt_unmatched` if its texts do
+    not match the prompts, `prompt_ambiguous` if they match in several ways. `app` is the name of the deployed
+    application, empty without one.
     """
 
     id: str
@@ -160,22 +161,22 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt: those that were counted here, else those that the provider reports."""
+        """Number of prompt tokens: counted by cotune, or else reported by the provider."""
         return self.prompt_tokens or self.usage.prompt_tokens
 
     @property
     def answer_length(self) -> int:
-        """Tokens of all candidates: those that are stored, else those that the provider reports."""
+        """Number of tokens of all candidates: the stored token ids, or else the number reported by the provider."""
         return sum(len(candidate.token_ids) for candidate in self.candidates) or self.usage.completion_tokens
 
     @property
     def messages_out(self) -> tuple[str, ...]:
-        """Ids of the messages that went out: those that were asked, with the edits of the prompts."""
+        """Ids of the messages that were sent: the application's, with the edits of the prompts."""
         return self.sent or self.messages
 
     @property
     def tools_out(self) -> str | None:
-        """Id of the tools that went out."""
+        """Id of the tools that were sent."""
         return self.sent_tools or self.tools
 
     @property
@@ -185,14 +186,17 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
 
     @property
     def changed(self) -> dict[int, str]:
-        """Ids of the messages that went out in place of those that were asked, by their place among these."""
-        pairs = enumerate(zip(self.messages, self.sent, strict=False))
-        return {place: sent for place, (asked, sent) in pairs if sent != asked}
+        """Ids of sent messages that differ from the application's, by their position in the request."""
+        changed = {}
+        for position, (asked, sent) in enumerate(zip(self.messages, self.sent, strict=False)):
+            if sent != asked:
+                changed[position] = sent
+        return changed
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the
-    call that stands `at` its place here."""
+    """The point at which an episode differs from the episode `trunk` that it repeats: the recorded `call` of the trunk,
+    and the id of the call of this episode in its place (`at`)."""
 
     trunk: str
     call: str
@@ -200,9 +204,9 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolResult(msgspec.Struct, frozen=True, gc=False):
-    """What a tool returned, for a replay to give again: `arguments` is a digest, `value` the id of a `Message` whose
-    body is {"result": ...}, `started` in seconds since the epoch. `latency` is in seconds, 0 where it is not known.
-    `call` is the id of the tool call that it answers, where the framework says so."""
+    """The result of a tool, which a replay returns again. `arguments` is a digest, `value` the id of a `Message` with
+    the body {"result": ...}, `started` is in seconds since the epoch. `latency` is in seconds, 0 if unknown. `call` is
+    the id of the tool call that the result answers, if the framework reports it."""
 
     name: str
     arguments: str
@@ -215,13 +219,13 @@ class ToolResult(msgspec.Struct, frozen=True, gc=False):
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
 
-    `phase` is what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
-    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
-    failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
-    `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
-    `threads` are the LangGraph threads in which its calls were made. `prompts` is the id of the prompts that edited its
-    calls. `app` is the name of the deployed application, and `key` what it calls this episode itself, such as an order
-    number; both may be empty.
+    `phase` is its purpose ("train", "eval", "trace", ...), `training_step` the step of the training loop, `rollout` its
+    number among the episodes of the same task in that step. `blame` is the cause of a failure: the policy, the
+    infrastructure, or a replay that diverged. `fork` is set if the episode repeats another one. `chance` is the id of a
+    `Message` with the values of clock, uuid and random (`Chance.record`), if they were recorded. `threads` are the
+    LangGraph threads of its calls. `prompts` is the id of the prompts that edited its calls. `app` is the name of the
+    deployed application, and `key` the application's own name for this episode, for example an order number; both may
+    be empty.
     """
 
     id: str
@@ -247,26 +251,26 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
 
     @property
     def solved(self) -> bool | None:
-        """Whether it reports that it solved its task: the metric `success` is at least 0.5, and it did not fail. None
-        where it reports no success."""
-        told = self.metrics.get("success")
-        return None if told is None else self.status == "ok" and told >= 0.5
+        """Whether the episode reports that it solved its task: its metric `success` is at least 0.5, and it did not
+        fail. None if it reports no success."""
+        success = self.metrics.get("success")
+        return None if success is None else self.status == "ok" and success >= 0.5
 
     @property
     def is_outcome(self) -> bool:
-        """Whether it came to an end that says something of its policies: a good one, or a failure of theirs."""
+        """Whether its end depends on its policies: it finished without an error, or the policy failed it."""
         return self.status == "ok" or (self.status == "error" and self.blame in ("policy", None))
 
 
 LARGEST_REWARD = 1e38
-"""Most that a reward may be: the 32-bit numbers of training end a little above it."""
+"""Maximum absolute value of a reward: the 32-bit numbers of training end a little above it."""
 
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id, a candidate id (`candidate_id`) or a key (`key_target`).
 
-    Of the rewards of a name the one with the latest time `at` counts, and of the same time the last that was written,
-    until the episode's groups are consumed. `app` is the application that gives it.
+    If a name has several rewards, the latest time `at` counts; at equal times, the last one written. After the
+    episode's groups are consumed, later rewards do not count. `app` is the application that gives the reward.
     """
 
     target: str
@@ -277,11 +281,11 @@ class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
 
 
 class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
-    """Text beside the reward component `name` of `target`: why it is what it is.
+    """A text with the reason for the reward component `name` of `target`.
 
-    It belongs to the reward that was written with it, at the same time: one that replaces that reward takes it away.
-    `name` may be that of a reward that nobody gave, or that was given before. `cut` are the characters that were left
-    out of its middle.
+    It belongs to the reward that was written with it, at the same time: when that reward is replaced, the text is gone.
+    There may be no reward with this `name`, or an earlier one. `cut` is the number of characters left out of its
+    middle.
     """
 
     target: str

@@ -1,5 +1,5 @@
-"""Tasks files: one JSON value per line; an object's `id` names the task, else its line number does. A line that is
-`{"task_id": ..., "input": ...}` and no more is the task `input` of that name."""
+"""Tasks files: one JSON value per line. The `id` of an object, or else the line number, is the id of the task. A line
+with exactly `{"task_id": ..., "input": ...}` is a task with this id and this input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_tasks(path: str | Path) -> list[Task]:
         seen[task.id] = number
         tasks.append(task)
     if len(tasks) == 1 and isinstance(tasks[0].input, list):
-        remedy = f'{_EXAMPLE} One task that is a list stands under a name: {{"messages": [...]}}.'
+        remedy = f'{_EXAMPLE} If the list is one task, put it into an object: {{"messages": [...]}}.'
         raise ConfigError("tasks", str(path), "is one JSON list, not one task on each line", remedy)
     if not tasks:
         raise ConfigError("tasks", str(path), "has no task", _EXAMPLE)
@@ -57,7 +57,7 @@ def load_tasks(path: str | Path) -> list[Task]:
 
 
 def _one_value(text: bytes) -> str:
-    """What a file is that is one JSON value on several lines; empty for any other."""
+    """A description of a file with one JSON value on several lines; empty for another file."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -66,13 +66,13 @@ def _one_value(text: bytes) -> str:
 
 
 def as_task(value: Any, number: int) -> Task:
-    """A Task as it is; a named one (`task_line`), a mapping with an `id`, or any JSON value under its number."""
+    """A task from a value: a Task itself, a mapping with an id, or any JSON value, whose id is `number`."""
     return _named(value) or Task(id=str(number), input=value)
 
 
 def task_of(value: Any, name: str) -> Task:
-    """The task of a value that is in no file: as `as_task` has it, but a text is its own id, any other value without a
-    name has a digest as its id, and nothing is the task `name`."""
+    """A task from a value outside a file. A text is its own id, another value without an id gets a digest, and None
+    becomes the task `name`."""
     if value is None:
         return Task(id=name, input=None)
     if isinstance(value, str):
@@ -81,7 +81,7 @@ def task_of(value: Any, name: str) -> Task:
 
 
 def task_digest(value: Any) -> str:
-    """An id for the value of a task, the same for equal ones."""
+    """An id for the value of a task. Equal values have the same id."""
     return message_id({"task": plain_json(value)})[:12]
 
 
@@ -98,13 +98,13 @@ def _named(value: Any) -> Task | None:
 def task_line(task: Task) -> bytes:
     """The line of a task in a tasks file, which gives it the same id. Raises TypeError or ValueError for an input that
     is not JSON."""
-    own = isinstance(task.input, Mapping) and str(task.input.get("id")) == task.id
-    return msgspec.json.encode(task.input if own else {"task_id": task.id, "input": task.input}) + b"\n"
+    has_id = isinstance(task.input, Mapping) and str(task.input.get("id")) == task.id
+    return msgspec.json.encode(task.input if has_id else {"task_id": task.id, "input": task.input}) + b"\n"
 
 
 def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
-    """Tasks of a JSON-lines file, or from Python values. Raises ConfigError for what is no list of them, when there are
-    none, and when two share an id."""
+    """Tasks from a JSON-lines file, or from Python values. Raises ConfigError for anything else, without tasks, and if
+    two tasks have the same id."""
     if isinstance(values, str | Path):
         return load_tasks(values)
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
@@ -116,6 +116,6 @@ def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
         raise ConfigError("tasks", [], "has no task", _EXAMPLE)
     if len({task.id for task in tasks}) < len(tasks):
         raise ConfigError(
-            "tasks", [task.id for task in tasks][:10], "are not unique ids", "Give each task an id of its own."
+            "tasks", [task.id for task in tasks][:10], "are not unique ids", "Give each task a different id."
         )
     return tasks

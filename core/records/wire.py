@@ -1,4 +1,4 @@
-"""Records as MessagePack: what crosses between processes and machines."""
+"""Records as MessagePack, to send them between processes and machines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from cotune.records.structs import CallRecord, Episode, Message, Record
 
 
 def pack(records: Sequence[Record]) -> tuple[bytes, int]:
-    """Records as bytes, and how many of them could not be encoded. What is no JSON becomes what the store keeps."""
+    """Records as bytes, and the number of records that could not be encoded. Values that are not JSON are replaced as
+    in the store."""
     try:
         return _packer.encode(records), 0
     except Exception:  # noqa: BLE001
-        kept = []
+        encoded = []
         for record in records:
             try:
-                kept.append(msgspec.Raw(_packer.encode(storable_record(record))))
+                encoded.append(msgspec.Raw(_packer.encode(storable_record(record))))
             except Exception:  # noqa: BLE001
                 continue  # counted in what is returned
-        return _packer.encode(kept), len(records) - len(kept)
+        return _packer.encode(encoded), len(records) - len(encoded)
 
 
 def unpack(packed: bytes) -> list[Record]:
@@ -37,9 +38,9 @@ _json = msgspec.json.Encoder(enc_hook=plain)
 
 
 def storable_record(record: Record) -> Record:
-    """The record with JSON values only, also where an application or a model may have put anything."""
+    """The record with only JSON values. Fields that an application or a model fills may hold other values."""
     replace = msgspec.structs.replace
-    # Texts of the record itself, such as its error: half of a surrogate pair becomes its escape.
+    # Texts of the record itself, for example its error: half of a surrogate pair becomes its escape.
     texts = {name: clean(value) for name, value in msgspec.structs.asdict(record).items() if isinstance(value, str)}
     record = replace(record, **texts)
     match record:

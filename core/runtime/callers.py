@@ -1,4 +1,4 @@
-"""The functions of the application around a point: those on the stack, and those that started its task or thread."""
+"""The functions of the application around a point: on the stack, and around the start of its task or thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Function = tuple[str, str]
 """Qualified name and module of a function."""
 
 _OUTSIDE = "cotune.episodes.run_sync"
-"""What runs the event loop of episodes: whoever called it makes no call in them."""
+"""The module that runs the event loop of episodes. Functions further out on the stack do not belong to an episode."""
 _LOOP = "asyncio.events"
 _NAMELESS = frozenset(("<module>", "<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"))
 _LIBRARIES = ("site-packages", "dist-packages", str(Path(os.__file__).parent))
@@ -23,20 +23,20 @@ started_by: ContextVar[tuple[Function, ...] | None] = ContextVar("cotune_started
 def functions_around(frame: FrameType | None) -> tuple[Function, ...]:
     """The application's functions that are running at `frame`, innermost first, each once."""
     started = started_by.get()
-    found: list[Function] = []
+    functions: list[Function] = []
     while frame is not None:
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
         if module == _OUTSIDE or (module == _LOOP and started is not None):
             break
         if code.co_name not in _NAMELESS and _is_own(code.co_filename, module):
-            found.append((code.co_qualname, module))
+            functions.append((code.co_qualname, module))
         frame = frame.f_back
-    return tuple(dict.fromkeys((*found, *(started or ()))))
+    return tuple(dict.fromkeys((*functions, *(started or ()))))
 
 
 @functools.lru_cache(4096)
 def _is_own(file: str, module: str) -> bool:
-    """Whether code is the application's: what is typed in or written in a file, outside libraries and cotune."""
+    """Whether code belongs to the application: typed at a prompt or in a file, outside libraries and cotune."""
     if module.partition(".")[0] == "cotune":
         return False
     if file.startswith("<"):

@@ -11,14 +11,14 @@ _THREADS = 1024
 
 
 class _Threads(ThreadPoolExecutor):
-    """A loop's default threads. The loop's end does not wait for code in them that may never end."""
+    """A loop's default threads. The end of the loop does not wait for code in them, which may never end."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
 def grow_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Give the loop a default pool that grows on demand, where the application has set none of its own.
+    """Give the loop a default pool that grows on demand, unless the application has set one.
 
     Frameworks run an application's sync nodes there, and other code while they wait: asyncio's own default (a few
     threads per core) would lock up.

@@ -1,5 +1,5 @@
-"""Forks: what a child process that the application forks must not inherit. No thread of the parent is there to release
-a lock that it held, and only the parent may write its records."""
+"""Forks: state that a child process forked by the application must not inherit. In the child, no thread of the parent
+exists to release its locks, and only the parent may write its records."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ class Forkable(Protocol):
 
 
 class OpenThings(ProcessState):
-    """What this process has open, as far as its children or later openings must know."""
+    """Open objects of this process that matter after a fork."""
 
     def __init__(self) -> None:
         self.forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
-        """Told in a forked child."""
+        """Objects whose `after_fork` is called in a forked child."""
         self.never_closed: list[object] = []
-        """Connections that are kept, as closing them would harm another process."""
+        """Connections that stay open, because closing them would harm another process."""
 
 
 _open = OpenThings()
 
 
 def leave_open(*connections: object) -> None:
-    """Keep connections for the life of this process: closing them would harm others, such as the parent process."""
+    """Keep connections open for the life of this process: closing them would harm another process, for example the
+    parent."""
     _open.never_closed.extend(connections)
 
 
 def survives_fork(thing: Forkable) -> None:
-    """Have `thing.after_fork()` called in every child that is forked while `thing` lives."""
+    """Call `thing.after_fork()` in every child that is forked while `thing` exists."""
     _open.forkable.add(thing)
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a forked child in which the application's code has returned to cotune: the run is its parent's."""
+    """End a forked child in which the application's code has returned to cotune. The run belongs to the parent."""
     status = 0
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

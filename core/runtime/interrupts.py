@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: the first stops what runs in an orderly way, the second ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first signal stops the work in an orderly way, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cotune.runtime.process_exit import INTERRUPTED, end_process_after
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_GRACE = 0.5
-"""Seconds that a process has to end after the second signal, before it is ended."""
+"""Seconds that a process has to end by itself after the second signal."""
 
 TOGETHER = 0.2
-"""Seconds in which signals are one: `timeout`, and what runs a command in a terminal, send theirs to the process and to
-its group."""
+"""Seconds in which several signals count as one: `timeout` and terminals send theirs to the process and to its
+group."""
 
 
 class Interrupts:
-    """What the signals do while a loop runs. `on_first` is called on the loop at the first one."""
+    """Handles the signals while a loop runs. The first signal calls `on_first` on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def taking(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
-        """Handle these signals inside; only the main thread can."""
+        """Handle these signals inside. Only the main thread can handle signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, self.handle) for number in numbers}
@@ -45,7 +45,8 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler of Python's, as asyncio's own needs a loop that turns: the application may block it."""
+        """The signal handler. It is Python's and not asyncio's, which needs a running loop: the application may block
+        the loop."""
         now = time.monotonic()
         if self.count and now - self._first < TOGETHER:
             return
@@ -63,13 +64,13 @@ class Interrupts:
 
 
 def interrupt_ends() -> None:
-    """From now on Ctrl-C ends the process at once, with status 130 and without a word: nothing has begun yet, or all
-    is done. A process that ignores it, as shells' background jobs do, goes on to."""
+    """From now on, Ctrl-C ends the process at once, with status 130 and without a message, as no work is in progress. A
+    process that ignores Ctrl-C, like a background job of a shell, still ignores it."""
     _take_interrupts(_end)
 
 
 def interrupt_raises() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt, as is usual."""
+    """From now on, Ctrl-C raises KeyboardInterrupt, as usual in Python."""
     if signal.getsignal(signal.SIGINT) is _end:
         _take_interrupts(signal.default_int_handler)
 
@@ -86,7 +87,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside, this thread holds Ctrl-C back, and so does for good a process that it starts."""
+    """Inside, this thread blocks Ctrl-C. A process that it starts blocks it for its whole life."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -96,7 +97,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_as_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP (a closed terminal) do what Ctrl-C does; only the main thread can have it so."""
+    """Inside, SIGTERM and SIGHUP (a closed terminal) have the effect of Ctrl-C. Works only on the main thread."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         ends = [number for number in _SIGNALS[1:] if not _by_nohup(number)]
@@ -115,7 +116,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave_terminal() -> None:
-    """Write nowhere what would go to a terminal that is closed: each line would fail."""
+    """Discard output to a closed terminal: otherwise each line would fail."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
@@ -127,12 +128,12 @@ def _leave_terminal() -> None:
 
 _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL, _interrupt)
 _current: Interrupts | None = None
-"""Of the loop that runs on the main thread, which alone receives signals."""
+"""The handler for the loop on the main thread. Only the main thread receives signals."""
 
 
 @contextlib.contextmanager
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
-    """Handle the signals inside, on the main thread and where nobody else does."""
+    """Handle the signals inside, on the main thread, unless the application handles them itself."""
     global _current
     signals = Interrupts(loop)
     usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
@@ -149,11 +150,13 @@ def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
 
 @contextlib.contextmanager
 def stop_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
-    signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT. `nohup` keeps its word:
-    a SIGHUP that is ignored stays so."""
+    """Inside, the first signal calls `stop` on the event loop instead of cancelling the work.
+
+    This replaces other handlers: Ray's drivers handle SIGTERM, and shells let background jobs ignore SIGINT. Only a
+    SIGHUP that is ignored stays ignored, for `nohup`.
+    """
     signals = _current
-    # A loop of another thread gets no signals. Those of the main thread's loop are not its own.
+    # A loop on another thread gets no signals and must not change the handlers of the main thread's loop.
     if signals is None or signals.loop is not asyncio.get_running_loop():
         yield
         return

@@ -1,4 +1,4 @@
-"""Saves what is in memory when SIGTERM or SIGHUP ends an application that handles neither."""
+"""Write records from memory to disk when SIGTERM or SIGHUP ends an application that does not handle them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _flushes: list[Callable[[], None]] = []
 
 
 def flush_at_signals(flush: Callable[[], None]) -> None:
-    """From now on call `flush` before one of these signals ends the process. The application's own handlers stay;
-    only the main thread can take a signal that has none. `forget` ends it."""
+    """From now on, call `flush` before one of these signals ends the process. The application's own handlers stay. Only
+    the main thread can handle a signal. `forget` undoes this."""
     _flushes.append(flush)
     if threading.current_thread() is threading.main_thread():
         for number in _ENDS:
@@ -24,7 +24,7 @@ def flush_at_signals(flush: Callable[[], None]) -> None:
 
 
 def forget(flush: Callable[[], None]) -> None:
-    """Call `flush` no more, and give the signals back once nothing is left to flush."""
+    """Stop calling `flush` at signals, and restore the default handlers after the last one."""
     _flushes.remove(flush)
     if not _flushes and threading.current_thread() is threading.main_thread():
         for number in _ENDS:
@@ -34,7 +34,7 @@ def forget(flush: Callable[[], None]) -> None:
 
 def _flush_and_end(number: int, frame: FrameType | None) -> None:
     for flush in list(_flushes):
-        with contextlib.suppress(Exception):  # the process ends in any case
+        with contextlib.suppress(Exception):  # the process ends anyway
             flush()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,7 +1,7 @@
-"""Watches an event loop from a thread beside it: application code that blocks the loop is interrupted at its time-out.
+"""Watch an event loop from another thread: application code that blocks the loop is interrupted at its time-out.
 
-A blocked loop runs no timer, so no time-out of asyncio's can end what blocks it. On the main thread a signal can: its
-handler raises Blocked inside the code that blocks, if that is the application's.
+A blocked loop runs no timers, so asyncio's time-outs cannot end the code that blocks it. On the main thread a signal
+can: its handler raises Blocked inside the blocking code, if this is the application's.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 INTERVAL = 0.2
 """Seconds between two ticks of a loop, and between two checks of it."""
-REMEDY = "Await what waits, run it by asyncio.to_thread, or raise the episode's time-out."
+REMEDY = "Await the slow call, run it in a thread with asyncio.to_thread, or raise the episode's time-out."
 GRACE = 5.0
-"""Seconds that blocked code has to react to the interruption."""
+"""Seconds that blocking code has to react to the interruption."""
 _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (2 if hasattr(signal, "SIGRTMAX") else 0)
 """A signal that nothing else uses: verifiers use SIGALRM, debuggers SIGUSR1."""
 
 
 class Blocked(BaseException):
-    """Raised in application code that has blocked its event loop for longer than its episode may take."""
+    """Raised in application code that has blocked its event loop for longer than the time-out of its episode."""
 
     def __init__(self, seconds: float, where: str) -> None:
         self.seconds = seconds
@@ -46,9 +46,9 @@ class Blocked(BaseException):
 
 @contextlib.contextmanager
 def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
-    """While the episode that `limit` bounds runs, its loop may be blocked for at most `seconds`. None: not watched.
+    """Inside, the loop of the episode that `limit` bounds may be blocked for at most `seconds`. None: not watched.
 
-    Only a loop on the main thread can be watched; on others application code cannot be interrupted.
+    Only a loop on the main thread can be watched: on other threads, application code cannot be interrupted.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -60,8 +60,8 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
 
 
 async def interruptible(work: Awaitable[T]) -> T:
-    """Await the application's code; see `contained`. Where it was interrupted as it blocked the loop, the other
-    episodes of the loop get back the time in which they could not move."""
+    """Await the application's code; see `contained`. If it was interrupted because it blocked the loop, the time-outs
+    of the loop's other episodes are extended by the time in which they could not run."""
     try:
         return await contained(work)
     except Stopped as error:
@@ -71,13 +71,13 @@ async def interruptible(work: Awaitable[T]) -> T:
 
 
 class _Watch:
-    """Of one loop, which it must not hold: it lives as long as the loop does."""
+    """Watches one loop. It must not hold a reference to the loop, as it exists as long as the loop does."""
 
     def __init__(self) -> None:
         self._limits: dict[asyncio.Timeout, float] = {}
         self._ticked = time.monotonic()
         self._interrupted = False
-        """Whether the code that blocks the loop now has been interrupted."""
+        """Whether the code that now blocks the loop has been interrupted."""
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -111,13 +111,13 @@ class _Watch:
             asyncio.get_running_loop().call_later(INTERVAL, self._tick, over)
 
     def _overdue(self) -> float:
-        """Seconds for which the loop has been blocked, where that is too long; else 0."""
+        """Seconds for which the loop has been blocked, if this is too long; else 0."""
         blocked = time.monotonic() - self._ticked - INTERVAL
         return blocked if blocked > min(self._limits.values(), default=float("inf")) else 0.0
 
     def _check(self, over: threading.Event) -> None:
-        """In a thread of its own. The main thread may be in C code that no signal interrupts, or swallow what is
-        raised: then the process ends, where it is cotune's."""
+        """Check the loop, in a separate thread. The main thread may be in C code that no signal interrupts, or may
+        swallow the exception: then the process is ended, if cotune owns it."""
         main = threading.main_thread().ident or 0
         interrupted_at = 0.0
         while not over.wait(INTERVAL):
@@ -131,8 +131,8 @@ class _Watch:
                 interrupted_at = time.monotonic()
                 signal.pthread_kill(main, _SIGNAL)
             elif time.monotonic() - interrupted_at > GRACE:
-                what = f"has blocked its event loop for {blocked:.0f} s and cannot be interrupted"
-                message = f"{culprit} {what}: {place(frame)}."
+                fault = f"has blocked its event loop for {blocked:.0f} s and cannot be interrupted"
+                message = f"{culprit} {fault}: {place(frame)}."
                 end_process(message)
                 log.error("%s", message)
                 return
@@ -145,7 +145,8 @@ class _Watch:
 
 
 def running_context(frame: FrameType | None) -> contextvars.Context | None:
-    """The context of the task or callback that an event loop's thread is in, by the thread's innermost frame."""
+    """The context of the task or callback that an event loop's thread runs. `frame` is the innermost frame of the
+    thread."""
     while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
         frame = frame.f_back
     return getattr(frame.f_locals.get("self"), "_context", None) if frame is not None else None

@@ -1,15 +1,15 @@
-"""OpenMP threads that leave the cores to others while they wait."""
+"""Let OpenMP threads leave the cores to other threads while they wait."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
 SPINS = 1000
-"""Turns for which a thread that waits for the others spins before it sleeps, some microseconds. The usual
-300,000 keep a core from the process that the other thread waits for: a pass took up to ten times as long beside it."""
+"""Number of spins of a waiting thread before it sleeps, some microseconds. With the usual 300,000, waiting threads take
+a core from the process for which they wait: a pass took up to ten times as long when another process ran."""
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
-    """Set this for what loads torch later with `environment`, unless it says how threads wait."""
+    """Set this in `environment` for a process that loads torch later, unless it already sets how threads wait."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPINS))

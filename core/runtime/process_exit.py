@@ -1,4 +1,4 @@
-"""The end of a process that is cotune's own: threads of the application cannot delay it, and its reason is printed."""
+"""End a process of cotune's command line: the application's threads cannot delay the end, and its reason is printed."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from cotune.runtime.user_code import place
 from cotune.terminal import harmless
 
 GRACE = 3.0
-"""Seconds that threads of the application have to end by themselves."""
+"""Seconds that the application's threads have to end by themselves."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C: then nobody waits for threads, such as one that loads a model."""
+"""Exit status after Ctrl-C. Then the end does not wait for threads, for example one that loads a model."""
 
 _exit = os._exit
-"""While an application's code runs, `os._exit` is one that calls the exit the application's (`run_sync`)."""
+"""The original `os._exit`: while the application's code runs, `run_sync` replaces it to report such exits."""
 _owned = False
-"""Whether the process is the command line's, so that cotune may end it."""
+"""Whether this is the process of the command line, so that cotune may end it."""
 
 
 def own_process() -> None:
-    """From now on cotune may end this process: it is the command line's."""
+    """Declare this the process of the command line, which cotune may end."""
     global _owned
     _owned = True
 
 
 def leave(status: int) -> NoReturn:
-    """End the process with `status`; threads that the application has left behind are named, and left."""
+    """End the process with `status`. Threads of the application that still run are named in a message and abandoned."""
     threading.Thread(target=_end_without_threads, args=(status,), name="cotune-end", daemon=True).start()
     sys.exit(status)
 
 
 def end_process(message: str, status: int = 1) -> None:
-    """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
+    """End the process at once, with a last line on stderr. Does nothing if cotune does not own the process."""
     if _owned:
         print_line(f"{message} {current_run.get().go_on}".strip())
         _exit(status)
 
 
 def end_process_after(seconds: float, message: str, status: int) -> None:
-    """End the process so, if it is still there after so many seconds."""
+    """Call `end_process` after this number of seconds, if the process still runs."""
     end = functools.partial(contextvars.copy_context().run, end_process, message, status)
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -68,7 +68,7 @@ def _end_without_threads(status: int) -> None:
 
 
 def print_line(text: str) -> None:
-    """A line of cotune's own on stderr, wherever that is by now."""
+    """Print a line of cotune on the present stderr."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.write(f"cotune: {harmless(text)}\n")

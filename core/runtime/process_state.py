@@ -1,4 +1,4 @@
-"""State that a whole process shares, and state of one event loop."""
+"""State of the whole process, and state of one event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] =
 
 
 def state_of_loop(loop: asyncio.AbstractEventLoop, name: str, make: Callable[[], T]) -> T:
-    """What an event loop has under this name, made when it is first asked for. It goes with the loop."""
+    """The value of an event loop under this name. `make` creates it on first use; it is dropped with the loop."""
     state = _of_loop.setdefault(loop, {})
     if name not in state:
         state[name] = make()

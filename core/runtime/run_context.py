@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class RunContext(NamedTuple):
-    """What code must know about the run that it is part of, however deep it is called."""
+    """Facts about the run that code needs at any depth of the stack."""
 
     folder: Path | None = None
-    """The run folder, where judges keep their answers and count their cost."""
+    """The run folder, in which judges store their answers and costs."""
     request: str = ""
     """In a rollout worker: the id of the request whose episode runs here."""
     go_on: str = ""

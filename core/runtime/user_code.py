@@ -1,8 +1,7 @@
-"""Running the application's code, here or in a thread: whatever it raises fails its episode, not the run.
+"""Run the application's code, here or in a thread. Whatever it raises fails its episode, not the run.
 
-A function that never returns keeps neither the run nor the process waiting.
-
-A workflow runs in a thread of its own (`in_thread`). Scorers share a bounded pool (`pooled_thread`).
+A function that never returns does not keep the run or the process waiting. A workflow runs in a separate thread
+(`in_thread`). Scorers share a bounded pool (`pooled_thread`).
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ from cotune.runtime.process_state import state_of_loop
 T = TypeVar("T")
 
 MOST_THREADS = 256
-"""Pooled functions that run at once on an event loop. More wait."""
+"""Maximum number of pooled functions that run at the same time on an event loop. Further ones wait."""
 _idle: list[AppThread] = []
 os.register_at_fork(after_in_child=_idle.clear)
 _STANDARD = str(Path(os.__file__).parent)
 
 user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
-"""A phrase for the code that runs here ("The workflow 'solve' on task 't1'"); empty for cotune's own."""
+"""A phrase for the application's code that runs here ("The workflow 'solve' on task 't1'"); empty for cotune's code."""
 
 
 class Stopped(Exception):
-    """The application's code raised what would end the whole process: SystemExit, GeneratorExit, a BaseException."""
+    """The application's code raised an exception that would end the whole process: SystemExit, GeneratorExit or another
+    BaseException."""
 
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside, `variable` is `value`; afterwards what it was."""
+    """Inside, `variable` has the value `value`; afterwards its old value."""
     token = variable.set(value)
     try:
         yield
@@ -62,8 +62,8 @@ class AppThread:
         self._thread.start()
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run `fn` in the caller's context. Raises what `fn` raises, and Stopped as `contained` does; a child process
-        that it has forked ends here."""
+        """Run `fn` in the caller's context. Raises the exceptions of `fn`, and Stopped like `contained`. A child
+        process that `fn` forked ends here."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         context = contextvars.copy_context()
@@ -78,7 +78,7 @@ class AppThread:
                 if os.getpid() != process:
                     end_child(error)
                 end, value = future.set_exception, error
-                if isinstance(error, StopIteration) or not isinstance(error, Exception):  # no future takes these
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):  # a future rejects these
                     value = Stopped(phrase(error))
                     value.__cause__ = error
             if os.getpid() != process:
@@ -86,7 +86,7 @@ class AppThread:
             self.busy = False
             try:
                 loop.call_soon_threadsafe(lambda: None if future.done() else end(value))
-            except RuntimeError:  # the loop has closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, so nobody waits for the result
                 return
 
         self.busy = True
@@ -105,11 +105,11 @@ class AppThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # an idle thread keeps no arguments alive
+            del job  # so that an idle thread does not keep its arguments alive
 
 
 async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run the application's function in a thread of its own, as `AppThread.run` does."""
+    """Run the application's function in a new thread, like `AppThread.run`."""
     thread = AppThread()
     try:
         return await thread.run(fn, *args)
@@ -119,8 +119,8 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 
 @asynccontextmanager
 async def pooled_thread() -> AsyncIterator[AppThread]:
-    """A thread of the pool, once one is free. If it is left while its function still runs, the pool gives it up and
-    starts another in its place."""
+    """A thread of the pool; waits until one is free. If its function still runs at the end of the block, the pool gives
+    the thread up."""
     loop = asyncio.get_running_loop()
     gate = state_of_loop(loop, "threads of functions", lambda: asyncio.Semaphore(MOST_THREADS))
     async with gate:
@@ -138,10 +138,10 @@ async def pooled_thread() -> AsyncIterator[AppThread]:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await the application's code. Raises Stopped for a BaseException other than Ctrl-C and a cancellation of the task
-    that runs it: one that comes out of what it waits for is an error of its own.
+    """Await the application's code. Raises Stopped for a BaseException, except Ctrl-C and a cancellation of the task
+    that runs the code. A cancellation that comes from the code itself is an error like others.
 
-    A child process that it has forked ends here.
+    A child process that the code forked ends here.
     """
     process = os.getpid()
     try:
@@ -159,7 +159,7 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 def place(frame: FrameType | None) -> str:
-    """Where a thread is: file, line, function and source of the innermost frame of the application, if any."""
+    """The place of a thread: file, line, function and source of the application's innermost frame, if any."""
     inner = frame
     while frame is not None and is_library(frame):
         frame = frame.f_back
@@ -168,39 +168,41 @@ def place(frame: FrameType | None) -> str:
         return "an unknown place"
     file, line = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(file, line).strip()
-    return f"{file}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    text = f"{file}:{line} in {frame.f_code.co_name}"
+    return f"{text}: {source}" if source else text
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether the code that runs there is no code of the application."""
+    """Whether the code of a frame does not belong to the application."""
     return is_library_file(frame.f_code.co_filename) or str(frame.f_globals.get("__name__")).startswith("cotune.")
 
 
 def is_library_file(file: str) -> bool:
-    """Whether a source file belongs to what is installed."""
+    """Whether a source file belongs to an installed package or to Python."""
     return file.startswith((sys.prefix, sys.base_prefix, "<")) or "/site-packages/" in file.replace(os.sep, "/")
 
 
 def is_standard(frame: FrameType) -> bool:
-    """Whether the code that runs there is of Python's own library."""
+    """Whether the code of a frame belongs to Python's standard library."""
     file = frame.f_code.co_filename
     return file.startswith((_STANDARD, "<frozen ")) and "site-packages" not in file
 
 
 def origin(error: BaseException) -> str:
-    """The line of the application that an error was raised at or came through, in parentheses; that of a library where
-    there is none, and empty where nothing is known."""
+    """The innermost line of the application in the traceback of an error, in parentheses. Without one, the line of a
+    library; empty without a traceback."""
     while isinstance(error, Stopped) and error.__cause__ is not None:
         error = error.__cause__
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return ""
-    frame, line = next((found for found in reversed(frames) if not is_library(found[0])), frames[-1])
+    of_application = (entry for entry in reversed(frames) if not is_library(entry[0]))
+    frame, line = next(of_application, frames[-1])
     return f" ({frame.f_code.co_filename}:{line} in {frame.f_code.co_name})"
 
 
 def phrase(error: BaseException) -> str:
-    """Kind and text of what the application's code raised, with a text of its own where there would be none."""
+    """Kind and text of an exception of the application's code. Exceptions without a text get one."""
     if isinstance(error, SystemExit):
         return f"SystemExit: sys.exit({error.code!r}) was called"
     if isinstance(error, asyncio.CancelledError) and not str(error):
@@ -209,7 +211,7 @@ def phrase(error: BaseException) -> str:
 
 
 def _ending(error: BaseException) -> bool:
-    """Whether a coroutine is ended from outside: cancelled, or closed by the garbage collector or a loop that ends."""
+    """Whether a coroutine is ended from outside: cancelled, or closed by the garbage collector or the end of a loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What generates tokens: token ids in, token ids out. Templates and parsers stand in front of it (`ChatFormat`)."""
+"""Samplers generate tokens: token ids in, token ids out. Chat templates and parsers are separate (`ChatFormat`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Weights = Mapping[str, npt.NDArray[Any]]
 
 
 def fingerprint(weights: Weights) -> str:
-    """SHA-256 over names, shapes and fp32 bytes in name order: equal for learner, sampler and export."""
+    """SHA-256 of names, shapes and float32 bytes, in the order of names. It is the same in learner, sampler and
+    export."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         array = np.ascontiguousarray(weights[name], dtype=np.float32)
@@ -31,14 +32,14 @@ def fingerprint(weights: Weights) -> str:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. `temperature` 0 is greedy. `seed` fixes the candidates of one request.
+    """Parameters of sampling. `temperature` 0 is greedy. `seed` fixes the candidates of one request.
 
     `stop` strings end a candidate and are not part of its text; `timeout` is in seconds. `grammar` (Lark, "" for none)
-    says which tokens may come next. Logits are changed in this order: grammar, `logit_bias` (pairs of token id and
-    what is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and `presence_penalty`
-    (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`. `images` are the encoded bytes (PNG, JPEG, ...) of
-    what the image tokens of the prompt stand for, in order. `top_logprobs` is how many of the most likely tokens are
-    told at each place. `stop_token_ids` end a candidate like the model's own end tokens.
+    restricts the tokens that may come next. Logits are changed in this order: grammar, `logit_bias` (pairs of a token
+    id and the number that is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and
+    `presence_penalty` (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`. `images` are the encoded bytes
+    (PNG, JPEG, ...) of the images for the image tokens of the prompt, in order. `top_logprobs` is the number of most
+    likely tokens to report at each place. `stop_token_ids` end a candidate like the model's own end tokens.
     """
 
     temperature: float = 1.0
@@ -70,31 +71,31 @@ UNSHAPED: Mapping[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""What training sets whatever an application asks: these bend the distribution where the learner does not follow.
-A grammar and `logit_bias` it does follow."""
+"""Values that training sets instead of the application's: the learner does not model these changes of the distribution.
+It does model a grammar and `logit_bias`."""
 
 
 def at_temperature(temperature: float | None) -> dict[str, float] | None:
-    """Settings that replace the application's own: the temperature and all others that shape the distribution; None
-    without a temperature, where its own hold."""
+    """Settings that replace the application's: the temperature and all others that shape the distribution. Without a
+    temperature, None: the application's settings are used."""
     return None if temperature is None else {"temperature": temperature, **UNSHAPED}
 
 
 NEVER = -100.0
-"""The bias of a token that is never to be drawn, as in OpenAI's interface."""
+"""The bias of a token that must never be drawn, as in OpenAI's interface."""
 
 
 TopTokens = tuple[tuple[int, float], ...]
-"""Token ids and log-probabilities of one place, the likeliest first."""
+"""Token ids and log-probabilities at one place, the likeliest first."""
 
 
 class Completion(msgspec.Struct, frozen=True):
     """One sampled completion. `token_ids` includes the end token when the model ended by itself.
 
-    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution that was sampled from
-    (temperature and truncation applied), in nats. `finish_reason` is "stop" or "length". `top[i]` are the tokens most
-    likely at place i under the same distribution, with their log-probabilities, the likeliest first: as many as were
-    asked for, or all that could be drawn. It is empty where none were.
+    `logprobs[i]` is the log-probability of `token_ids[i]`, in nats, under the distribution that was sampled from (with
+    temperature and truncation). `finish_reason` is "stop" or "length". `top[i]` are the most likely tokens at place i
+    under the same distribution, with their log-probabilities, the likeliest first: the requested number, or all tokens
+    that could be drawn. `top` is empty if none were requested.
     """
 
     token_ids: tuple[int, ...]
@@ -109,14 +110,14 @@ class SamplerInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     max_model_len: int
     served: Mapping[str, str] = {}
-    """Fingerprint of what is served, by `str(PolicyRef)`."""
+    """Fingerprints of the served weights, by `str(PolicyRef)`."""
     counters: Mapping[str, int] = {}
-    """What the sampler has counted since it was opened, by reason; empty where it counts nothing."""
+    """Counts of the sampler since it was opened, by reason; empty if it counts nothing."""
 
 
 @asynccontextmanager
 async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[None]:
-    """The time that a request may take. Raises SampleTimeout when what is inside takes longer."""
+    """Limit the time of a request. Raises SampleTimeout if the code inside takes longer."""
     try:
         async with asyncio.timeout(params.timeout):
             yield
@@ -128,8 +129,8 @@ async def in_time(policy: PolicyRef, params: SamplingParams) -> AsyncIterator[No
 
 
 class Sampler(Protocol):
-    """A generator of candidates. Every method may be awaited from any event loop or thread's loop, unless the class
-    says that it belongs to the loop that it was opened in.
+    """A generator of candidates. Every method may be awaited from the event loop of any thread, unless the class
+    belongs to the loop in which it was opened.
 
     Cancelling the awaiting task cancels the request inside the engine.
     """
@@ -144,11 +145,11 @@ class Sampler(Protocol):
         ...
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` with these weights; return the `fingerprint` computed from what arrived.
+        """Serve `policy` with these weights, and return the `fingerprint` of the weights that arrived.
 
-        LoRA weights (`lora` given) are keyed by PEFT state-dict names, full weights (`lora` None) by model
-        parameter names. Several versions are served at once until retired. Version 0 of a policy that was never
-        published is the base model.
+        LoRA weights (with `lora`) have the names of a PEFT state dict, full weights (`lora` None) the names of model
+        parameters. Several versions are served at the same time until they are retired. Version 0 of a policy that was
+        never published is the base model.
         """
         ...
 
@@ -179,20 +180,22 @@ class SleepingSampler(Sampler, Protocol):
     """A sampler that shares an accelerator with a learner, and gives it up while it sleeps."""
 
     async def sleep(self, keep_weights: bool = False) -> None:
-        """Finish what runs, then free the accelerator; what is asked meanwhile waits for `wake`. Safe to call twice.
+        """Finish running requests, then free the accelerator. Later requests wait for `wake`. Safe to call twice.
 
-        With `keep_weights` the weights stay where they are, and only the cache is freed: both ways take milliseconds. A
-        second call without it frees the weights too.
+        With `keep_weights`, only the cache is freed and the weights stay in place: sleeping and waking then take
+        milliseconds. A second call without it frees the weights too.
         """
         ...
 
     async def wake(self) -> None:
-        """Go on. Raises SamplerError when the weights are not those that went to sleep; then nothing is served."""
+        """Serve requests again. Raises SamplerError if the weights have changed during the sleep; then nothing is
+        served."""
         ...
 
 
 class TokenBytes(NamedTuple):
-    """What a token writes. A `mark` stands outside of text: it ends a turn, or opens what is no content."""
+    """The bytes that a token writes. A `mark` is not part of the text: it ends a turn, or begins a part that is not
+    content."""
 
     raw: bytes
     mark: bool = False
@@ -210,18 +213,17 @@ class ChatFormat(Protocol):
         most: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
-        PromptTooLong when it has more than `most` tokens.
+        """Token ids of the prompt with the generation prompt. Raises SamplerError if it cannot be rendered, and
+        PromptTooLong if it has more than `most` tokens.
 
-        `earlier` are token paths of the same role, packed (`ids.pack_ids`); the longest one that the prompt extends is
-        kept id for id.
-        `options` are variables for the template (`enable_thinking`, ...).
+        `earlier` are token paths of the same role, packed (`ids.pack_ids`). The prompt reuses the ids of the longest
+        path that it extends. `options` are variables for the template (`enable_thinking`, ...).
         """
         ...
 
     def images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
-        """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
-        or one does not come with its bytes."""
+        """The encoded images of messages, in order. Raises RequestRefused if there are images and the model cannot see
+        them, or if an image does not come with its bytes."""
         ...
 
     @property
@@ -230,7 +232,7 @@ class ChatFormat(Protocol):
         ...
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """The stop string that ended a reply; empty where none did."""
+        """The stop string that ended a reply; empty if none did."""
         ...
 
     @property
@@ -239,19 +241,18 @@ class ChatFormat(Protocol):
         ...
 
     def reads(self, option: str) -> bool:
-        """Whether the template knows a variable of this name."""
+        """Whether the template reads a variable with this name."""
         ...
 
     def grammar(
         self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
     ) -> str:
-        """The grammar of the replies to `prompt` that a request in OpenAI form allows, by `response_format`, tools,
-        `tool_choice` and `parallel_tool_calls`. Raises RequestRefused for a form that cannot be enforced.
-        """
+        """The grammar for the replies to `prompt` that a request in OpenAI form allows with its `response_format`,
+        tools, `tool_choice` and `parallel_tool_calls`. Raises RequestRefused for a form that cannot be enforced."""
         ...
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
-        """What each token writes, one by one: several may make one character."""
+        """The bytes that each token writes. A character may consist of several tokens."""
         ...
 
     def parse(
@@ -264,16 +265,16 @@ class ChatFormat(Protocol):
     ) -> tuple[str, dict[str, Any], str]:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
-        `prompt` is what the reply goes on from, as it may open the reasoning; `tools` are those offered.
-        A tool call that cannot be read stays in the text: "malformed" says that there is one.
+        `prompt` are the tokens before the reply, as they may begin the reasoning; `tools` are the offered tools. A tool
+        call that cannot be read stays in the text; then the finish reason is "malformed".
         """
         ...
 
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """The chat format of each policy, which its base model has: that of `own`, the run's model, or by the policy's
-    name one of `others`."""
+    """The chat format of each policy: `own`, the format of the run's model, or for a policy with another base model the
+    format in `others`, by the name of the policy."""
 
     own: ChatFormat
     others: Mapping[str, ChatFormat] = field(default_factory=dict)

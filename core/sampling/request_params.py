@@ -1,4 +1,4 @@
-"""What a request in OpenAI form asks of the sampler, read strictly: parameters, and the form of its reply."""
+"""The strict reading of a request in OpenAI form: sampling parameters, and the form of the reply."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NUMBERS = {
 }
 _BIAS = 100.0
 _MOST_TOP_K = 2**31 - 1
-"""More than any vocabulary has."""
+"""Larger than every vocabulary."""
 RESTRICTIONS = ("allowed_token_ids", "bad_words", "min_tokens")
-"""Fields that say which tokens a reply may hold; each is enforced by a grammar of its own."""
+"""Fields that restrict the tokens of a reply. A separate grammar enforces each."""
 CONTINUE = "continue_final_message"
-"""Asks that the reply goes on from the last message, an assistant's."""
+"""The field with which the reply continues the last message, an assistant's."""
 _REFUSED: Mapping[str, Any] = {
     "add_generation_prompt": True,
     "best_of": 1,
@@ -52,15 +52,15 @@ _REFUSED: Mapping[str, Any] = {
     "use_beam_search": False,
     "xtc_probability": 0.0,
 }
-"""Fields of other servers that change what a reply means and that no sampler here follows, each with the value that
-asks for nothing."""
+"""Fields of other servers that change the meaning of a reply and that no sampler here supports, each with its neutral
+value."""
 _KNOWN = frozenset({
     *_NUMBERS, *RESTRICTIONS, *_REFUSED, CONTINUE,
-    # How a reply is drawn and written.
+    # Sampling and the form of a reply.
     "top_k", "seed", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "stop", "stop_token_ids",
     "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "response_format", "text", "tool_choice", "tools",
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "reasoning", "thinking", "return_token_ids",
-    # Refused elsewhere, with a reason.
+    # Refused by other code, with a reason.
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "modalities", "audio",
     "web_search_options", "functions", "function_call", "previous_response_id", "conversation", "background", "prompt",
     # About the request and its transport.
@@ -70,15 +70,16 @@ _KNOWN = frozenset({
     "skip_special_tokens", "spaces_between_special_tokens", "name", "role", "key",
 })  # fmt: skip
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-"""Forms of a reply as vLLM alone takes them."""
+"""Fields for the form of a reply that only vLLM has."""
 
 
 def request_params(
     body: Mapping[str, Any], defaults: SamplingParams, override: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """Sampling parameters of a request in OpenAI form: what the application asks, over `defaults`, under `override`.
+    """Sampling parameters of a request in OpenAI form. The application's values replace `defaults`, and `override`
+    replaces the application's values.
 
-    Raises RequestRefused for a value that no sampler takes, with its range.
+    Raises RequestRefused for an invalid value, with the allowed range.
     """
     asked: dict[str, Any] = {}
     for name, (low, high) in _NUMBERS.items():
@@ -104,10 +105,10 @@ def request_params(
 
 
 def check_supported(body: Mapping[str, Any]) -> None:
-    """Raises RequestRefused for a field that changes the reply and that no policy can honour."""
-    for name, nothing in _REFUSED.items():
+    """Raise RequestRefused for a field that changes the reply and that no policy supports."""
+    for name, neutral in _REFUSED.items():
         value = body.get(name)
-        if value is None or value == nothing or value in ([], {}, ""):
+        if value is None or value == neutral or value in ([], {}, ""):
             continue
         if name == "add_generation_prompt" and body.get(CONTINUE):
             continue
@@ -118,49 +119,49 @@ def check_supported(body: Mapping[str, Any]) -> None:
 
 
 def unknown_fields(body: Mapping[str, Any]) -> list[str]:
-    """Fields of a request that nothing here reads, and that may ask for something."""
+    """Fields of a request that cotune does not know and that have a value."""
     return [name for name, value in body.items() if name not in _KNOWN and value not in (None, False, "", [], {})]
 
 
 def continues_reply(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the reply goes on from the last message, as `continue_final_message` asks, or `prefix` in the message.
+    """Whether the reply continues the last message, because of `continue_final_message` or of `prefix` in the message.
 
-    Raises RequestRefused where it cannot.
+    Raises RequestRefused if it cannot.
     """
     last = messages[-1] if messages else {}
     if not body.get(CONTINUE) and not (last.get("role") == "assistant" and last.get("prefix")):
         return False
     if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
         raise RequestRefused(
-            "The reply is to go on from the last message, which is not a text of the assistant.",
-            "End the messages with the beginning of the reply, or leave continue_final_message out.",
+            "The request asks to continue the last message, which is not a text of the assistant.",
+            "End the messages with the beginning of the reply, or leave out continue_final_message.",
         )
     return True
 
 
 def ends_itself(body: Mapping[str, Any], ends: Sequence[int]) -> bool:
-    """Whether the model may end its reply by one of the end tokens `ends`."""
+    """Whether the model may end its reply with one of the end tokens `ends`."""
     allowed = body.get("allowed_token_ids")
     return not body.get("ignore_eos") and not (allowed and not set(ends) & set(allowed))
 
 
 RESPONSE_LOGPROBS = "message.output_text.logprobs"
-"""What a request of the Responses API includes that asks for log-probabilities."""
+"""The value of `include` with which a request of the Responses API asks for log-probabilities."""
 
 
 def asks_logprobs(body: Mapping[str, Any]) -> bool:
-    """Whether the request wants to be told of tokens and their log-probabilities."""
+    """Whether the request asks for tokens and their log-probabilities."""
     included = body.get("include")
     return bool(body.get("logprobs")) or (isinstance(included, list) and RESPONSE_LOGPROBS in included)
 
 
 def tools_shown(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Any:
-    """The tools that the prompt shows: none where the request forbids their use."""
+    """The tools that the prompt shows; None if the request forbids their use."""
     return None if body.get("tool_choice") == "none" else tools or None
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the request hands to the chat template: `chat_template_kwargs`, and `reasoning_effort` beside them."""
+    """Variables of the request for the chat template: `chat_template_kwargs` and `reasoning_effort`."""
     options = dict(body.get("chat_template_kwargs") or {})
     reasoning = body.get("reasoning")  # the Responses API's form
     effort = body.get("reasoning_effort") or (reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
@@ -170,14 +171,14 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Whether the request restricts what a reply may look like, so that it is sampled under a grammar."""
+    """Whether the request restricts the form of the reply, so that it is sampled with a grammar."""
     if restrictions(body):
         return True
     return fixes_structure(body, tools)
 
 
 def restrictions(body: Mapping[str, Any]) -> list[str]:
-    """Those of `RESTRICTIONS` that the request has."""
+    """The fields of `RESTRICTIONS` in the request."""
     return [name for name in RESTRICTIONS if body.get(name)]
 
 
@@ -196,25 +197,25 @@ def fixes_structure(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] 
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:
-    """The function of a tool in OpenAI form; empty for what is none."""
-    found = tool.get("function") if isinstance(tool, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    """The function of a tool in OpenAI form; empty for another value."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def form_type(body: Mapping[str, Any]) -> str:
-    """The type of `response_format`; "text" where there is none."""
+    """The type of `response_format`; "text" without one."""
     asked = body.get("response_format")
     return str(asked.get("type") or "text") if isinstance(asked, Mapping) else "text"
 
 
 def replaced(calls: Iterable[CallRecord]) -> list[str]:
-    """What calls asked of the distribution and were not given, each with its count: training sets it otherwise."""
-    counts = Counter(
-        name
-        for call in calls
-        for name, plain in UNSHAPED.items()
-        if call.params.get(name) is not None and call.sampling.get(name, plain) != call.params[name]
-    )
+    """Sentences on the parameters of calls that training replaced with its own values, with the number of calls."""
+    counts: Counter[str] = Counter()
+    for call in calls:
+        for name, neutral in UNSHAPED.items():
+            asked = call.params.get(name)
+            if asked is not None and call.sampling.get(name, neutral) != asked:
+                counts[name] += 1
     return [f"{count} calls asked for {name} and were sampled without it." for name, count in counts.items()]
 
 
@@ -254,7 +255,9 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
         raise RequestRefused(f"top_logprobs = {top} was asked for.", f"It is an integer from 0 to {MOST_TOP_LOGPROBS}.")
     if asks_logprobs(body):
         return top
-    wanted = f'"include": ["{RESPONSE_LOGPROBS}"]' if body.get("api") == "responses" else '"logprobs": true'
+    wanted = '"logprobs": true'
+    if body.get("api") == "responses":
+        wanted = f'"include": ["{RESPONSE_LOGPROBS}"]'
     raise RequestRefused(f"top_logprobs = {top} was asked for without log-probabilities.", f"Ask for them: {wanted}.")
 
 

@@ -1,4 +1,4 @@
-"""Answers an application's calls with policies: render, sample K candidates, score all, choose one."""
+"""Answer an application's calls with policies: render, sample K candidates, score all, choose one."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ from cotune.sampling.shown_tokens import shown_tokens
 class PolicyResponder:
     """Answers each call with the policy of its role.
 
-    Roles in `provider_roles` are left to the application's provider. Any other role without a policy is answered by
-    `others`, or left to the provider too where that is None, and counted in `unlisted`.
-    `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
-    candidates, and `attribution` (of some roles that in `own`) says which is best; any other role gets one. `override`
-    replaces what the application asks for (temperature, ...). With a `seed` every call draws from a stream of its own,
-    derived from its place and from a seed that the application asks for; without one the application's holds. The place
-    begins with the episode's phase, or with `stream` where phases are to draw the same numbers. With `max_model_len`
-    (tokens) a prompt that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room
-    that there is. `chats` are the formats of policies whose base has another one than `chat`, by name.
+    `policies` maps roles to the policy version that answers. The application's provider answers roles in
+    `provider_roles`. Other roles without a policy are counted in `unlisted`; `others` answers them, or the provider if
+    `others` is None. `chats` are the chat formats of policies whose format is not `chat`, by name.
+
+    Under a tree plan, a role with a scorer gets `plan.k` candidates, and the best is chosen with `attribution` (for
+    some roles with the one in `own`). Other roles get one candidate. `override` replaces the application's parameters
+    (temperature, ...). With a `seed`, every call draws from a separate random stream, which depends on its place and on
+    the seed that the application asks for; without one, only the application's seed is used. The place begins with the
+    episode's phase, or with `stream` if several phases should draw the same numbers. With `max_model_len` (tokens), a
+    prompt without room for a reply is refused before sampling, and a reply is limited to the remaining room.
     """
 
     sampler: Sampler
@@ -76,19 +77,19 @@ class PolicyResponder:
     max_model_len: int | None = None
     chats: Mapping[str, ChatFormat] = field(default_factory=dict)
     passed_through: Counter[str] = field(default_factory=Counter, init=False)
-    """Calls by role that the application's provider answers."""
+    """Number of calls of each role that the application's provider answers."""
     unlisted: Counter[str] = field(default_factory=Counter, init=False)
-    """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
+    """Number of calls of each role that has no policy and is not in `provider_roles`."""
     scorer_errors: Counter[str] = field(default_factory=Counter, init=False)
     reads_aside: ClassVar[bool] = False
     """Whether replies are read in a thread, so that long ones delay no other call."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
-        """Answer with K scored candidates, or None for a role that no policy here plays.
+        """Answer with K scored candidates, or None for a role without a policy here.
 
-        A scorer that fails costs the candidate its rewards, never its siblings theirs or the application its answer.
+        If a scorer fails for a candidate, only this candidate has no rewards. The application still gets its answer.
         """
-        # 1. Who answers: the role's policy, or the application's provider.
+        # 1. Find the policy of the role, or leave the call to the application's provider.
         policy = self._policy(call.role)
         if policy is None:
             self.passed_through[call.role] += 1
@@ -96,11 +97,11 @@ class PolicyResponder:
         if call.unsupported_reason:
             error = SamplerError(
                 f"Role {call.role!r} asks for {call.unsupported_reason}, which no policy can answer.",
-                "Take it out of the request, or give the role a policy of kind provider.",
+                "Remove it from the request, or give the role a policy of kind provider.",
             )
             call.episode.warn("unanswerable", str(error))
             raise error
-        # 2. Sample: all K candidates where a scorer can compare them, else as many as the application asks for.
+        # 2. Sample K candidates if a scorer can compare them, else the number that the application asks for.
         prompt, params = await self.prepare(call)
         asked = int(call.params.get("n") or 1)
         plan = None if self.plan is None else self.plans.get(call.role, self.plan)
@@ -109,16 +110,16 @@ class PolicyResponder:
         completions = list(await self.sampler.sample(prompt, count, params, policy))
         reading = call, prompt, params, completions
         candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
-        # 3. Reward all of them, and choose the one that the application gets.
+        # 3. Reward all candidates, and choose the one that the application gets.
         scored, failure = await self._score(call, candidates)
-        rewards = tuple([one.rewards for one in scored])
+        rewards = tuple([result.rewards for result in scored])
         lengths: list[Length] = []
         written = 0
         for candidate in candidates:
             written += (count := len(candidate.token_ids))
             lengths.append(Length(count, params.max_tokens, candidate.finish_reason == "length"))
         compared = attribute_siblings(rewards, call.role, self.own.get(call.role, self.attribution), lengths)
-        # Of the parameters, images are recorded by their hash, and what most requests leave out only where it is asked.
+        # Parameters to record: images as hashes, and two rare parameters only if the request has them.
         sampling = msgspec.structs.asdict(params)
         if images := sampling.pop("images"):
             sampling["images"] = [image_id(data) for data in images]
@@ -132,15 +133,15 @@ class PolicyResponder:
             policy=policy,
             usage=Usage(len(prompt), written),
             rewards=rewards,
-            feedback=tuple([one.text for one in scored]),
+            feedback=tuple([result.text for result in scored]),
             sampling=sampling,
             error=failure,
         )
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        """The prompt, and how its reply is sampled; raises as `request` does.
+        """The prompt and the sampling parameters; raises like `request`.
 
-        In a thread where it may take long, so that no other call on this loop waits.
+        Work that may take long runs in a thread, so that other calls on this loop do not wait.
         """
         earlier = call.earlier()
         if fixes_form(call.params, call.tools) or bytes_of((call.rewritten or call).messages, INLINE) > INLINE:
@@ -160,13 +161,13 @@ class PolicyResponder:
         return self.chat if policy is None else self.chats.get(policy.name, self.chat)
 
     def longest(self, role: str) -> int | None:
-        """How many tokens a prompt of a role and its reply may have; None where the sampler says so."""
+        """The maximum number of tokens of a role's prompt with its reply; None if only the sampler knows it."""
         return self.max_model_len
 
     def request(self, call: LiveCall, earlier: Sequence[bytes]) -> tuple[list[int], SamplingParams]:
-        """The prompt, and how its reply is sampled. `earlier` are packed token paths that it may go on from.
+        """The prompt and the sampling parameters. `earlier` are packed token paths that the prompt may extend.
 
-        Raises RequestRefused for what cannot be honoured, counted.
+        Raises RequestRefused, and counts it, if the request asks for something that is not supported.
         """
         out, episode, chat = call.rewritten or call, call.episode, self.chat_of(call.role)
         asked = out.params
@@ -175,7 +176,7 @@ class PolicyResponder:
             check_supported(asked)
             self._warn_of_parameters(call, asked)
             params = self._with_seed(call, request_params(asked, self.defaults, self._override_of(call.role)))
-            # 2. The images. A reply may hold no token that stands for one: nothing would.
+            # 2. The images. A reply must not hold image tokens, as there is no image for them.
             try:
                 images = chat.images(out.messages)
             except RequestRefused as error:
@@ -183,12 +184,11 @@ class PolicyResponder:
                 raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
             if images:
                 params = _never_drawing(msgspec.structs.replace(params, images=images), chat.image_tokens)
-            # A reply that may not end by itself goes on to `max_tokens`: its end tokens are never drawn.
-            if (asked.get("ignore_eos") or asked.get("allowed_token_ids")) and not ends_itself(
-                asked, chat.end_token_ids
-            ):
+            # If a reply may not end by itself, it continues to `max_tokens`: its end tokens are never drawn.
+            restricts_end = asked.get("ignore_eos") or asked.get("allowed_token_ids")
+            if restricts_end and not ends_itself(asked, chat.end_token_ids):
                 params = _never_drawing(params, chat.end_token_ids)
-            # 3. The prompt, and the room that it leaves.
+            # 3. The prompt, and the room that it leaves for the reply.
             options = template_options(asked)
             for name in options:
                 if not chat.reads(name):
@@ -196,8 +196,8 @@ class PolicyResponder:
             if continues_reply(asked, out.messages):
                 if fixes_structure(asked, out.tools):
                     raise RequestRefused(
-                        "The reply is to go on from the last message, and to have a fixed form.",
-                        "Ask for one of the two: the form is that of a whole reply.",
+                        "The request asks to continue the last message and to return a fixed form.",
+                        "Ask for only one of the two: the form applies to a whole reply.",
                     )
                 options[CONTINUE] = True
             more: dict[str, Any] = {"options": options} if options else {}
@@ -216,18 +216,19 @@ class PolicyResponder:
             if fixes_form(asked, out.tools):
                 params = msgspec.structs.replace(params, grammar=chat.grammar(asked, out.tools, prompt))
         except RequestRefused as error:
-            episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
+            episode.warn("refused", f"A request of role {call.role!r} is not supported.", error)
             raise
         return prompt, params
 
     def _override_of(self, role: str) -> Mapping[str, Any] | None:
-        """What replaces the parameters that the application asks for in calls of a role."""
+        """The values that replace the application's parameters in calls of a role."""
         if self.override is None or role not in self.temperatures:
             return self.override
         return {**self.override, "temperature": self.temperatures[role]}
 
     def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
-        """In a run, each call has a seed of its own, and the application's own seed still makes a difference."""
+        """The parameters with the seed of the call. In a run, each call has a different seed, which also depends on the
+        seed that the application asks for."""
         if self.seed is None:
             return params
         episode = call.episode
@@ -250,17 +251,17 @@ class PolicyResponder:
     def read(
         self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
     ) -> tuple[Candidate, ...]:
-        """The candidates that were sampled. Empties the list: long completions take a while to be freed."""
+        """The sampled candidates. Empties the list `completions`, so that the memory of long ones is freed early."""
         chat, tools = self.chat_of(call.role), tools_shown(call.params, call.tools)
         with_logprobs, with_ids = asks_logprobs(call.params), bool(call.params.get("return_token_ids"))
         names_stop = call.params.get("api") == "messages"
         candidates: list[Candidate] = []
         while completions:
             drawn = completions.pop(0)
-            said = drawn.token_ids
-            if drawn.finish_reason == "stop" and said and said[-1] in params.stop_token_ids:
-                said = said[:-1]
-            text, message, finish = chat.parse(said, params.stop, prompt=prompt, tools=tools)
+            ids = drawn.token_ids
+            if drawn.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
+                ids = ids[:-1]
+            text, message, finish = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
             if malformed := finish == "malformed":
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
             candidate = Candidate(
@@ -271,33 +272,33 @@ class PolicyResponder:
                 logprobs=drawn.logprobs,
                 finish_reason="length" if drawn.finish_reason == "length" else finish,
                 malformed=malformed,
-                stop=chat.stopped_by(said, params.stop) if params.stop and names_stop else "",
+                stop=chat.stopped_by(ids, params.stop) if params.stop and names_stop else "",
                 shown=shown_tokens(drawn, message, chat.token_bytes, with_ids) if with_logprobs else None,
             )
             candidates.append(candidate)
         return tuple(candidates)
 
     async def _score(self, call: LiveCall, candidates: tuple[Candidate, ...]) -> tuple[tuple[Scored, ...], str | None]:
-        """What the role's scorer gave the candidates, and what is wrong with it."""
+        """The results of the role's scorer for the candidates, and a description of its errors."""
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
         call.stage = "its scorer was running"
         scored = await score(scorer, candidates, call, call.role)
-        given: list[Scored] = []
+        results: list[Scored] = []
         errors: Counter[str] = Counter()
         for result in scored:
             if isinstance(result, WorkflowError):
                 errors[str(result)] += 1
                 result = Scored({})
-            given.append(result)
+            results.append(result)
         self.scorer_errors.update(errors)
         if not errors:
-            return tuple(given), None
+            return tuple(results), None
         first, count = next(iter(errors)), errors.total()
         if count == len(scored):
             return (), first
-        return tuple(given), f"{count} of {len(scored)} candidates have no reward: {first}"
+        return tuple(results), f"{count} of {len(scored)} candidates have no reward: {first}"
 
 
 def _never_drawing(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
@@ -307,7 +308,8 @@ def _never_drawing(params: SamplingParams, tokens: Sequence[int]) -> SamplingPar
 
 
 def choose(rewards: Sequence[float] | Floats, select: Select, seed: int) -> int:
-    """Index of the candidate that the application gets. Ties of argmax go to the earliest; NaN is below any reward."""
+    """Index of the candidate that the application gets. Among equal best candidates the first wins; NaN is lower than
+    any reward."""
     if select == "first" or not len(rewards):
         return 0
     if select == "sample":

@@ -1,4 +1,4 @@
-"""Scoring: calls the user's scorers and turns what they return into named reward components."""
+"""Scoring: call the user's scorers, and turn their results into named reward components."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import AppThread, Stopped, origin, pooled_thread, setting, user_code
 
 Reward = float | Mapping[str, float]
-"""What a scorer or a workflow returns: a number or a bool, or named numbers."""
+"""The result of a scorer or a workflow: a number, a bool, or named numbers."""
 
 
 class Feedback(msgspec.Struct, frozen=True):
-    """A reward and the reason for it in words. A scorer, a workflow or a judge may return it in place of a reward.
+    """A reward with its reason in words. A scorer, a workflow or a judge may return it instead of a reward.
 
-    `reward` is whatever it could return without a text. The text is recorded and shown beside the reward, cut in the
-    middle where it has more than 4,000 characters. It is part of no prompt, unless the method that trains uses it.
+    `reward` is the value that it would return without a text. The text is recorded and shown with the reward; a text of
+    more than 4,000 characters loses its middle. It is not part of any prompt, unless the training method uses it.
 
     ```python
     @solve.scorer("coder")
@@ -40,16 +40,16 @@ class Feedback(msgspec.Struct, frozen=True):
 
 
 class Scored(NamedTuple):
-    """Named reward components, none where nobody gave any, and the text beside them."""
+    """Named reward components, which may be empty, and the text given with them."""
 
     rewards: dict[str, float]
     text: str = ""
     name: str = ""
-    """Of the text, where there are no rewards."""
+    """The name of the text if there are no rewards."""
 
 
 class Call(Protocol):
-    """A call as its scorer sees it, before it is recorded. Messages and tools are in OpenAI form."""
+    """A call in the form for its scorer, before it is recorded. Messages and tools are in OpenAI form."""
 
     @property
     def id(self) -> str: ...
@@ -96,16 +96,16 @@ Scorer = Callable[[Candidate, Call, Any], Reward | Feedback | Awaitable[Reward |
 """`(candidate, call, task)` -> reward, sync or async; `task` is the workflow's input, as `call.task.input`."""
 Rewards = Sequence[Reward | Feedback | None]
 GroupScorer = Callable[[Sequence[Candidate], Call, Any], Rewards | Awaitable[Rewards]]
-"""`(candidates, call, task)` -> a reward for each candidate, in their order, or None for one that gets none."""
+"""`(candidates, call, task)` -> a reward for each candidate, in their order, None for a candidate without a reward."""
 
 
 LONGEST = 120.0
-"""Seconds that a scorer may take for a candidate, unless it says otherwise: a fifth of the time of an episode, so that
-one that hangs costs the candidate and not the episode."""
+"""Default seconds that a scorer may take for a candidate: a fifth of the time of an episode, so that a scorer that
+hangs costs the candidate and not the episode."""
 
 
 Bounds = tuple[float, float]
-"""The least and the greatest number that a scorer may return, as it declares them."""
+"""The lowest and the highest number that a scorer may return, as it declares."""
 
 
 @dataclass(frozen=True)
@@ -128,20 +128,20 @@ class OfOne:
 
 AnyScorer = Scorer | OfOne | OfGroup
 MOST_NAMES = 256
-"""Reward components that a scorer or workflow may return: each is stored per candidate, and shown."""
+"""Maximum number of reward components from a scorer or workflow: each is stored per candidate, and shown."""
 
 
 def components(value: Any, source: str, name: str = "local", *, may_be_unknown: bool = False) -> dict[str, float]:
-    """Named components of what a scorer or workflow returned; a plain number becomes `{name: number}`.
+    """Named components of the value that a scorer or workflow returned. A plain number becomes `{name: number}`.
 
-    Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST_REWARD` and anything that is not a number;
-    `may_be_unknown` says that None can be returned in place of NaN, as whoever calls this takes it out.
+    Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST_REWARD` and anything that is not a number.
+    With `may_be_unknown`, the error for NaN mentions that None is allowed: callers remove it before.
     """
     items = value.items() if isinstance(value, Mapping) else [(name, value)]
     named: dict[str, float] = {}
     for key, number in items:
         try:
-            if isinstance(number, str | bytes | bytearray):  # an answer that nobody has judged may read as a number
+            if isinstance(number, str | bytes | bytearray):  # float("7") would accept an answer as its own reward
                 raise TypeError
             named[str(key)] = float(number)
         except (TypeError, ValueError):
@@ -150,8 +150,10 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
                 "Return a number, a bool, or a dict of named numbers.",
             ) from None
         if not math.isfinite(named[str(key)]):
-            known = f'; where nobody knows it, {{"{key}": None}}' if may_be_unknown else ""
-            raise WorkflowError(f"{source} returned {key} = {number!r}.", f"Return finite numbers only{known}.")
+            remedy = "Return finite numbers only"
+            if may_be_unknown:
+                remedy += f'; if it is unknown, {{"{key}": None}}'
+            raise WorkflowError(f"{source} returned {key} = {number!r}.", f"{remedy}.")
         if abs(named[str(key)]) > LARGEST_REWARD:
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which the 32-bit numbers of training cannot hold.",
@@ -160,22 +162,23 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")
     if len(named) > MOST_NAMES:
-        some = ", ".join(list(named)[:3])
+        first_names = ", ".join(list(named)[:3])
         raise WorkflowError(
-            f"{source} returned {len(named)} numbers ({some}, ...): at most {MOST_NAMES} are allowed.",
+            f"{source} returned {len(named)} numbers ({first_names}, ...): at most {MOST_NAMES} are allowed.",
             "Return their mean or their sum under one name.",
         )
     return named
 
 
 def parted(value: Any, source: str) -> tuple[Any, str]:
-    """What a scorer or workflow returned, and the text beside it. Raises WorkflowError for feedback without a str."""
+    """The reward and the text of a value that a scorer or workflow returned. Raises WorkflowError for feedback whose
+    text is not a str."""
     if not isinstance(value, Feedback):
         return value, ""
     if not isinstance(value.text, str):
         raise WorkflowError(
             f"{source} returned Feedback with text of type {type(value.text).__name__}, which is not a str.",
-            'Return Feedback(reward, text) with a str; "" says nothing.',
+            'Return Feedback(reward, text) with a str, which may be "".',
         )
     return value.reward, value.text
 
@@ -183,11 +186,11 @@ def parted(value: Any, source: str) -> tuple[Any, str]:
 async def score(
     scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
 ) -> tuple[Scored | WorkflowError, ...]:
-    """Components of every candidate with the text beside them, or why the scorer could not say: it raised, or returned
-    no reward. They are empty for a candidate that a group's scorer gave None.
+    """The components of every candidate with their text, or the error of the scorer: it raised, or returned no reward.
+    The components are empty for a candidate to which a group's scorer gave None.
 
-    A sync scorer runs in a pooled thread, so that it never blocks the loop. The scorer's own LLM calls are not part of
-    the episode.
+    A sync scorer runs in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the
+    episode.
     """
     source, about = f"The scorer of role {role!r}", (call, call.task.input)
     if isinstance(scorer, OfGroup):
@@ -206,7 +209,7 @@ async def score(
 
 
 def _within(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
-    """`scored`, or the fault of a scorer whose number is outside of the bounds that it declares."""
+    """The result of a scorer, or an error if a number is outside the bounds that the scorer declares."""
     if bounds is None or isinstance(scored, WorkflowError):
         return scored
     low, high = bounds
@@ -228,46 +231,51 @@ async def compare(
     name: str = "local",
     timeout: float | None = None,
 ) -> tuple[Scored | WorkflowError, ...]:
-    """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
+    """The components of `items`, which a function gets together; like `score`. `fn` is called with the items and the
+    arguments in `about`."""
     with setting(current_episode, None), setting(user_code, f"{source} on task {task_id!r}"):
-        found = await _called(fn, (tuple(items), *about), timeout, source)
+        returned = await _called(fn, (tuple(items), *about), timeout, source)
     values: list[Any] = []
-    wrong = ""
-    if isinstance(found, Exception):
-        values = [found] * len(items)
-    elif isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {len(items)}."
-    elif len(values := list(found)) != len(items):
-        wrong = f"{source} returned {len(values)} rewards for {len(items)}."
-    if wrong:
-        values = [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * len(items)
+    fault = ""
+    if isinstance(returned, Exception):
+        values = [returned] * len(items)
+    elif isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        fault = f"{source} returned {type(returned).__name__}, not one reward for each of {len(items)}."
+    elif len(values := list(returned)) != len(items):
+        fault = f"{source} returned {len(values)} rewards for {len(items)}."
+    if fault:
+        values = [WorkflowError(fault, "Return a list with one reward for each, in their order.")] * len(items)
     return tuple(_components(value, source, name, some=False) for value in values)
 
 
 async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
-    """What the application's function returns within `timeout` seconds, or the exception that it ends with: an async
-    one on this loop, any other in a thread of the pool."""
-    here = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-    place: AbstractAsyncContextManager[AppThread | None] = nullcontext() if here else pooled_thread()
+    """The value that the application's function returns within `timeout` seconds, or the exception that it raises. An
+    async function runs on this loop, another one in a thread of the pool."""
+    is_async = inspect.iscoroutinefunction(fn)
+    is_async = is_async or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+    place: AbstractAsyncContextManager[AppThread | None] = nullcontext() if is_async else pooled_thread()
     try:
-        async with place as thread, asyncio.timeout(timeout) as limit:  # the time begins once there is a thread
+        async with place as thread, asyncio.timeout(timeout) as limit:  # the time does not include waiting for a thread
             value = fn(*args) if thread is None else await thread.run(fn, *args)
-            return await interruptible(value) if inspect.isawaitable(value) else value  # an async one may be behind it
+            # A sync function may return an awaitable, for example a lambda around an async function.
+            return await interruptible(value) if inspect.isawaitable(value) else value
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, TimeoutError) or not limit.expired():
             return error
-        at = "; ".join(getattr(error.__cause__, "__notes__", ()))
-        late = WorkflowError(
-            f"{source} did not finish within {timeout:g} seconds{': ' if at else ''}{at}.",
-            "Look at what it waits for, or let it take longer: .scorer(role, timeout=SECONDS).",
+        cause = f"{source} did not finish within {timeout:g} seconds"
+        details = "; ".join(getattr(error.__cause__, "__notes__", ()))
+        if details:
+            cause += f": {details}"
+        timed_out = WorkflowError(
+            f"{cause}.", "Find the slow part, or allow more time: .scorer(role, timeout=SECONDS)."
         )
-        late.__cause__ = error
-        return late
+        timed_out.__cause__ = error
+        return timed_out
 
 
 def _components(value: Any, source: str, name: str = "local", *, some: bool = True) -> Scored | WorkflowError:
-    """Components of what a scorer returned, or what is wrong with what it returned or raised. Without `some` it may
-    have returned None."""
+    """The components of the value that a scorer returned, or an error for a wrong value or an exception. Without
+    `some`, the value may be None."""
     if isinstance(value, BaseException) and not isinstance(value, Exception):
         raise value
     try:

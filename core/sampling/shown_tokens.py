@@ -1,9 +1,8 @@
-"""The tokens of a reply as an application is told of them that asks for log-probabilities."""
+"""The tokens of a reply in the form for an application that asks for log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from cotune.records.structs import ShownToken
@@ -15,47 +14,62 @@ TextOf = Callable[[Sequence[int]], Sequence[TokenBytes]]
 def shown_tokens(
     completion: Completion, message: Mapping[str, Any], token_bytes: TextOf, whole: bool = False
 ) -> tuple[ShownToken, ...]:
-    """The tokens of the content of `message`, which was read from `completion`; of all the reply if `whole`.
+    """The tokens of the content of `message`, which was parsed from `completion`; with `whole`, of the whole reply.
 
-    Reasoning, tool calls and the end of the turn are no content.
+    Reasoning, tool calls and the end of the turn are not content.
     """
     texts = token_bytes(completion.token_ids)
-    places = range(len(texts)) if whole else _content(texts, message)
-    ids = {id for place in places if completion.top for id, _ in completion.top[place]}
-    known = dict(zip(ids, token_bytes(tuple(ids)), strict=True)) if ids else {}
-    return tuple(
-        _shown(
-            texts[place],
-            completion.logprobs[place],
-            tuple(_shown(known[id], p) for id, p in completion.top[place]) if completion.top else (),
-        )
-        for place in places
-    )
+    places = list(range(len(texts)) if whole else _content_places(texts, message))
+
+    # The bytes of all tokens in `top`, decoded once.
+    text_of: dict[int, TokenBytes] = {}
+    if completion.top:
+        top_ids: set[int] = set()
+        for place in places:
+            top_ids.update(id for id, _ in completion.top[place])
+        if top_ids:
+            text_of = dict(zip(top_ids, token_bytes(tuple(top_ids)), strict=True))
+
+    shown = []
+    for place in places:
+        top: tuple[ShownToken, ...] = ()
+        if completion.top:
+            top = tuple(_shown(text_of[id], logprob) for id, logprob in completion.top[place])
+        shown.append(_shown(texts[place], completion.logprobs[place], top))
+    return tuple(shown)
 
 
 def _shown(text: TokenBytes, logprob: float, top: tuple[ShownToken, ...] = ()) -> ShownToken:
     try:
         return ShownToken(text.raw.decode(), logprob, top_logprobs=top)
-    except UnicodeDecodeError:  # a part of a character: OpenAI writes \xf0\x9f, and its bytes beside
+    except UnicodeDecodeError:  # a part of a character: OpenAI writes \xf0\x9f, and its bytes separately
         return ShownToken(text.raw.decode(errors="backslashreplace"), logprob, tuple(text.raw), top)
 
 
-def _content(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
-    """Places of the tokens that wrote the content. Where it cannot be found as it stands, of all that are no marks."""
+def _content_places(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
+    """The places of the tokens that wrote the content. If the reply does not contain it literally, all tokens except
+    marks."""
     content = message.get("content")
     if not content:
         return ()
-    # What no text holds stands for a mark, so that the content is not found within one.
+    # Marks are replaced with a byte that no text contains, so that the content is not found inside one.
     raws = [b"\xff" * len(text.raw) if text.mark else text.raw for text in texts]
-    begin, end = _found(b"".join(raws), str(content).encode(), message)
+    begin, end = _content_range(b"".join(raws), str(content).encode(), message)
     if begin < 0:
         return [place for place, text in enumerate(texts) if not text.mark]
-    ends = list(accumulate(map(len, raws)))
-    return [i for i, (to, raw) in enumerate(zip(ends, raws, strict=True)) if raw and to > begin and to - len(raw) < end]
+    places = []
+    token_begin = 0
+    for place, raw in enumerate(raws):
+        token_end = token_begin + len(raw)
+        if raw and token_end > begin and token_begin < end:
+            places.append(place)
+        token_begin = token_end
+    return places
 
 
-def _found(reply: bytes, content: bytes, message: Mapping[str, Any]) -> tuple[int, int]:
-    """Where the content begins and ends in a reply: after the reasoning, and before tool calls; (-1, -1) if nowhere."""
+def _content_range(reply: bytes, content: bytes, message: Mapping[str, Any]) -> tuple[int, int]:
+    """Begin and end of the content in a reply: after the reasoning and before tool calls. (-1, -1) if it is not
+    there."""
     reasoning = str(message.get("reasoning_content") or "").encode()
     if reasoning:
         after = max(reply.find(reasoning), 0) + len(reasoning)

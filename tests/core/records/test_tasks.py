@@ -75,7 +75,7 @@ def test_a_json_list_is_no_file_of_tasks(file):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert caught.value.fault == "is one JSON list, not one task on each line"
-    assert caught.value.remedy.endswith('One task that is a list stands under a name: {"messages": [...]}.')
+    assert caught.value.remedy.endswith('If the list is one task, put it into an object: {"messages": [...]}.')
 
 
 @pytest.mark.parametrize(
