@@ -1,1 +1,1 @@
-"""What updates weights: forward pass, losses, optimizer, and proof that each tensor moves."""
+"""Updating weights: forward pass, losses, optimizer, and proof that each tensor moves."""

@@ -70,30 +70,30 @@ class Critic:
         }
 
     def state(self, policy: str) -> dict[str, Tensor]:
-        """The head's tensors, and its optimizer's by `<moment>/<tensor>`."""
-        found: dict[str, Tensor] = {}
+        """Return the head's tensors, and the moments of its optimizer as `<moment>/<tensor>`."""
+        tensors: dict[str, Tensor] = {}
         for key, parameter in self._heads[policy].named_parameters():
-            found[key] = parameter.detach()
+            tensors[key] = parameter.detach()
             moments = self._optimizers[policy].state.get(parameter, {})
-            found |= {f"{k}/{key}": tensor for k, tensor in moments.items()}
-        return found
+            tensors |= {f"{moment}/{key}": tensor for moment, tensor in moments.items()}
+        return tensors
 
     def load(self, policy: str, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` gave."""
+        """Restore the tensors of `state`."""
         head, optimizer = self._heads[policy], self._optimizers[policy]
         head.load_state_dict({key: state[key] for key in ("weight", "bias")})
         for key, parameter in head.named_parameters():
             optimizer.state[parameter] = {k: state[at] for k in _MOMENTS if (at := f"{k}/{key}") in state}
 
     def _values(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> list[Floats]:
-        """[tokens of the row] of each row, of which `states` has those of this rank's part."""
+        """Return the values of each row, [tokens of the row]. `states` has the hidden states of this rank's rows."""
         lengths = lengths_of(rows)
-        found = torch.zeros(sum(lengths))
-        parts = found.split(lengths)
+        values = torch.zeros(sum(lengths))
+        parts = values.split(lengths)
         with torch.no_grad():
-            for number, own in states.items():
-                parts[number].copy_(self._heads[policy](own).squeeze(-1))
-        return [part.numpy().astype(np.float64) for part in self._group.sum(found).split(lengths)]
+            for number, row_states in states.items():
+                parts[number].copy_(self._heads[policy](row_states).squeeze(-1))
+        return [part.numpy().astype(np.float64) for part in self._group.sum(values).split(lengths)]
 
     def _fit(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
         """Steps on the mean squared error over the tokens of all rows; `states` are of this rank's part of them."""

@@ -1,4 +1,4 @@
-"""What the processes of one learner exchange, and the tensors that are sharded among them."""
+"""Communication between the processes of one learner, and the tensors that are sharded among them."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def clip_gradients(parameters: Sequence[Tensor], limit: float) -> float:
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """The L2 norm of all tensors together, of which each rank may hold a part."""
+    """Return the L2 norm of all tensors together. Each rank may hold a part of a tensor."""
     return float(gather(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])))

@@ -1,14 +1,14 @@
-"""What a learner writes into a checkpoint. Local and FSDP learners write and read the same files.
+"""The files of a learner in a checkpoint. Local and FSDP learners write and read the same files.
 
-| file | what it holds |
+| file | content |
 |---|---|
 | `learner.json` | the policies |
 | `<i>.safetensors` | weights of the i-th trained policy, whole |
 | `<i>.optimizer.safetensors` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or in parts |
-| `<i>.progress.safetensors` | the state of its row order, and how many steps it has made |
-| `<i>.critic.safetensors` | its value head and that one's optimizer state, where the recipe has a critic |
+| `<i>.progress.safetensors` | the state of its row order, and its number of optimizer steps |
+| `<i>.critic.safetensors` | its value head with the optimizer state of the head, if the recipe has a critic |
 
-All are JSON or safetensors, so that reading a file that someone else made runs no code.
+All are JSON or safetensors, so that reading a file from somebody else never runs code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARED = ("qmap1", "qmap2")
-"""What adamw8bit has one of for all parameters; a file of tensors has each for itself."""
+"""State that adamw8bit shares among all parameters. In the file each parameter has a copy."""
 
 
 def write_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
@@ -37,11 +37,12 @@ def write_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
 
 
 def check_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
-    """Raises RunError when `folder` holds other policies than these, or nothing readable."""
+    """Raise RunError if `folder` holds other policies than these, or cannot be read."""
     with restoring(folder):
-        found = msgspec.json.decode((folder / "learner.json").read_bytes())
-        if found != (own := msgspec.json.decode(msgspec.json.encode(_identity(specs)))):
-            raise RunError(f"{folder} holds the policies {found}, this run trains {own}.")
+        stored = msgspec.json.decode((folder / "learner.json").read_bytes())
+        expected = msgspec.json.decode(msgspec.json.encode(_identity(specs)))
+        if stored != expected:
+            raise RunError(f"{folder} holds the policies {stored}, this run trains {expected}.")
 
 
 def write_weights(folder: Path, policy: PolicyModel, group: ProcessGroup) -> None:
@@ -55,11 +56,11 @@ def read_weights(folder: Path, policy: PolicyModel) -> None:
     from safetensors import safe_open
 
     path = folder / f"{policy.index}.safetensors"
-    own = policy.state()
+    tensors = policy.state()
     with safe_open(path, "pt") as file, torch.no_grad():
-        if set(file.keys()) != own.keys():
+        if set(file.keys()) != tensors.keys():
             raise RunError(f"{path} holds other tensors than policy {policy.spec.name!r}.", "Use another checkpoint.")
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             copy_whole(tensor, file.get_tensor(name))
 
 
@@ -97,12 +98,12 @@ def write_progress(folder: Path, policy: PolicyModel, order: torch.Generator, st
 
 
 def read_progress(folder: Path, policy: PolicyModel, order: torch.Generator) -> int:
-    """Restore the order of rows; returns the steps made."""
+    """Restore the order of rows, and return the number of optimizer steps."""
     from safetensors.torch import load_file
 
-    found = load_file(folder / f"{policy.index}.progress.safetensors")
-    order.set_state(found["order"])
-    return int(found["steps"])
+    progress = load_file(folder / f"{policy.index}.progress.safetensors")
+    order.set_state(progress["order"])
+    return int(progress["steps"])
 
 
 def write_critic(folder: Path, policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
@@ -110,7 +111,7 @@ def write_critic(folder: Path, policy: PolicyModel, tensors: Mapping[str, Tensor
 
 
 def read_critic(folder: Path, policy: PolicyModel) -> dict[str, Tensor]:
-    """What `write_critic` wrote."""
+    """Read the tensors that `write_critic` has written."""
     from safetensors.torch import load_file
 
     return dict(load_file(folder / f"{policy.index}.critic.safetensors"))
@@ -154,12 +155,12 @@ def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.O
 
 
 def _read_blocks(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
 ) -> None:
     """Restore the state of adamw8bit, whose step is a number."""
-    for name, tensor in found.items():
-        kind, _, of = name.partition("/")
-        parameter = parameters[of]
+    for name, tensor in state.items():
+        kind, _, parameter_name = name.partition("/")
+        parameter = parameters[parameter_name]
         optimizer.state[parameter][kind] = int(tensor) if kind == "step" else tensor.to(parameter.device)
 
 
@@ -175,7 +176,7 @@ def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimi
 def _write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
     """Write this rank's part into `folder`; called by all ranks at once. Files are synced to disk. Raises OSError.
 
-    The form is Hugging Face's: that of PyTorch's distributed checkpoint keeps a pickle, which runs code when read.
+    It uses Hugging Face's form: PyTorch's distributed checkpoint contains a pickle, which runs code when it is read.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -194,19 +195,19 @@ def _sharded_names(folder: Path) -> set[str]:
 
 
 def _read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
-    """Fill the tensors of `state`, whole ones or parts, from `folder`, however many ranks wrote it.
+    """Fill the tensors of `state`, whole ones or parts, from `folder`, which any number of ranks may have written.
 
-    Raises RunError when it is incomplete.
+    Raises RunError if it is incomplete.
     """
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(folder))
     written = reader.read_metadata().state_dict_metadata
     for name, tensor in state.items():
-        there = sum(chunk.sizes.numel() for chunk in written[name].chunks) if name in written else 0
-        if there != tensor.numel():
+        stored = sum(chunk.sizes.numel() for chunk in written[name].chunks) if name in written else 0
+        if stored != tensor.numel():
             raise RunError(
-                f"The optimizer state in {folder} is not whole: {there} of {tensor.numel()} values of {name}.",
+                f"The optimizer state in {folder} is not whole: {stored} of {tensor.numel()} values of {name}.",
                 "Use another checkpoint.",
             )
     try:

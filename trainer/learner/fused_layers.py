@@ -22,13 +22,13 @@ from cotune.integrations.models.liger.kernels import Kernels, load_kernels
 log = logging.getLogger("cotune")
 
 ROTARY = "apply_rotary_pos_emb"
-"""What transformers' attentions call the function that rotates queries and keys."""
+"""The name in transformers of the function that rotates queries and keys."""
 SILU = ("SiLU", "SiLUActivation")
-"""What torch and transformers call this function."""
+"""The names of this function in torch and transformers."""
 NARROW, MANY_ROWS = 256, 2**15
-"""Liger has another kernel for norms up to this width, from so many rows on: for those of queries and keys."""
+"""Liger has another kernel for norms up to this width and from this number of rows on: for queries and keys."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""How far output and gradients may be from those of transformers, as a share of their norm."""
+"""Most difference between output and gradients and the ones of transformers, as a share of their norm."""
 
 
 class _DoesNotFit(Exception):
@@ -57,7 +57,7 @@ def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
 def _replacements(
     network: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> list[tuple[Any, Callable[..., Any]]]:
-    """Modules of the network and the `forward` that each should have. Raises what a trial raises."""
+    """Return modules of the network, each with its new `forward`. Raises the errors of a trial."""
     replacements: list[tuple[Any, Callable[..., Any]]] = []
     tried: set[tuple[Any, ...]] = set()
     for module in network.modules():
@@ -111,7 +111,8 @@ def _gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
 
 
 def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
-    """The same function with another rotation. That of its module stays, as samplers in this process use it."""
+    """Return a copy of the function with another rotation. Its module does not change, as samplers in this process use
+    it."""
     plain = forward.__globals__[ROTARY]
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
@@ -127,7 +128,7 @@ def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
 
 
 def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    # With a random weight: the module's may have no storage yet, and ones or zeros hide what they are added to.
+    # With a random weight: the module's may have no storage yet, and ones or zeros would hide differences.
     alone = copy.copy(module)
     alone._parameters = {"weight": _random(tuple(module.weight.shape), device, module.weight.dtype)}
     width = module.weight.shape[-1]
@@ -160,7 +161,7 @@ def _try_rotary(
     cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
 
     def turned(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
-        # Times 1: the kernel changes what it is given.
+        # Times 1: the kernel changes its input in place.
         rotated = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
         return torch.cat([part.flatten() for part in rotated])
 
@@ -179,7 +180,7 @@ def _compare(
     weights: list[Tensor],
     name: str,
 ) -> None:
-    """Raises _DoesNotFit if outputs or gradients of the two differ."""
+    """Raise _DoesNotFit if outputs or gradients of the two differ."""
     results: list[list[Tensor]] = []
     for function in (plain, fused):
         output = function(*inputs)
@@ -187,6 +188,6 @@ def _compare(
         gradients = torch.autograd.grad((output * factors).sum(), [*inputs, *weights])
         results.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
     tolerance = TOLERANCE.get(inputs[0].dtype, 2e-2)
-    for expected, found in zip(*results, strict=True):
-        if not (found - expected).norm() <= tolerance * expected.norm():
+    for expected, computed in zip(*results, strict=True):
+        if not (computed - expected).norm() <= tolerance * expected.norm():
             raise _DoesNotFit(f"the kernel for {name} computes other values")

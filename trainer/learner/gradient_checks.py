@@ -14,10 +14,10 @@ from cotune.errors import LearnerError
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, local_shard
 
 BFLOAT16 = 2.0**16
-"""A unit in the last place of bfloat16 in those of float32."""
+"""A unit in the last place of bfloat16, as a multiple of a unit in the last place of float32."""
 
 SURE = 2.0
-"""A step of more such halves moves its entry however the optimizer rounds on the way."""
+"""A step of more than this number of half units moves its entry, even if the optimizer rounds on the way."""
 
 CHUNK = 1 << 22
 """Entries looked at in one go: bounds the memory."""
@@ -101,7 +101,7 @@ class GradientChecks:
                 raise LearnerError(
                     f"Tensor {name} has a gradient but did not move in its first optimizer step, which reaches "
                     f"{reach:.3g} times half a unit in the last place.",
-                    "The optimizer does not hold what is trained: report this with the versions of torch and peft.",
+                    "The optimizer does not have the trained tensors: report this with the versions of torch and peft.",
                 )
             if self._dtype == "bfloat16" and reach < BFLOAT16:
                 self._found[f"lost_bfloat16/{name}"] = reach / BFLOAT16
@@ -112,13 +112,17 @@ class GradientChecks:
                 del self.pending[name]
 
     def after_update(self, policy: str) -> dict[str, float]:
-        """Metrics of the update: `lost_tensors`, how many tensors no step has changed yet; `lost_share`, the share of
-        entries whose step was under half a unit in the last place, over the tensors that were checked (absent where
-        none was); and, once per tensor of which no entry was above, `lost/<tensor>`: its largest step in such halves.
-        With passes in bfloat16 also the last two for its precision, as `lost_share_bfloat16` and
-        `lost_bfloat16/<tensor>`: such steps show in a pass once several have added up in float32.
+        """Return the metrics of the update:
 
-        Raises LearnerError when a tensor has had no gradient though it should.
+        - `lost_tensors`: the number of tensors that no step has changed yet
+        - `lost_share`: the share of entries whose step was below half a unit in the last place, over the tensors that
+          were checked; absent if none was
+        - `lost/<tensor>`, once for each tensor without an entry above that: its largest step, in half units
+
+        With passes in bfloat16, there are also `lost_share_bfloat16` and `lost_bfloat16/<tensor>` for its precision:
+        these steps show in a pass once several have added up in float32.
+
+        Raises LearnerError if a tensor has had no gradient although it should.
         """
         late = [name for name in self.pending if name not in self.lost and (self.steps > 1 or ".lora_A." not in name)]
         if late and self.steps:
@@ -126,21 +130,24 @@ class GradientChecks:
                 f"{len(late)} tensors of policy {policy!r} got no gradient from its first update: {late[:3]}",
                 "Check lora.targets: the loss must depend on every target module.",
             )
-        found = {"lost_tensors": float(len(self.lost))}
+        metrics = {"lost_tensors": float(len(self.lost))}
         entries, lost, unseen = self._counts.tolist()
         if entries:
-            found["lost_share"] = lost / entries
+            metrics["lost_share"] = lost / entries
             if self._dtype == "bfloat16":
-                found["lost_share_bfloat16"] = unseen / entries
-        found |= {name: reach for name, reach in self._found.items() if name not in self._reported}
+                metrics["lost_share_bfloat16"] = unseen / entries
+        metrics |= {name: reach for name, reach in self._found.items() if name not in self._reported}
         self._reported |= self._found.keys()
         self._counts, self._found = torch.zeros(3, dtype=torch.float64), {}
-        return found
+        return metrics
 
 
 class _Reach(NamedTuple):
-    """The coming step of this rank's part of a tensor, in halves of a unit in the last place of float32: the largest
-    and where it is, and how many entries there are with a step, under one such half, and under one of bfloat16."""
+    """The next step of this rank's part of a tensor, in half units in the last place of float32.
+
+    It has the index and the size of the largest step, and three counts of entries: with a step, with a step below one
+    half unit, and with a step below one half unit of bfloat16.
+    """
 
     entry: int
     largest: float
@@ -153,9 +160,11 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
         return _Reach(index, largest, (0, 0, 0))
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     state = optimizer.state.get(parameter, {})
-    known = "exp_avg" in state  # adamw8bit keeps its moments in another form
-    parts = [parameter.detach(), parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if known)]
-    taken = int(state["step"]) if known else 0
+    parts = [parameter.detach(), parameter.grad]
+    taken = 0
+    if "exp_avg" in state:  # adamw8bit has its moments in another form
+        parts += [state["exp_avg"], state["exp_avg_sq"]]
+        taken = int(state["step"])
     for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
         if not pieces[0].numel():
             continue
@@ -165,13 +174,15 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
         place = int(reach.argmax())
         if reach[place] > largest:
             index, largest = start * CHUNK + place, float(reach[place])
-        there = size > 0
-        counts += torch.stack([there.sum(), (there & (reach < 1)).sum(), (there & (reach < BFLOAT16)).sum()]).cpu()
+        has_step = size > 0
+        lost = has_step & (reach < 1)
+        lost_in_bfloat16 = has_step & (reach < BFLOAT16)
+        counts += torch.stack([has_step.sum(), lost.sum(), lost_in_bfloat16.sum()]).cpu()
     return _Reach(index, largest, tuple(counts.tolist()))
 
 
 def _adam_step(group: Mapping[str, Any], taken: int, gradient: Tensor, first: Any = 0.0, second: Any = 0.0) -> Tensor:
-    """What AdamW will subtract without weight decay, its moments after `taken` steps given."""
+    """Return the next step of AdamW, without weight decay, from its moments after `taken` steps."""
     beta1, beta2 = group["betas"]
     mean = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1 ** (taken + 1))
     square = (beta2 * second + (1 - beta2) * gradient**2) / (1 - beta2 ** (taken + 1))

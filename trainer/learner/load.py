@@ -90,9 +90,10 @@ def open_policy_models(
 
 
 def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]) -> list[str]:
-    """The policies whose loss takes what the untrained policy says; `loss` is that of all that are not in `own`."""
+    """Return the policies whose loss needs the log-probabilities of the untrained policy. `loss` is the loss of all
+    policies that are not in `own`."""
     losses = {name: own[name].loss if name in own else loss for name in policies.trained}
-    return [name for name, one in losses.items() if one.needs_untrained]
+    return [name for name, policy_loss in losses.items() if policy_loss.needs_untrained]
 
 
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
@@ -205,10 +206,11 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
 
 
 def _linear(name: str, module: Any) -> str:
-    """The last part of the name of a linear layer, none of an adapter's; empty for other modules."""
+    """Return the last part of the name of a linear layer; an empty text for layers of an adapter and other modules."""
     parts = name.split(".")
-    own = not any(part == "base_layer" or part.startswith("lora_") for part in parts)
-    return parts[-1] if own and type(module).__name__ in ("Linear", "Conv1D") else ""
+    if any(part == "base_layer" or part.startswith("lora_") for part in parts):
+        return ""
+    return parts[-1] if type(module).__name__ in ("Linear", "Conv1D") else ""
 
 
 def add_adapter(network: Any, spec: PolicySpec, adapter: str) -> Any:

@@ -21,11 +21,11 @@ reading the output embedding pays. About three buffers of a chunk live at a time
 
 
 class LogitShaping(NamedTuple):
-    """What changed the logits before each token was sampled: masks of allowed tokens, and biases.
+    """The changes to the logits before each token was sampled: masks of allowed tokens, and biases.
 
     `bits` [M, words] (int32, as `grammar.Bits`) and `added` [B, V] hold each distinct mask and bias once, on the device
-    of the logits. `bits_at` and `added_at` [N] (int64) say which one is a token's, -1 for none. They stay on the CPU,
-    which finds out there, without waiting for a GPU, which logits change.
+    of the logits. `bits_at` and `added_at` [N] (int64) are the indices of each token's mask and bias, -1 for none. They
+    stay on the CPU, so that it knows which logits change without waiting for a GPU.
     """
 
     bits: Tensor
@@ -162,8 +162,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets[n]` and entropy of its distribution, softmax(W hidden[n] / temperature[n]), in nats.
 
-    Where `shaping` forbids tokens or adds to logits, the distribution is that of the logits after it. It is over the
-    first `token_ids` of the V logits (default: all).
+    The distribution is computed after `shaping` has forbidden tokens or added to logits. It is over the first
+    `token_ids` of the V logits (default: all).
 
     hidden [N, H], weight [V, H] (a `Head` has no gradient), bias [V] or None, targets [N] (int64), temperature [N], all
     above 0. Returns two float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs
@@ -180,7 +180,7 @@ def token_logprobs(
 
 
 def chunk_tokens(vocabulary: int, device: str) -> int:
-    """Tokens of a chunk, for a model with so many logits on such a device."""
+    """Return the number of tokens of a chunk, for a model with this vocabulary on this kind of device."""
     return max(CHUNK_ROWS.get(device, 64), CHUNK_BYTES // (4 * vocabulary))
 
 

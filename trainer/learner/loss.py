@@ -59,13 +59,16 @@ KL_SLOPE = 10.0
 
 
 def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
-    """[R] share of each token of a row in the loss of a mini-batch whose rows have `lengths` [R] tokens that count.
+    """Return the weight of each token of a row in the loss of a mini-batch, [R]. The rows have `lengths` [R] tokens
+    that count.
 
-    token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). trajectory_mean: 1 /
-    (trajectories * tokens of the trajectory), whose tokens `trajectories` [R] gives for each row; of a trajectory that
-    is not wholly in the mini-batch, what is there counts as that share of one. constant: 1 / (rows * constant_length),
-    Dr. GRPO's sum without length bias. The loss of a mini-batch is then a plain sum over its tokens,
-    in whatever micro-batches they come.
+    - token_mean: 1 / tokens of the mini-batch
+    - sequence_mean: 1 / (rows * tokens of the row)
+    - trajectory_mean: 1 / (trajectories * tokens of the trajectory). `trajectories` [R] has the tokens of each row's
+      whole trajectory. If only a part of a trajectory is in the mini-batch, it counts as that share of a trajectory.
+    - constant: 1 / (rows * constant_length), Dr. GRPO's sum without length bias
+
+    The loss of a mini-batch is then a plain sum over its tokens, for any division into micro-batches.
     """
     if spec.aggregation == "token_mean":
         return torch.full(lengths.shape, 1.0 / int(lengths.sum()))
@@ -79,9 +82,10 @@ def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = N
 
 
 def unmasked(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
-    """Which tokens [N] the recipe's mask leaves in. `mismatch` [N] is log pi_old - log pi_sampler of each.
+    """Return which tokens the recipe's mask leaves in, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each.
 
-    token: exp of its own mismatch is within the bounds. sequence: that of its row's sum is. geometric: of its mean.
+    A token stays in if the exp of a mismatch is within the bounds: its own (token), the sum of its row (sequence), or
+    the mean of its row (geometric).
     """
     low, high = spec.mask_bounds
     if spec.mask == "sequence":
@@ -102,7 +106,7 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     ppo with dual_clip c: never above c |A| where A < 0. Without a ratio: -A new with w = min(exp(new - sampler),
     tis_cap). k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE.
     With kl_in "reward" there is no k3; A is less by kl * (old - reference).
-    `token_loss` stands for the policy loss of the tokens. Raises LearnerError where it is none.
+    `token_loss` replaces the policy loss of the tokens. Raises LearnerError if it does not return a loss.
     """
     if tokens.reference is not None and spec.kl_in == "reward":
         tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (tokens.old - tokens.reference))
@@ -146,7 +150,7 @@ def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token gains before weights (the negative policy loss), and where the clip holds it."""
+    """Return the negative policy loss of each token, before weights, and whether the clip bounds it."""
     advantage = tokens.advantage
     none = torch.zeros_like(ratio, dtype=torch.bool)
     if spec.ratio == "none":
@@ -167,15 +171,15 @@ def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor
 
 
 def _own_loss(spec: str, tokens: Tokens) -> Tensor:
-    """What a function of the user's own says of each token."""
+    """Return the loss of each token by the user's function."""
     try:
-        found = own_function("token_loss", spec)(tokens)
+        loss = own_function("token_loss", spec)(tokens)
     except Exception as error:
         raise LearnerError(f"{spec} raised {error_text(error)}{origin(error)}.", "Correct the function.") from error
-    if not isinstance(found, Tensor) or found.shape != tokens.new.shape or not found.requires_grad:
-        said = f"{spec} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
-        raise LearnerError(said, "Return a tensor of the shape of tokens.new that is computed from it.")
-    return found
+    if not isinstance(loss, Tensor) or loss.shape != tokens.new.shape or not loss.requires_grad:
+        cause = f"{spec} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
+        raise LearnerError(cause, "Return a tensor of the shape of tokens.new that is computed from it.")
+    return loss
 
 
 def _k3(gap: Tensor) -> Tensor:

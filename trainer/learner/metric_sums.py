@@ -22,7 +22,7 @@ SUMS = ("tokens", "entropy_tokens", *(name for name in TOKENS_OF if name not in 
 
 
 class MetricSums:
-    """Adds up what `policy_loss` reports, token by token, by the role of each row."""
+    """Adds up the reports of `policy_loss`, token by token, by the role of each row."""
 
     def __init__(self, roles: Sequence[str]) -> None:
         self._names = sorted(set(roles))
@@ -33,9 +33,9 @@ class MetricSums:
     def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, computed: int) -> None:
         """Count a pass over `rows` (indices into the roles), which put `computed` tokens through the model."""
         self._computed += computed
-        one, gap = torch.ones_like(tokens.old), tokens.old - tokens.sampler
+        ones, gap = torch.ones_like(tokens.old), tokens.old - tokens.sampler
         facts = {
-            "tokens": one,
+            "tokens": ones,
             "clip_share": parts.clipped.float(),
             "tis_clipped_share": parts.truncated.float(),
             "ratio_mean": parts.ratio,
@@ -45,7 +45,7 @@ class MetricSums:
             "sampler_kl": gap.exp() - gap - 1.0,
         }
         if tokens.entropy is not None:
-            facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": one}
+            facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": ones}
         if parts.kl is not None:
             facts["kl"] = parts.kl
         roles = to_device(self._role[torch.tensor(rows)], tokens.row.device)
@@ -59,37 +59,43 @@ class MetricSums:
 
     def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
         for name, values in facts.items():
+            before = self._sums.get(name)
             if name in MAXIMA:
-                found = values.new_zeros(len(self._names)).scatter_reduce(0, owner, values, "amax")
-                self._sums[name] = torch.maximum(self._sums[name], found) if name in self._sums else found
+                maxima = values.new_zeros(len(self._names)).scatter_reduce(0, owner, values, "amax")
+                self._sums[name] = maxima if before is None else torch.maximum(before, maxima)
             else:
-                found = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
-                found.index_add_(0, owner, values.double())
-                self._sums[name] = self._sums[name] + found if name in self._sums else found
+                sums = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
+                sums.index_add_(0, owner, values.double())
+                self._sums[name] = sums if before is None else before + sums
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
-        """Means, maxima and token counts over all ranks; also per role, as `<role>/<name>`, where there are several. Of
-        no tokens there is neither mean nor maximum. And `computed_tokens`, what all ranks' passes put through the
-        model."""
+        """Return means, maxima and token counts over all ranks. With several roles, each role also has them, as
+        `<role>/<name>`. Without tokens there are no means and maxima.
+
+        `computed_tokens` is the number of tokens that the passes of all ranks have put through the model.
+        """
         sums = self._reduced(group)
-        found = _means({name: _pool(name, values) for name, values in sums.items()})
+        metrics = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
-                part = _means({name: float(values[index]) for name, values in sums.items()})
-                found |= {f"{role}/{name}": value for name, value in part.items()}
-        found["computed_tokens"] = float(group.sum(torch.tensor([self._computed])).item())
-        return found
+                of_role = _means({name: float(values[index]) for name, values in sums.items()})
+                metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
+        metrics["computed_tokens"] = float(group.sum(torch.tensor([self._computed])).item())
+        return metrics
 
     def _reduced(self, group: ProcessGroup) -> dict[str, Tensor]:
-        """Sums and maxima over all ranks, of what any of them has counted; a rank may have had no rows."""
+        """Return sums and maxima over all ranks, for each name that any rank has counted: a rank may have no rows."""
         empty = torch.zeros(len(self._names), dtype=torch.float64)
-        known = (*SUMS, *MAXIMA)
-        counted = group.max(torch.tensor([float(name in self._sums) for name in known])).tolist()
-        mine = {name: self._sums.get(name, empty).double().cpu() for name in known}
-        sums = dict(zip(SUMS, group.sum(torch.stack([mine[name] for name in SUMS])), strict=True))
-        maxima = dict(zip(MAXIMA, group.max(torch.stack([mine[name] for name in MAXIMA])), strict=True))
-        found = {**sums, **maxima}
-        return {n: found[n] for n, any_rank in zip(known, counted, strict=True) if any_rank or n == "tokens"}
+        names = (*SUMS, *MAXIMA)
+        counted_by_any = group.max(torch.tensor([float(name in self._sums) for name in names])).tolist()
+        of_rank = {name: self._sums.get(name, empty).double().cpu() for name in names}
+        sums = dict(zip(SUMS, group.sum(torch.stack([of_rank[name] for name in SUMS])), strict=True))
+        maxima = dict(zip(MAXIMA, group.max(torch.stack([of_rank[name] for name in MAXIMA])), strict=True))
+        reduced: dict[str, Tensor] = {}
+        for name, counted in zip(names, counted_by_any, strict=True):
+            if counted or name == "tokens":
+                reduced[name] = sums[name] if name in sums else maxima[name]
+        return reduced
 
 
 def _pool(name: str, values: Tensor) -> float:
@@ -97,8 +103,8 @@ def _pool(name: str, values: Tensor) -> float:
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
-    found = {"tokens": sums["tokens"]}
+    means = {"tokens": sums["tokens"]}
     for name, counted in TOKENS_OF.items():
         if name in sums and (count := sums[counted]):
-            found[name] = sums[name] if name in MAXIMA else sums[name] / count
-    return found
+            means[name] = sums[name] if name in MAXIMA else sums[name] / count
+    return means

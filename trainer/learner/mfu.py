@@ -1,4 +1,4 @@
-"""How much of what a GPU can compute an update has used."""
+"""The share of a GPU's arithmetic that an update has used (MFU)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 
 def operations(layer_parameters: int, tokens: int, *, all_trained: bool) -> float:
-    """Floating-point operations of training on so many tokens: 2 for each parameter of the layers going forward, 2 for
-    the gradient of what goes through it, and 2 for its own where it is trained (arXiv 2001.08361, 2.1). Attention and
-    output embeddings are left out."""
+    """Return the floating-point operations of training on this number of tokens (arXiv 2001.08361, 2.1).
+
+    Each token takes 2 operations for each parameter of the layers in the forward pass, 2 for the gradient of its
+    inputs, and 2 for the gradient of the parameter if it is trained. Attention and output embeddings are left out.
+    """
     return (6.0 if all_trained else 4.0) * layer_parameters * tokens
 
 

@@ -1,4 +1,4 @@
-"""What updates weights. The local learner and the FSDP learner answer to the same protocol and the same tests."""
+"""The protocol of learners, which update weights. The local learner and the FSDP learner pass the same tests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Learner(Protocol):
         ...
 
     def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
-        """What the last update saw of each token in the first pass with it, by the id of the row; rows that no pass
-        computed are left out."""
+        """Return the figures of each token from the first pass of the last update, by the id of the row. Rows that no
+        pass has computed are left out."""
         ...
 
     def weights(self, policy: str) -> Weights:
@@ -43,8 +43,8 @@ class Learner(Protocol):
         ...
 
     def adopt(self, policy: str, weights: Weights) -> None:
-        """Go on from these weights, named as by `weights`; the optimizer stays as it is. Raises RunError when they are
-        of another shape."""
+        """Continue from these weights, with the names of `weights`. The optimizer does not change. Raises RunError if
+        they have another shape."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -55,12 +55,12 @@ class Learner(Protocol):
         ...
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore what `save` wrote, but for policies that are `new` and stay as they are. Raises RunError when it does
-        not fit this learner."""
+        """Restore a checkpoint of `save`, except for policies that are `new`, which do not change. Raises RunError if
+        it does not fit this learner."""
         ...
 
     def begin_profile(self) -> None:
-        """Start torch's profiler in the learner's process; of several, in that of rank 0. Raises RuntimeError."""
+        """Start torch's profiler in the learner's process, or in the process of rank 0. Raises RuntimeError."""
         ...
 
     def end_profile(self, file: Path | None) -> None:
@@ -70,7 +70,7 @@ class Learner(Protocol):
 
 
 class LearnerAround:
-    """A learner around `inner`: it changes what is asked of that one, and hands the rest on."""
+    """A learner around `inner`. It changes some calls, and passes all others on."""
 
     def __init__(self, inner: Learner) -> None:
         self.inner = inner
@@ -110,11 +110,11 @@ class LearnerAround:
 
 
 class Teacher(Protocol):
-    """Scores sampled tokens. Its tokenizer is that of the policies."""
+    """Scores sampled tokens. It has the same tokenizer as the policies."""
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """What it has counted so far, such as `retried` requests."""
+        """Its counts so far, for example of `retried` requests."""
         ...
 
     def logprobs(self, rows: Sequence[TrainRow]) -> Sequence[npt.NDArray[np.float32] | None]:

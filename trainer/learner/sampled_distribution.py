@@ -20,10 +20,11 @@ from cotune.trainer.learner.logprobs import LogitShaping
 
 
 class SampledDistribution:
-    """Tells from which distribution the tokens of rows were sampled, for a `model` folder with so many `logits`.
+    """Finds the distribution from which the tokens of rows were sampled, for a `model` folder with this number of
+    `logits`.
 
-    The tokenizer is loaded at the first question. Masks are kept from one pass over the rows to the next, until
-    `clear`.
+    The tokenizer is loaded with the first row that needs it. Masks stay in memory from one pass over the rows to the
+    next, until `clear`.
     """
 
     def __init__(self, model: str, logits: int) -> None:
@@ -59,7 +60,7 @@ class SampledDistribution:
         self._numbers, self._masks, self._known = {}, [], {}
 
     def of(self, rows: Sequence[TrainRow], device: torch.device) -> LogitShaping | None:
-        """That of all response tokens, rows in order; None where no row has a grammar or a bias.
+        """Return the distribution of all response tokens, rows in order; None if no row has a grammar or a bias.
 
         Raises LearnerError for a response that its own grammar does not allow.
         """
@@ -115,7 +116,7 @@ class SampledDistribution:
 
 
 def _added(biases: Sequence[tuple[tuple[int, float], ...]], vocabulary: int) -> npt.NDArray[np.float32]:
-    """[biases, vocabulary] what each bias adds to the logits."""
+    """Return the amount that each bias adds to the logits, [biases, vocabulary]."""
     added = np.zeros((len(biases), vocabulary), np.float32)
     for row, bias in zip(added, biases, strict=True):
         for token, value in bias:

@@ -1,4 +1,4 @@
-"""A teacher in this process: a model that scores what policies have sampled."""
+"""A teacher in this process: a model that scores the samples of policies."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class LocalTeacher:
             return self._size.fitting(lambda: self._scores(rows), lambda: None)
 
     def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
-        found: dict[int, npt.NDArray[np.float32]] = {}
+        scores: dict[int, npt.NDArray[np.float32]] = {}
         for part in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
-            picked = [rows[i] for i in part]
-            values = self._model(picked)[0].cpu()  # one wait for the device per pass
-            found |= {i: v.numpy() for i, v in zip(part, values.split(lengths_of(picked)), strict=True)}
-        return [found[i] for i in range(len(rows))]
+            part_rows = [rows[i] for i in part]
+            values = self._model(part_rows)[0].cpu()  # one wait for the device per pass
+            for i, row_values in zip(part, values.split(lengths_of(part_rows)), strict=True):
+                scores[i] = row_values.numpy()
+        return [scores[i] for i in range(len(rows))]
 
 
 def check_tokenizers(teacher: str, tokenizer: Any, models: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Token sequences as a tree of the tokens in which they differ, and the blocks in which a pass attends over it."""
+"""Token sequences as a tree that branches at their first differences, and the blocks of attention over this tree."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 TOGETHER = 4
-"""Branches of one path attend together while they are no longer, in all, than what they share divided by this: the
-keys of what they share are then held once, and of the scores at most about so great a part is computed in vain."""
+"""Branches of one path attend together if all of them together are at most as long as their shared path divided by
+this. The keys of the shared path are then stored once, and at most about this share of the scores is not needed."""
 PADDED = 1.3
-"""Blocks of unlike size attend in one call while it computes at most so many times the scores that are needed ..."""
+"""Blocks of different sizes attend in one call if it computes at most this many times the scores that are needed ..."""
 FREE = 4096
-"""... or this many scores more per block: about what a call of its own costs."""
+"""... or at most this many additional scores per block: a separate call costs about as much."""
 PART = 16
-"""One more pass is worth it where it saves a budget divided by this of tokens that would be computed twice."""
+"""A further pass is made if it saves at least 1 / PART of a pass's budget in tokens that would be computed twice."""
 
 
 class Segment(NamedTuple):
@@ -37,12 +37,14 @@ class Segment(NamedTuple):
 
 
 class TokenTree(NamedTuple):
-    """The distinct tokens of sequences: equal beginnings are there once.
+    """The distinct tokens of sequences: equal beginnings are stored once.
 
-    `tokens` and `depths` [T] (int64) are of each token, by its number; `paths` has the numbers of each sequence's
-    tokens, sequences in order. `segments` cover all tokens in order, long ones first, so that a branch comes after
-    its trunk. In a walk down the tree, depth first, a token is at `places`, and what is below it ends at `lasts`, both
-    [T]: a token sees those between whose place and last place its own place is.
+    `tokens` and `depths` [T] (int64) have the id and the depth of each token, by its number. `paths` has the numbers of
+    each sequence's tokens, sequences in order. `segments` cover all tokens in order, long ones first, so that a branch
+    comes after its trunk.
+
+    `places` [T] is the place of each token in a depth-first walk, and `lasts` [T] the last place below it. A token sees
+    another one if its own place is between the place and the last place of that one.
     """
 
     tokens: Ints
@@ -67,7 +69,7 @@ def token_array(sequence: Sequence[int]) -> npt.NDArray[np.int32]:
 def _sorted(arrays: Sequence[npt.NDArray[np.int32]]) -> tuple[list[int], Ints]:
     keys = [tokens.astype(">i4").tobytes() for tokens in arrays]  # bytes in the order of the numbers
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    common = [common_length(arrays[one], arrays[other]) for one, other in pairwise(order)]
+    common = [common_length(arrays[first], arrays[second]) for first, second in pairwise(order)]
     return order, np.asarray([0, *common][: len(order)], np.int64)
 
 
@@ -79,7 +81,8 @@ def common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> i
 
 
 def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
-    """The tree of some sequences, none of them empty. A longer one is the trunk of those that leave it."""
+    """Build the tree of sequences, none of which may be empty. A longer sequence is the trunk of shorter ones that
+    branch off it."""
     arrays = [token_array(sequence) for sequence in sequences]
     order, common = _sorted(arrays)
     paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
@@ -90,13 +93,13 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     for place in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
         near, depth = _nearest(placed, place, common)
         ancestors = paths[order[near]][:depth]
-        rest = arrays[order[place]][depth:].astype(np.int64)
+        branch = arrays[order[place]][depth:].astype(np.int64)
         start = len(owner)
-        if len(rest):
+        if len(branch):
             trunk = owner[ancestors[-1]] if depth else -1
-            owner += [len(segments)] * len(rest)
+            owner += [len(segments)] * len(branch)
             segments.append(Segment(start, len(owner), ancestors, trunk))
-            parts.append(rest)
+            parts.append(branch)
         paths[order[place]] = np.concatenate([ancestors, np.arange(start, len(owner))])
         insort(placed, place)
     depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
@@ -163,7 +166,8 @@ class Block(NamedTuple):
 
 
 def attention_blocks(tree: TokenTree) -> list[Block]:
-    """Blocks in which each token of the tree is a query once and sees itself and its ancestors, and nothing else."""
+    """Return the blocks of attention. Each token of the tree is a query in one block, and sees only itself and its
+    ancestors."""
     units = _units(tree.segments)
     units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _keys(unit), _queries(unit)), reverse=True)
     blocks, batch, needed = [], [units[0]], _queries(units[0]) * _keys(units[0])
@@ -212,16 +216,16 @@ def _block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
     # Roots see all keys up to their own: no mask.
     roots = all(not len(unit[0].ancestors) for unit in units)
     for index, unit in enumerate(units):
-        own = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
-        seen = np.concatenate([unit[0].ancestors, own])
-        queries[index, : len(own)] = own
-        real[index, : len(own)] = True
-        keys[index, : len(seen)] = seen
+        unit_queries = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
+        unit_keys = np.concatenate([unit[0].ancestors, unit_queries])
+        queries[index, : len(unit_queries)] = unit_queries
+        real[index, : len(unit_queries)] = True
+        keys[index, : len(unit_keys)] = unit_keys
         if not roots:
-            place[index] = tree.places[seen[0]]  # also of padding, which then sees its first key
-            place[index, : len(own)] = tree.places[own]
-            first[index, : len(seen)] = tree.places[seen]
-            last[index, : len(seen)] = tree.lasts[seen]
+            place[index] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
+            place[index, : len(unit_queries)] = tree.places[unit_queries]
+            first[index, : len(unit_keys)] = tree.places[unit_keys]
+            last[index, : len(unit_keys)] = tree.lasts[unit_keys]
     return Block(queries, keys, real, None if roots else Spans(place, first, last))
 
 
@@ -246,23 +250,33 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
 
 
 def distinct_tokens(lengths: Ints, common: Ints, cuts: Sequence[int]) -> int:
-    """How many tokens the parts between `cuts` compute, with what the sequences of a part have in common once."""
+    """Count the tokens that the parts between `cuts` compute. Tokens that the sequences of a part share count once."""
     ends, starts = _distinct(lengths, common)
     return int(sum(ends[end] - starts[start] for start, end in pairwise(cuts)))
 
 
 def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
-    """The same, into so many parts, some of them empty where there are few sequences, whose largest is smallest."""
+    """Cut the sequences, in their order, into `parts` parts so that the largest part is as small as possible.
+
+    The size of a part is its number of tokens, with shared tokens counted once. With few sequences, parts may be empty.
+    Returns the cuts, with the first and the last one at the ends.
+    """
     ends, starts = _distinct(lengths, common)
 
-    def cuts(most: int) -> list[int]:  # a part within another is no larger, so each may take what it can
-        found = [0]
+    def cuts_with_largest(most: int) -> list[int]:
+        """Cut so that no part has more than `most` tokens. Each part takes as many sequences as fit: a part never gets
+        larger by leaving some to the next one."""
+        cuts = [0]
         for _ in range(parts):
-            room = starts[found[-1]] + most if found[-1] < len(lengths) else ends[-1]
-            found.append(int(np.searchsorted(ends, room, "right")) - 1)
-        return found
+            room = starts[cuts[-1]] + most if cuts[-1] < len(lengths) else ends[-1]
+            cuts.append(int(np.searchsorted(ends, room, "right")) - 1)
+        return cuts
 
-    return cuts(bisect_left(range(int(ends[-1]) + 1), True, key=lambda most: cuts(most)[-1] == len(lengths)))
+    def reaches_end(most: int) -> bool:
+        return cuts_with_largest(most)[-1] == len(lengths)
+
+    smallest = bisect_left(range(int(ends[-1]) + 1), True, key=reaches_end)
+    return cuts_with_largest(smallest)
 
 
 def _distinct(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:

@@ -1,4 +1,4 @@
-"""torch's own profiler, for `cotune train --profile`: one trace at a time of what this process computes."""
+"""torch's profiler, for `cotune train --profile`: one trace of this process at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _profiler: torch.profiler.profile | None = None
 def begin() -> None:
     """Record the operators of all threads of this process, and the kernels of its GPUs. Raises RuntimeError."""
     global _profiler
-    end(None)  # torch has one profiler at a time; that of an interrupted step may be left
+    end(None)  # torch allows one profiler at a time, and an interrupted step may have left one
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it reports each trace on standard error
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -27,7 +27,7 @@ def begin() -> None:
 
 
 def end(file: Path | None) -> None:
-    """Write what was recorded since `begin` to a file that ends with .json.gz; without a file, discard it.
+    """Write the trace since `begin` to a file that ends with .json.gz; without a file, discard it.
 
     Raises RuntimeError and OSError.
     """

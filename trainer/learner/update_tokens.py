@@ -27,8 +27,8 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row without an
-    advantage only counts in the denominators."""
+    """The data that the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row
+    without an advantage only counts in the denominators."""
 
     model: PolicyModel
     tokens: UpdateTokens
@@ -43,17 +43,18 @@ class UpdateTokens:
         tokens      a b c  d e  f
         row [N]     0 0 0  1 1  2      `at([2, 0])` = 5 0 1 2
 
-    `advantages` are those of each row's tokens, where a critic made them; else each token has that of its row.
-    `counted` [N] says which tokens count: neither masked in their row nor rejected by the loss's mask. The others carry
-    no gradient and are in no denominator and no metric. `moves` [R] says which rows have an advantage.
+    `advantages` has the advantages of each row's tokens, if a critic has computed them; else each token has the
+    advantage of its row. `counted` [N] says which tokens count: they are not masked in their row and not rejected by
+    the loss's mask. Other tokens have no gradient and are in no denominator and no metric. `moves` [R] says which rows
+    have an advantage.
     """
 
     def __init__(self, rows: Sequence[TrainRow], loss: LossSpec, advantages: Sequence[Floats] | None = None) -> None:
         lengths = lengths_of(rows)
         self.rows = rows
         self.old: Tensor | None = None
-        """[N] log pi before the update, on the learner's device; NaN, or None for all, where no pass needs it
-        beforehand."""
+        """[N] log pi before the update, on the learner's device. It is NaN (or None for all tokens) if no pass needs it
+        before the first step."""
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
@@ -62,7 +63,7 @@ class UpdateTokens:
             self.moves = [bool(row.advantage) for row in rows]
             self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
         else:
-            self.moves = [bool(own.any()) for own in advantages]
+            self.moves = [bool(row_advantages.any()) for row_advantages in advantages]
             self._advantage = _flat(advantages)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         offered = np.ones(len(self.row), np.bool_)
@@ -95,30 +96,29 @@ class UpdateTokens:
     @cached_property
     def trajectory_lengths(self) -> Tensor:
         """[R] tokens that count in the whole trajectory that each row belongs to."""
-        _, number = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
-        own = torch.from_numpy(number)
-        return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, own, self.lengths)[own]
+        _, numbers = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
+        trajectory = torch.from_numpy(numbers)
+        return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, trajectory, self.lengths)[trajectory]
 
     def masked_share(self) -> dict[str, float]:
-        """`masked_share`: of the tokens that the rows' own masks leave in, how many the loss rejects.
-
-        Also per role, as `<role>/masked_share`, where the rows are of several.
-        """
-        offered, kept = Counter[str](), Counter[str]()
-        pairs = zip(self._per_row(self._offered).tolist(), self.lengths.tolist(), strict=True)
-        for row, (first, after) in zip(self.rows, pairs, strict=True):
-            offered[row.role] += first
-            kept[row.role] += after
-        found = {"masked_share": 1.0 - kept.total() / max(offered.total(), 1)}
+        """Return `masked_share`: the share of tokens that the loss rejects, of the tokens that the rows' masks leave
+        in. With several roles, each role also has one, as `<role>/masked_share`."""
+        offered, counted = Counter[str](), Counter[str]()
+        offered_of_rows = self._per_row(self._offered).tolist()
+        for number, (row, length) in enumerate(zip(self.rows, self.lengths.tolist(), strict=True)):
+            offered[row.role] += offered_of_rows[number]
+            counted[row.role] += length
+        shares = {"masked_share": 1.0 - counted.total() / max(offered.total(), 1)}
         if len(offered) > 1:
-            found |= {f"{role}/masked_share": 1.0 - kept[role] / max(offered[role], 1) for role in sorted(offered)}
-        return found
+            for role in sorted(offered):
+                shares[f"{role}/masked_share"] = 1.0 - counted[role] / max(offered[role], 1)
+        return shares
 
     def of_pass(
         self, rows: Sequence[int], weight: Tensor, *, new: Tensor, entropy: Tensor, untrained: Tensor | None
     ) -> Tokens:
-        """The tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its row;
-        `new`, `entropy` and `untrained` are of all tokens of the pass, in its order, on its device."""
+        """Return the tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its
+        row. `new`, `entropy` and `untrained` have all tokens of the pass, in its order, on its device."""
         device = new.device
         every = self.at(rows)
         counted = self.counted[every]
@@ -128,8 +128,8 @@ class UpdateTokens:
         # Found on the CPU: a mask on the GPU would make the host wait for the number of tokens that count.
         places = to_device(counted.nonzero().squeeze(1), device)
         new, entropy = new.index_select(0, places), entropy.index_select(0, places)
-        now = new.detach()
-        old = now if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
+        present = new.detach()
+        old = present if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
         if self._teacher is not None:
             reference: Tensor | None = to_device(self._teacher[at], device)
         else:
@@ -141,31 +141,35 @@ class UpdateTokens:
             exploration=to_device(self._exploration[self.row[at]], device),
             weight=to_device(weight[self.row[at]], device),
             row=to_device(row, device),
-            old=torch.where(old.isnan(), now, old),
+            old=torch.where(old.isnan(), present, old),
             entropy=entropy,
             reference=reference,
             rows=len(rows),
         )
 
     def note(self, rows: Sequence[int], own: Tokens) -> None:
-        """Keep what a pass saw of its tokens that count, for `seen`."""
+        """Store the figures of a pass for its tokens that count, for `seen`."""
         at = self.at(rows)
         if own.entropy is not None:
             self._noted.append((at[self.counted[at]], torch.stack([own.new, own.entropy]).detach().float()))
 
     def seen(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
-        """What passes saw of the tokens, by the id of their row; those of rows that none computed are left out."""
+        """Return the figures of the tokens, by the id of their row. Rows that no pass has computed are left out."""
         for at, values in self._noted:  # copied now, so that no pass waits for the GPU
             self._seen[:, at] = values.cpu()
         self._noted.clear()
-        known = ~self._seen[0].isnan()
-        summed = group.sum(torch.cat([torch.where(known, self._seen, 0.0), known[None].float()]))
+        # Each rank has computed some tokens: add up their figures and the number of ranks.
+        computed = ~self._seen[0].isnan()
+        summed = group.sum(torch.cat([torch.where(computed, self._seen, 0.0), computed[None].float()]))
         new, entropy, count = (part.numpy() for part in summed.cpu())
         gaps = np.where(count > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
         entropies = np.where(count > 0, entropy, np.nan).astype(np.float16)
         parts = zip(np.split(gaps, self._starts[1:-1]), np.split(entropies, self._starts[1:-1]), strict=True)
-        found = {row.id: CandidateTokens(*part) for row, part in zip(self.rows, parts, strict=True)}
-        return {id: one for id, one in found.items() if not np.isnan(one.gaps).all()}
+        figures: dict[str, CandidateTokens] = {}
+        for row, (row_gaps, row_entropies) in zip(self.rows, parts, strict=True):
+            if not np.isnan(row_gaps).all():
+                figures[row.id] = CandidateTokens(row_gaps, row_entropies)
+        return figures
 
     def _per_row(self, chosen: Tensor) -> Tensor:
         return torch.bincount(self.row[chosen], minlength=len(self.rows))

@@ -65,7 +65,8 @@ class Ranks:
         return ranks
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Rank 0's answer. Raises what the ranks raise, LearnerLost, LearnerError."""
+        """Call a method on all ranks, and return the answer of rank 0. Raises the errors of the ranks, LearnerLost,
+        LearnerError."""
         with _as_learner_errors():
             return self.workers.call(method, *arguments, timeout=self._timeout)
 
@@ -105,8 +106,7 @@ class FsdpLearner:
         """Start the actors in this process's Ray and load `model` for every trained policy; those in `own` are trained
         by methods of their own. `seed` decides the adapters' initial weights and the order of rows.
 
-        Raises ConfigError for what does not fit into the cluster or cannot be trained, LearnerError when a worker
-        fails.
+        Raises ConfigError if the cluster is too small or a policy cannot be trained, LearnerError if a worker fails.
         """
         check_losses(loss, *(method.loss for method in own.values()))
         specs = [spec for spec in policies.specs.values() if spec.trained]
@@ -141,16 +141,16 @@ class FsdpLearner:
         return [np.array(part) for part in self._ask(policy, "logprobs", pack_rows(rows))]
 
     def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
-        """As `Learner.seen`."""
-        found: Mapping[str, CandidateTokens] = self._ask(policy, "seen")
-        return found
+        """Return the figures of each token: see `Learner.seen`."""
+        figures: Mapping[str, CandidateTokens] = self._ask(policy, "seen")
+        return figures
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
         return {name: np.array(array) for name, array in self._ask(policy, "weights").items()}
 
     def adopt(self, policy: str, weights: Weights) -> None:
-        """Go on from these weights, as `LocalLearner.adopt`."""
+        """Continue from these weights: see `LocalLearner.adopt`."""
         self._ask(policy, "adopt", weights)
 
     def save(self, folder: Path) -> None:
@@ -159,8 +159,8 @@ class FsdpLearner:
         self._ranks.call("save", str(folder.absolute()))
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore what `save` or a `LocalLearner` wrote, with any number of workers, but for policies that are `new`.
-        Raises RunError."""
+        """Restore a checkpoint of `save` or of a `LocalLearner`, with any number of workers, except for policies that
+        are `new`. Raises RunError."""
         files.check_identity(folder, [spec for spec in self._specs.values() if spec.name not in new])
         self._ranks.call("load", str(folder.absolute()), list(new))
 

@@ -22,7 +22,7 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
     """Open models on all ranks of the default process group, each with its part of the weights on `device`.
 
     `load` opens them on the CPU, or with True without weights. `divide` shards their modules. Rank 0 alone loads the
-    weights, and sends them one tensor after the other. Raises on every rank what `load` raised on any of them.
+    weights, and sends them one tensor after the other. If `load` fails on any rank, all ranks raise its error.
     """
     is_source = dist.get_rank() == 0
     models = _together(lambda: load(not is_source))
@@ -49,7 +49,8 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
 
 
 def _together(work: Callable[[], Models]) -> Models:
-    """What `work` returns on this rank. If it fails on any rank, all raise its error: none waits for the others."""
+    """Return the result of `work` on this rank. If it fails on any rank, all ranks raise its error, so that none waits
+    forever."""
     models: Models = {}
     fault: CotuneError | None = None
     try:
@@ -58,9 +59,9 @@ def _together(work: Callable[[], Models]) -> Models:
         fault = error
     faults: list[CotuneError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
-    for one in faults:
-        if one is not None:
-            raise one
+    for rank_fault in faults:
+        if rank_fault is not None:
+            raise rank_fault
     return models
 
 

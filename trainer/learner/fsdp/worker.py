@@ -84,9 +84,11 @@ def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
 
 
 def _layers(network: Any) -> list[Any]:
-    """The repeated blocks of a transformer; where it does not name them, there is one group for all its weights. So
-    too where it sees images: ranks whose rows hold images of other forms make another number of passes over them, and
-    every gathering is one of all ranks."""
+    """Return the repeated blocks of a transformer. If it does not name them, all its weights are one group.
+
+    A transformer with images is one group too: ranks may need different numbers of passes over images of different
+    forms, and all ranks must take part in each gathering of weights.
+    """
     if sees_images(network.config):
         return []
     names = set(getattr(network, "_no_split_modules", None) or ())
@@ -147,7 +149,7 @@ class FsdpWorker:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
 
     def learner(self, method: str, *arguments: Any) -> Any:
-        """What a method of this rank's learner returns. Rows come as bytes."""
+        """Call a method of this rank's learner. Rows come as bytes."""
         return getattr(self._learner, method)(*(unpack_rows(a) if isinstance(a, bytes) else a for a in arguments))
 
     def begin_profile(self) -> None:

@@ -1,1 +1,1 @@
-"""What training takes of memory: the size of passes, checkpointed layers, optimizers."""
+"""The memory of training: the size of passes, checkpointed layers, optimizers."""

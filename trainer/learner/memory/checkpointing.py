@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers keep only what they were given, and are computed again in the backward pass."""
+"""Activation checkpointing: layers store only their inputs, and are computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class Checkpointing:
-    """Whether the layers of a network are checkpointed in the passes to come; gradients do not depend on it.
+    """Switches the checkpointing of a network's layers for the next passes. Gradients do not depend on it.
 
-    Their `forward` is replaced, not their call: what hooks do to them (FSDP gathers weights) is done once.
+    The layers' `forward` is replaced, not their call, so that hooks (FSDP gathers weights) run only once.
     """
 
     on = False

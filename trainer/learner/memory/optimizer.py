@@ -1,4 +1,4 @@
-"""The optimizer of a policy, and weights of four bits: what bitsandbytes makes smaller, where there is a GPU."""
+"""The optimizer of a policy, and weights of four bits. bitsandbytes makes both smaller on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPS = 1e-8
 
 
 def check_hardware(settings: LearnerSettings) -> None:
-    """Raises ConfigError for settings that need a GPU where there is none, or bitsandbytes, which is not installed."""
+    """Raise ConfigError for settings that need a GPU or bitsandbytes on a machine without it."""
     for name, (value, usual) in settings.needing_gpu.items():
         field = f"learner.{name}"
         if settings.device == "cpu" or not torch.cuda.is_available():
@@ -26,25 +26,25 @@ def check_hardware(settings: LearnerSettings) -> None:
 
 
 def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.Optimizer:
-    """AdamW over what the policy trains, with moments in fp32 or (adamw8bit, arXiv 2110.02861) in blocks of 8 bits."""
+    """Build AdamW for the trained tensors of the policy, with moments in fp32 or (adamw8bit, arXiv 2110.02861) in
+    blocks of 8 bits."""
     parameters = list(model.parameters().values())
     shared: dict[str, Any] = {
         "lr": learning_rate(model, settings),
         "betas": settings.betas,
         "eps": EPS,
-        # None: an adapter starts at zero, and clips and the KL penalty hold all weights to where they started.
+        # No decay: an adapter starts at zero, and clips and the KL penalty keep all weights near their initial values.
         "weight_decay": 0.0,
     }
     if settings.optimizer == "adamw8bit":
-        made: torch.optim.Optimizer = _bitsandbytes("learner.optimizer", "adamw8bit").optim.AdamW8bit(
-            parameters, **shared
-        )
-        return made
+        library = _bitsandbytes("learner.optimizer", "adamw8bit")
+        optimizer: torch.optim.Optimizer = library.optim.AdamW8bit(parameters, **shared)
+        return optimizer
     return torch.optim.AdamW(parameters, fused=model.device.type in ("cpu", "cuda"), **shared)
 
 
 def learning_rate(model: PolicyModel, settings: LearnerSettings) -> float:
-    """That of the settings, else the usual one for what the policy trains."""
+    """Return the learning rate of the settings, else the default for adapters or full weights."""
     default = LORA_LR if model.spec.kind == "lora" else FULL_LR
     return default if settings.lr is None else settings.lr
 

@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 MOST = {"cpu": 8192, "cuda": 65536}
 LEAST = 16
-"""Bounds of what "auto" chooses, in tokens. On a CPU larger passes are not faster. On a GPU they save kernel launches;
+"""Bounds of the choice of "auto", in tokens. On a CPU larger passes are not faster. On a GPU they save kernel launches;
 above 65,536 tokens the tensors of a layer come near the 2^31 entries that some kernels can number."""
 CPU_SHARE, GPU_SHARE = 1 / 16, 0.8
-"""Of the machine's memory, and of what is free on a GPU, what the activations of a pass may take. On a CPU larger
-passes are hardly faster, and the application and the sampler want room as well."""
+"""The share of the machine's memory, and of a GPU's free memory, that the activations of a pass may take. On a CPU
+larger passes are hardly faster, and the application and the sampler need memory too."""
 MARGIN = 1.25
 """Passes are chosen for so many times the memory that their tensors take: allocators leave gaps."""
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
-"""What torch says where it has none: for tensors of the CPU, for the GPU outside its own allocator, and of CUDA's
+"""Parts of torch's errors when memory runs out: on the CPU, on the GPU outside of torch's allocator, and in CUDA's
 libraries (cuBLAS, cuDNN)."""
 GRADIENT_BYTES, MOMENT_BYTES = 4, {"adamw": 8, "adamw8bit": 2}
 """Per trained parameter: its gradient, while its policy is updated, and both moments of the optimizer, from the first
@@ -44,11 +44,11 @@ step on."""
 LOGIT_BYTES = 12
 """Of a logit: three buffers of a chunk in float32."""
 LARGE = 2**24
-"""Parameters from which on passes take so many pages that it matters how they are asked for."""
+"""From this number of parameters on, passes take so many pages that their allocation costs time."""
 _KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
-"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: during an update, pages of tensors up to 32 MiB are used again instead
-of being asked of the system anew for each, which takes a quarter of its time. The gaps between them take about as much
-memory as a pass."""
+"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: during an update, pages of tensors up to 32 MiB are used again. To
+allocate new ones for each tensor takes a quarter of an update's time. The gaps between them take about as much memory
+as a pass."""
 _ANEW = ((-3, 256 << 10),)
 """Larger tensors are given back to the system when they are freed, where memory is short. By itself glibc
 raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
@@ -88,10 +88,10 @@ class PassSize:
         return self._sizes[self.checkpointed]
 
     def choose(self, longest: int, computed: Callable[[int], int]) -> bool:
-        """Whether the layers are checkpointed in passes of rows whose longest has so many tokens.
+        """Decide whether the layers are checkpointed in passes of rows whose longest has `longest` tokens.
 
-        `computed` says how many tokens passes of a size compute: small ones compute what rows have in common again and
-        again. Checkpointing costs a third, so it is taken where it saves more.
+        `computed` returns the number of tokens that passes of a size compute: small passes compute the tokens that rows
+        share several times. Checkpointing costs a third of the time, so it is used if it saves more.
         """
         plain = max(self._sizes[False], self._single)
         small, large = self._sizes[False], self._sizes[True]
@@ -103,7 +103,7 @@ class PassSize:
         return self.checkpointed
 
     def check(self, rows: Sequence[TrainRow]) -> None:
-        """Raises LearnerError for a row of which not even a pass of its own fits."""
+        """Raise LearnerError for a row that does not fit, even alone in a pass."""
         row = max(rows, key=lambda row: len(tokens_of(row)))
         length = len(tokens_of(row))
         if length > self._most:
@@ -113,16 +113,16 @@ class PassSize:
                 "Set learner.memory higher, or shorten prompts or sampling.max_tokens.",
             )
 
-    def adapt(self, fits: Mapping[bool, int], asked: Mapping[bool, int], room: float, most: int, where: str) -> None:
+    def adapt(self, fits: Mapping[bool, int], wanted: Mapping[bool, int], room: float, most: int, where: str) -> None:
         """Choose the sizes for an update that begins with `room` bytes for a pass.
 
-        `fits` and `asked` are tokens by kind of pass (whether its layers are computed again): as many as fit, and as
-        many as a pass should have. `most`: the longest row that fits at all, into what `where` names. Sizes that were
-        halved when memory ran out grow only if there is more room than then.
+        `fits` and `wanted` are numbers of tokens by kind of pass (whether its layers are computed again): the most that
+        fit, and the wanted size. `most` is the longest row that fits at all into the memory that `where` names. Sizes
+        that were halved when memory ran out grow only if there is more room than then.
         """
         self._single, self._most, self._where = fits[False], most, where
         grows = room > GROWTH * self._room_when_halved
-        for kind, tokens in asked.items():
+        for kind, tokens in wanted.items():
             if grows or not self._halved[kind]:
                 self._sizes[kind], self._halved[kind] = tokens, False
             else:
@@ -132,8 +132,8 @@ class PassSize:
         self._room = room
 
     def fitting(self, compute: Callable[[], T], again: Callable[[], None]) -> T:
-        """What `compute` returns, which makes passes of `tokens`. Where memory runs out `tokens` is halved, `again`
-        called and all computed once more. Raises LearnerError where that is no use."""
+        """Return the result of `compute`, which makes passes of `tokens`. If memory runs out, halve `tokens`, call
+        `again`, and compute once more. Raises LearnerError if a smaller size cannot help."""
         while True:
             try:
                 return compute()
@@ -191,7 +191,7 @@ class PassSizes:
         group: ProcessGroup,
         optimizers: Mapping[str, torch.optim.Optimizer],
     ) -> None:
-        """Raises ConfigError for a `learner.memory` in which not even a small pass fits."""
+        """Raise ConfigError if not even a small pass fits into `learner.memory`."""
         self._policies, self._settings, self._group, self._optimizers = dict(policies), settings, group, optimizers
         self._networks = {id(model.network): model for model in policies.values()}
 
@@ -229,8 +229,8 @@ class PassSizes:
                 fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
                 raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
             fits = {kind: self._smallest(room / each, model) for kind, each in token_bytes.items()}
-            asked = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
-            self._sizes[network].adapt(fits, asked, room, self._smallest(limit / least, model), where)
+            wanted = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
+            self._sizes[network].adapt(fits, wanted, room, self._smallest(limit / least, model), where)
 
     def has_room(self, tokens: int) -> bool:
         """Whether passes of so many tokens, or of as many as the settings ask for, fit into the memory that is free
@@ -262,60 +262,64 @@ class PassSizes:
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
-    """Tokens of a pass, of which `fit` would fit."""
-    asked = settings.micro_batch_tokens
-    if asked == "auto":
+    """Return the wanted tokens of a pass, if `fit` tokens would fit."""
+    wanted = settings.micro_batch_tokens
+    if wanted == "auto":
         return auto_tokens(fit, device)
-    if settings.memory and fit < asked:
-        log.warning("learner.memory has room for passes of %d tokens, not of %d", fit, asked)
+    if settings.memory and fit < wanted:
+        log.warning("learner.memory has room for passes of %d tokens, not of %d", fit, wanted)
         return max(LEAST, fit)
-    return asked
+    return wanted
 
 
 def auto_tokens(fit: float, device: str) -> int:
-    """What "auto" takes where so many fit: one of a few numbers, so that machines that hardly differ take the same. On
-    a GPU, whose memory no other process can lend, a power of two; elsewhere at most an eighth less than fits."""
+    """Return the tokens of a pass that "auto" chooses if `fit` tokens fit.
+
+    It is one of a few numbers, so that similar machines choose the same: on a GPU, whose memory is not shared with
+    other processes, a power of two; on a CPU at most an eighth less than fits.
+    """
     tokens = int(max(LEAST, min(MOST.get(device, MOST["cpu"]), fit)))
     lower_bits = tokens.bit_length() - (4 if device == "cpu" else 1)
     return tokens >> lower_bits << lower_bits
 
 
 class PassMemory(NamedTuple):
-    """What the tensors of a pass take, in bytes. `cotune doctor` forecasts with it what the learner chooses by it."""
+    """The memory of a pass, in bytes. The learner chooses by it, and `cotune doctor` forecasts the choice with it."""
 
     plain: float
-    """What each token keeps for the backward pass."""
+    """Bytes of a token that stay in memory until the backward pass."""
     checkpointed: float
     """The same if layers are computed again in the backward pass."""
     layers: int
     fixed: float
-    """What any pass keeps, however few tokens it has: weights in the precision of products, and the gradient of a
-    trained output embedding. If that is the input embedding too, autograd keeps it until the gradient of the latter
-    is there."""
+    """Bytes of any pass, independent of its tokens: weights in the precision of products, and the gradient of a trained
+    output embedding. If that is the input embedding too, autograd keeps it until the gradient of the input embedding
+    is computed."""
     logits: float
-    """What log-probabilities take beside the states: a chunk of logits."""
+    """Bytes of log-probabilities in addition to the states: a chunk of logits."""
 
     def kept(self, *, checkpointed: bool) -> float:
-        """What each token keeps for the backward pass."""
+        """Return the bytes of a token that stay in memory until the backward pass."""
         return self.checkpointed if checkpointed else self.plain
 
     def backward(self, *, checkpointed: bool) -> float:
-        """What each token takes beside what is kept, in the layer that the backward pass is at: its gradients, and a
-        checkpointed layer is computed again before. The factors are from peaks that `benchmarks.forecast` counted."""
+        """Return the additional bytes of a token in the present layer of the backward pass: its gradients, and the
+        results of a checkpointed layer, which is computed again. The factors are measured (`benchmarks.forecast`)."""
         return (1.4 if checkpointed else 1.0) * self.plain / self.layers
 
     def peak(self, tokens: int, *, checkpointed: bool) -> float:
-        """The most that a pass of so many tokens takes. Logits are gone before the gradients of layers are there."""
-        kept = tokens * self.kept(checkpointed=checkpointed)
-        return self.fixed + kept + max(self.logits, tokens * self.backward(checkpointed=checkpointed))
+        """Return the most bytes of a pass with this number of tokens. Logits are freed before the gradients of layers
+        are computed."""
+        until_backward = tokens * self.kept(checkpointed=checkpointed)
+        return self.fixed + until_backward + max(self.logits, tokens * self.backward(checkpointed=checkpointed))
 
     def planned(self, *, checkpointed: bool) -> float:
-        """What passes are chosen by, for each token, in the memory that `fixed` and `logits` leave."""
+        """Return the bytes of a token by which sizes are chosen, in the memory next to `fixed` and `logits`."""
         return MARGIN * (self.kept(checkpointed=checkpointed) + self.backward(checkpointed=checkpointed))
 
 
 def pass_memory(model: PolicyModel) -> PassMemory:
-    """What the tensors of a pass take, measured with small passes."""
+    """Measure the memory of a pass with small passes."""
     whole = kept_bytes(model, checkpointed=False)
     again = kept_bytes(model, checkpointed=True) if model.logprob_model.checkpointing.possible else whole
     head = model.network.get_output_embeddings().weight
@@ -329,12 +333,12 @@ def pass_memory(model: PolicyModel) -> PassMemory:
 
 
 def logit_bytes(vocabulary: int, device: str) -> float:
-    """What log-probabilities take beside the states."""
+    """Return the bytes of log-probabilities in addition to the states."""
     return float(LOGIT_BYTES * vocabulary * chunk_tokens(vocabulary, device))
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that a pass keeps for its backward pass: for each of its tokens, and however few tokens it has (casts of
+    """Bytes of a pass that stay in memory until its backward pass: of each token, and independent of tokens (casts of
     weights)."""
 
     token: float
@@ -342,8 +346,8 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(model: PolicyModel, *, checkpointed: bool) -> KeptBytes:
-    """What a pass keeps for its backward pass, by passes of two sizes. `cotune doctor` asks it of models without
-    storage."""
+    """Measure the bytes that stay in memory until the backward pass, with passes of two sizes. `cotune doctor` does
+    this with models without storage."""
     switch = model.logprob_model.checkpointing
     switch.on = checkpointed
     try:
@@ -355,43 +359,45 @@ def kept_bytes(model: PolicyModel, *, checkpointed: bool) -> KeptBytes:
 
 
 def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
-    """Tokens of a pass over so many groups of two rows, and the bytes of the tensors that its graph holds."""
+    """Return the tokens of a pass over this number of groups of two rows, and the bytes of the tensors in its graph."""
     prompt, response = 24, 9
-    rows = [
-        TrainRow(
-            id="",
-            role="",
-            prompt_ids=(at,) * (prompt - at),
-            response_ids=(first,) * response,
-            logprobs=(),
-            advantage=0.0,
-        )
-        for at in range(groups)
-        for first in (groups, groups + 1)
-    ]
+    rows: list[TrainRow] = []
+    for group in range(groups):
+        # The two rows of a group share their prompt; prompts of groups differ from the first token on.
+        for token in (groups, groups + 1):
+            row = TrainRow(
+                id="",
+                role="",
+                prompt_ids=(group,) * (prompt - group),
+                response_ids=(token,) * response,
+                logprobs=(),
+                advantage=0.0,
+            )
+            rows.append(row)
     parameters = {_storage_id(local_shard(p)) for p in model.network.parameters()}
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> None:  # nothing: a graph that holds its own outputs would never be freed
-        at = _storage_id(tensor)
-        if at not in parameters:
-            kept[at] = tensor.detach()
+    def save(tensor: Tensor) -> None:  # returns nothing: a graph that holds its own outputs would never be freed
+        storage = _storage_id(tensor)
+        if storage not in parameters:
+            saved[storage] = tensor.detach()
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda none: none):
         model.token_logprobs(rows)
     model.logprob_model.release()
-    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    return pass_tokens(rows, model.logprob_model.shares), held
+    saved_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    return pass_tokens(rows, model.logprob_model.shares), saved_bytes
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """The same for tensors of one storage, which need not have memory."""
+    """Return a number that is equal for tensors of one storage, which may have no memory."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[float, float, str]:
-    """Bytes that a pass should take, bytes that it can, both without the `fixed` ones, and a name for the latter."""
+    """Return the bytes that a pass should take and the most that it can take, both without the `fixed` ones, and the
+    name of the limit."""
     cuda = model.device.type == "cuda"
     if settings.memory:
         used = int(torch.cuda.memory_allocated(model.device)) if cuda else process_memory()
@@ -408,12 +414,14 @@ def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[fl
 
 
 def usual_share(room: float, total: float, device: str) -> float:
-    """Bytes that a pass should take without `learner.memory`, of the `room` that is left in a machine's `total`."""
+    """Return the bytes that a pass should take without `learner.memory`: a part of the free `room` in a machine with
+    `total` bytes."""
     return min(total * CPU_SHARE, room) if device == "cpu" else room * GPU_SHARE
 
 
 def keeps_pages(share: float, room: float) -> bool:
-    """Whether there is room for the gaps between kept pages, where a pass takes a `share` of the `room`, in bytes."""
+    """Return whether there is room for the gaps between pages that stay allocated, if a pass takes `share` bytes of the
+    `room`."""
     return 0 < 3 * share <= room
 
 
@@ -422,7 +430,7 @@ def _is_large(model: PolicyModel) -> bool:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, where it is glibc."""
+    """Return the C library, if it is glibc."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if hasattr(library, "malloc_trim") else None
 

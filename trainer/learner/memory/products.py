@@ -1,8 +1,9 @@
-"""The products of a network whose base is frozen: those of a layer and its adapter in one step, and in few operators.
+"""The matrix products of a network whose base is frozen. A layer and its adapter are computed in one step, with few
+operators.
 
-On a GPU in bfloat16 all tensors between layers are bfloat16, and nothing is left for autocast to do: PEFT's own layers
-under autocast need about twice as many kernels, half of them casts. On a CPU with bfloat16 only what is multiplied is
-rounded; tensors between layers stay float32. Trained weights and their gradients are float32 on both.
+On a GPU in bfloat16 all tensors between layers are bfloat16, so autocast is not needed: PEFT's layers under autocast
+need about twice as many kernels, half of them casts. On a CPU with bfloat16 only the factors of products are rounded;
+tensors between layers stay float32. Trained weights and their gradients are float32 on both.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from cotune.trainer.learner.policy_model import PolicyModel
 def open_joined(
     model: str, policies: Policies, settings: LearnerSettings, reference: Container[str], seed: int = 0
 ) -> dict[str, PolicyModel]:
-    """The policies of a learner of one process (`open_policy_models`), in which each frozen layer and its adapters are
-    one step."""
+    """Open the policies of a learner in one process (`open_policy_models`). Each frozen layer is computed in one step
+    with its adapters."""
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = usual_device() if settings.device == "auto" else settings.device
     loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
@@ -50,22 +51,23 @@ def open_joined(
 
 def compute_joined(model: LogprobModel, precision: str) -> AdapterCopies:
     """Let a model with adapters compute each frozen layer and its adapters in one step, in `precision`. `cotune doctor`
-    does the same to a model without storage, to count what a pass keeps."""
+    does the same to a model without storage, to count the memory of a pass."""
     copies = join_layers(model.network, getattr(torch, precision))
     model.compute_by_itself(copies)
     return copies
 
 
 def join_layers(network: Any, dtype: torch.dtype) -> AdapterCopies:
-    """Compute the frozen linear layers of a network, but for its head, in `dtype`, in which their weights are held
-    then, and with them the adapters that they have."""
+    """Compute the frozen linear layers of a network, except its head, in `dtype`, together with their adapters. Their
+    weights are converted to this dtype."""
     rounded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
     head = network.get_output_embeddings()
     adapted = [layer for layer in network.modules() if _is_adapted(layer)]
     copies = AdapterCopies(adapted, dtype)
     bases = {id(layer.base_layer) for layer in adapted}
     bare = [layer for layer in network.modules() if type(layer) is nn.Linear and id(layer) not in bases]
-    for layer, base in [*((one, one.base_layer) for one in adapted), *((one, one) for one in bare)]:
+    layers = [(layer, layer.base_layer) for layer in adapted] + [(layer, layer) for layer in bare]
+    for layer, base in layers:
         if base is not head and not base.weight.requires_grad:
             base.weight.data = base.weight.data.to(dtype)
             layer.forward = partial(_forward, layer, base, rounded, copies)
