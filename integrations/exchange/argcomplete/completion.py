@@ -1,4 +1,4 @@
-"""Answers a shell that asks what may come next on a command line."""
+"""Completes command lines for a shell."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import argcomplete
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Write what fits to the shell, and end the process; does nothing where no shell asks."""
+    """If a shell asks for completions, write them and end the process; otherwise do nothing."""
     argcomplete.autocomplete(parser)

@@ -1,8 +1,8 @@
-"""The contents of an LLM span: kind, agent, model, parameters, messages, tools.
+"""Reads the contents of an LLM span: kind, agent, model, parameters, messages, tools.
 
-Two conventions are read: OpenTelemetry's for GenAI (as attributes, as JSON text in them, and as the event
-`gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`. `earlier_forms` reads messages of
-OpenLLMetry and those in one event each.
+It reads two conventions: OpenTelemetry's for GenAI (in attributes, in JSON texts in them, and in the event
+`gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`. `earlier_forms` reads messages of OpenLLMetry
+and messages in separate events.
 """
 
 from __future__ import annotations
@@ -55,46 +55,52 @@ def kind_of(span: Span) -> Kind:
 
 
 def agent_of(span: Span) -> str | None:
-    """The agent that a span names: itself an agent's, or a node's of a graph."""
-    keys = (names.ROLE, names.AGENT_NAME, "agent.name")
-    named = next((span.attributes[key] for key in keys if span.attributes.get(key)), None)
-    if not named and kind_of(span) == "agent":
-        named = span.attributes.get("traceloop.entity.name") or span.name
-    if not named:
-        named = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
-    return str(named) if named else None
+    """The agent that a span names, as the span of an agent or of a graph's node."""
+    agent: Any = first_present(span.attributes, names.ROLE, names.AGENT_NAME, "agent.name")
+    if not agent and kind_of(span) == "agent":
+        agent = span.attributes.get("traceloop.entity.name") or span.name
+    if not agent:
+        agent = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
+    return str(agent) if agent else None
 
 
-def params_of(found: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
+def params_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
     """Request parameters in OpenAI form."""
-    given = json_value(found.get("llm.invocation_parameters"), "llm.invocation_parameters", left_out)
-    params = {k: v for k, v in mapping(given).items() if k not in ("model", "messages", "tools")}
-    params |= {name: found[key] for name, key in names.PARAMS.items() if found.get(key) is not None}
-    if found.get(names.OUTPUT_TYPE) == "json":
+    name = "llm.invocation_parameters"
+    openinference = mapping(json_value(attributes.get(name), name, left_out))
+    params = {key: value for key, value in openinference.items() if key not in ("model", "messages", "tools")}
+    for param, attribute in names.PARAMS.items():
+        if attributes.get(attribute) is not None:
+            params[param] = attributes[attribute]
+    if attributes.get(names.OUTPUT_TYPE) == "json":
         params.setdefault("response_format", {"type": "json_object"})
     return params
 
 
 def whole(value: Any) -> int:
-    """A count or number in a span; 0 where it is none."""
+    """A count in a span; 0 if the value is no usable number."""
     try:
-        found = int(value)
+        count = int(value)
     except (TypeError, ValueError, OverflowError):
         return 0
-    return found if 0 <= found < MOST else 0
+    return count if 0 <= count < MOST else 0
 
 
 def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages of the request and of the answer, in OpenAI form; an answer's may carry a `finish_reason`.
+    """Messages of the request and of the answer, in OpenAI form. Messages of the answer may have a `finish_reason`.
 
-    Without the whole prompt, the answer to it is left out as well.
+    If the prompt is incomplete, its answer is left out as well.
     """
-    for found in (span.attributes, *(event.attributes for event in span.events if event.name == _DETAILS)):
-        if names.INPUT_MESSAGES in found or names.OUTPUT_MESSAGES in found:
-            request = _request(found, left_out)
-            return ([], []) if request is None else (request, _answer(found, left_out))
-    request = [_openinference(one) for one in numbered(span.attributes, "llm.input_messages")]
-    answers = [_openinference(one) for one in numbered(span.attributes, "llm.output_messages")]
+    # The conventions are tried from the newest to the oldest.
+    details = [event.attributes for event in span.events if event.name == _DETAILS]
+    for attributes in (span.attributes, *details):
+        if names.INPUT_MESSAGES in attributes or names.OUTPUT_MESSAGES in attributes:
+            genai_request = _request(attributes, left_out)
+            if genai_request is None:
+                return [], []
+            return genai_request, _answer(attributes, left_out)
+    request = [_openinference(fields) for fields in numbered(span.attributes, "llm.input_messages")]
+    answers = [_openinference(fields) for fields in numbered(span.attributes, "llm.output_messages")]
     if not request and not answers:
         request, answers = openllmetry_messages(span.attributes, left_out)
     if not request and not answers:
@@ -102,45 +108,50 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
     return request, answers
 
 
-def tools_of(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
-    """Tool definitions in OpenAI form, None where there are none."""
-    given = json_value(found.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
-    if not isinstance(given, list):
-        given = [one.get("tool.json_schema") for one in numbered(found, "llm.tools")]
-        given = given or openllmetry_tools(found, left_out)
-    known = [one for one in (mapping(json_value(tool, "llm.tools", left_out)) for tool in given) if one]
+def tools_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
+    """Tool definitions in OpenAI form; None without any."""
+    definitions = json_value(attributes.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
+    if not isinstance(definitions, list):
+        definitions = [fields.get("tool.json_schema") for fields in numbered(attributes, "llm.tools")]
+        definitions = definitions or openllmetry_tools(attributes, left_out)
     tools = []
-    for one in known:
-        bare = "function" not in one and one.get("type", "function") == "function"
-        function = {k: v for k, v in one.items() if k != "type" and v is not None}
-        tools.append({"type": "function", "function": function} if bare else dict(one))
+    for definition in definitions:
+        tool = mapping(json_value(definition, "llm.tools", left_out))
+        if not tool:
+            continue
+        # The conventions have the fields of a function next to its type, OpenAI below `function`.
+        if "function" not in tool and tool.get("type", "function") == "function":
+            function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+            tools.append({"type": "function", "function": function})
+        else:
+            tools.append(dict(tool))
     return tools or None
 
 
-def _request(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
+def _request(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """The messages of a request; None if one of its attributes was cut."""
-    system = json_value(found.get(names.SYSTEM_INSTRUCTIONS), names.SYSTEM_INSTRUCTIONS, left_out)
-    given = json_value(found.get(names.INPUT_MESSAGES), names.INPUT_MESSAGES, left_out)
-    for name, value in ((names.SYSTEM_INSTRUCTIONS, system), (names.INPUT_MESSAGES, given)):
-        if value is None and found.get(name) is not None:
+    system = json_value(attributes.get(names.SYSTEM_INSTRUCTIONS), names.SYSTEM_INSTRUCTIONS, left_out)
+    inputs = json_value(attributes.get(names.INPUT_MESSAGES), names.INPUT_MESSAGES, left_out)
+    for name, value in ((names.SYSTEM_INSTRUCTIONS, system), (names.INPUT_MESSAGES, inputs)):
+        if value is None and attributes.get(name) is not None:
             return None
     messages = from_parts({"role": "system", "parts": _as_list(system)}, left_out) if system else []
-    for message in _readable(given, left_out):
+    for message in _readable(inputs, left_out):
         messages += from_parts(message, left_out)
     return messages
 
 
-def _answer(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _answer(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     messages = []
-    given = json_value(found.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
-    for message in _readable(given, left_out):
-        made = from_parts({"role": "assistant", **message}, left_out)[0]
-        messages.append(with_reason(made, message))
+    outputs = json_value(attributes.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
+    for message in _readable(outputs, left_out):
+        answer = from_parts({"role": "assistant", **message}, left_out)[0]
+        messages.append(with_reason(answer, message))
     return messages
 
 
-def _readable(given: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
-    messages = _as_list(given)
+def _readable(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
+    messages = _as_list(value)
     readable = [message for message in messages if isinstance(message, Mapping)]
     if len(readable) < len(messages):
         left_out["message_not_readable"] += len(messages) - len(readable)
@@ -156,18 +167,28 @@ def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
     if message["content"] is None and (contents := numbered(fields, "message.contents")):
         texts = [str(part.get("message_content.text") or "") for part in contents]
         message["content"] = "\n".join(text for text in texts if text)
-    message |= {name: fields[key] for name in ("tool_call_id", "name") if fields.get(key := f"message.{name}")}
-    calls = [
-        tool_call(*(call.get(f"tool_call.{key}") for key in ("id", "function.name", "function.arguments")))
-        for call in numbered(fields, "message.tool_calls")
-    ]
+    for name in ("tool_call_id", "name"):
+        if value := fields.get(f"message.{name}"):
+            message[name] = value
+    calls = []
+    for call in numbered(fields, "message.tool_calls"):
+        name, arguments = call.get("tool_call.function.name"), call.get("tool_call.function.arguments")
+        calls.append(tool_call(call.get("tool_call.id"), name, arguments))
     return {**message, "tool_calls": calls} if calls else message
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [{"role": "user", "content": as_text(value)}]
+    """A list as it is; any other value as the text of one message of the user."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [{"role": "user", "content": as_text(value)}]
 
 
-def first(found: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of these attributes that has one."""
-    return next((found[key] for key in keys if found.get(key) is not None), None)
+def first(attributes: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of these attributes that is not None."""
+    return next((attributes[key] for key in keys if attributes.get(key) is not None), None)
+
+
+def first_present(attributes: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of these attributes that is not empty."""
+    return next((attributes[key] for key in keys if attributes.get(key)), None)

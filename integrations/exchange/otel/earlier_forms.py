@@ -1,4 +1,4 @@
-"""Messages in two earlier forms: OpenLLMetry's numbered attributes, and one span event per message."""
+"""Reads messages in two earlier forms: OpenLLMetry's numbered attributes, and one span event per message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cotune.integrations.exchange.otel.messages import (
 from cotune.integrations.exchange.otel.spans import SpanEvent
 
 Messages = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""Those of a request and of its answer, in OpenAI form. Both are empty if a message of the request is not whole."""
+"""Messages of a request and of its answer, in OpenAI form. Both are empty if a message of the request is incomplete."""
 
 _PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
 _FUNCTIONS = "llm.request.functions"
@@ -27,7 +27,7 @@ _CHOICE = "gen_ai.choice"
 
 
 def openllmetry_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> Messages:
-    """From `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`."""
+    """Messages from the attributes `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`."""
     request = []
     for fields in numbered(attributes, _PROMPT):
         message = _message(str(fields.get("role") or "user"), _with_tool_calls(fields), _PROMPT, left_out)
@@ -52,10 +52,10 @@ def openllmetry_tools(attributes: Mapping[str, Any], left_out: Counter[str]) -> 
 
 
 def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messages:
-    """From the events `gen_ai.user.message`, `gen_ai.choice` and the like.
+    """Messages from the events `gen_ai.user.message`, `gen_ai.choice` and similar ones.
 
-    The fields are in the event's attributes, or as JSON in `gen_ai.event.content`. Events without content, which SDKs
-    write unless they are told to capture it, are no whole messages.
+    The fields are in the event's attributes, or as JSON in `gen_ai.event.content`. SDKs write events without content
+    unless their capture is turned on; these count as incomplete messages.
     """
     request: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
@@ -65,8 +65,10 @@ def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messa
         body = json_value(event.attributes.get("gen_ai.event.content"), "gen_ai.event.content", left_out)
         fields = body if isinstance(body, Mapping) else event.attributes
         if event.name == _CHOICE:
-            said = decoded(fields.get("message"))
-            answer = _message("assistant", said if isinstance(said, Mapping) else {"content": said}, _CHOICE, left_out)
+            message_fields = decoded(fields.get("message"))
+            if not isinstance(message_fields, Mapping):
+                message_fields = {"content": message_fields}
+            answer = _message("assistant", message_fields, _CHOICE, left_out)
             if answer is not None:
                 answers.append(with_reason(answer, fields))
             continue
@@ -78,7 +80,7 @@ def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messa
 
 
 def _with_tool_calls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a message, with the calls that are in numbered ones."""
+    """The fields of a message, with its tool calls from numbered fields."""
     calls = [
         tool_call(call.get("id"), call.get("name"), call.get("arguments")) for call in numbered(fields, "tool_calls")
     ]
@@ -88,7 +90,8 @@ def _with_tool_calls(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[str]) -> dict[str, Any] | None:
     """A message in OpenAI form; None if it has neither content nor tool calls, or its content was cut."""
     content = fields.get("content")
-    if isinstance(content, str) and content.startswith("[{"):  # parts as JSON, or a text that begins alike
+    # The content may be parts as JSON, or a text that begins like JSON.
+    if isinstance(content, str) and content.startswith("[{"):
         parts = decoded(content)
         if parts is content and content.startswith('[{"type"'):
             left_out[f"cut:{name}"] += 1
@@ -98,8 +101,10 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
         content = _content(content)
     elif content is not None:
         content = as_text(content)
-    given = decoded(fields.get("tool_calls"))
-    calls = [_tool_call(call) for call in given if isinstance(call, Mapping)] if isinstance(given, list) else []
+    listed_calls = decoded(fields.get("tool_calls"))
+    if not isinstance(listed_calls, list):
+        listed_calls = []
+    calls = [_tool_call(call) for call in listed_calls if isinstance(call, Mapping)]
     if content is None and not calls:
         return None
     message: dict[str, Any] = {"role": role, "content": content}
@@ -111,7 +116,7 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
 
 
 def _content(parts: list[Any]) -> Any:
-    """Parts in OpenAI form as they are, blocks of text as one text, and any other list as the JSON it is."""
+    """The content of a message: parts in OpenAI form unchanged, blocks of text as one text, any other list as JSON."""
     if all(isinstance(part, Mapping) and part.get("type") in ("text", "image_url") for part in parts):
         return parts
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):

@@ -1,7 +1,7 @@
-"""Recorded episodes sent on as OpenTelemetry spans: to a file, to an OTLP endpoint, or to any span exporter.
+"""Exports recorded episodes as OpenTelemetry spans, to a file, to an OTLP endpoint, or to any span exporter.
 
-No tracer provider is made or looked at: finished spans go to an exporter of our own, and the application's
-OpenTelemetry set-up is not touched.
+It uses no tracer provider: finished spans are passed to an exporter directly, so the application's own OpenTelemetry
+configuration is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("cotune")
 SERVICE = "cotune"
 REQUEST = 2_000_000
-"""Characters of one request: receivers refuse larger ones, Langfuse those of about 4 MB."""
+"""Most characters of one request. Receivers refuse larger ones; Langfuse's limit is about 4 MB."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of an export; `left_out` is what had no place in it, by reason."""
+    """Counts of an export. `left_out` counts data without a place in spans, by reason."""
 
     episodes: int
     spans: int
@@ -51,7 +51,7 @@ def export_file(store: Store, path: str | Path, *, episode: str | None = None, d
 def export_to(
     store: Store, exporter: SpanExporter, *, episode: str | None = None, detail: Detail = STRUCTURE
 ) -> Exported:
-    """Send every finished episode to a span exporter. Raises CotuneError when it refuses one."""
+    """Send every finished episode to a span exporter. Raises CotuneError if the exporter refuses one."""
     return _export(store, episode, detail, lambda spans: _send(exporter, spans))
 
 
@@ -61,18 +61,18 @@ def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeo
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise CotuneError("OpenTelemetry's exporter is not installed.", install_extra("otel")) from error
-    scheme, _, rest = endpoint.partition("://")
-    if scheme not in ("http", "https") or not rest:
+    scheme, _, location = endpoint.partition("://")
+    if scheme not in ("http", "https") or not location:
         raise ConfigError("endpoint", endpoint, "is not an http or https address", "Example: http://127.0.0.1:4318")
-    if "/" not in rest.rstrip("/"):
+    if "/" not in location.rstrip("/"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
     return OTLPSpanExporter(endpoint=endpoint, headers=dict(headers or {}), timeout=timeout)
 
 
 class LiveExport:
-    """A sink that stores records and, in a thread of its own, exports each episode once it has ended.
+    """A sink that stores records, and exports each ended episode in a separate thread.
 
-    An exporter that fails costs spans, never records: counted in `failed`, and logged once.
+    If the exporter fails, spans are lost, but never records. Failures are counted in `failed`, and logged once.
     """
 
     def __init__(self, store: Store, exporter: SpanExporter, *, detail: Detail = STRUCTURE) -> None:
@@ -95,7 +95,7 @@ class LiveExport:
                 self._ended.put(record)
 
     def close(self) -> None:
-        """Export what has ended, and shut the exporter down. The store stays open."""
+        """Export the ended episodes, and shut down the exporter. The store stays open."""
         self._ended.put(None)
         self._thread.join()
         self.exporter.shutdown()
@@ -104,9 +104,9 @@ class LiveExport:
         while (episode := self._ended.get()) is not None:
             try:
                 self.store.flush()
-                made = episode_spans(self.store, episode, self.detail, self.left_out)
-                _send(self.exporter, made)
-                self.spans += len(made)
+                spans = episode_spans(self.store, episode, self.detail, self.left_out)
+                _send(self.exporter, spans)
+                self.spans += len(spans)
             except Exception as error:  # noqa: BLE001
                 if not self.failed:
                     log.warning("Spans of an episode could not be exported: %s", error)
@@ -117,9 +117,9 @@ def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Seq
     left_out: Counter[str] = Counter()
     spans = episodes = 0
     for episode in store.episodes() if only is None else [store.episode(only)]:
-        made = episode_spans(store, episode, detail, left_out)
-        write(made)
-        episodes, spans = episodes + 1, spans + len(made)
+        spans_of_episode = episode_spans(store, episode, detail, left_out)
+        write(spans_of_episode)
+        episodes, spans = episodes + 1, spans + len(spans_of_episode)
     if store.health.unreadable:
         left_out["unreadable"] += store.health.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
@@ -139,22 +139,22 @@ def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
 
 
 def _requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """The spans in order, in parts of at most `REQUEST` characters; a larger span stands alone."""
+    """The spans in order, in parts of at most `REQUEST` characters. A larger span has a part of its own."""
     part: list[Span] = []
     size = 0
     for span in spans:
-        own = sum(len(value) if isinstance(value, str) else 16 for value in span.attributes.values())
-        if part and size + own > REQUEST:
+        span_size = sum(len(value) if isinstance(value, str) else 16 for value in span.attributes.values())
+        if part and size + span_size > REQUEST:
             yield part
             part, size = [], 0
         part.append(span)
-        size += own
+        size += span_size
     if part:
         yield part
 
 
 def _readable(span: Span, resource: Resource) -> ReadableSpan:
-    """A finished span of the SDK, made without a tracer."""
+    """The span as a finished span of the SDK, created without a tracer."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags

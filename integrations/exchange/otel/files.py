@@ -1,4 +1,4 @@
-"""Spans in files of OTLP/JSON: of a collector's file exporter, or a page of an API."""
+"""Reads spans from files of OTLP/JSON, written by a collector's file exporter or saved from an API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     """The spans in a file: one JSON value, a list of them, an API's page (`{"data": [...]}`), or one value per line.
 
-    Values that are not OTLP are counted in `left_out`. Raises ConfigError for a file that holds no span at all.
+    Values that are not OTLP are counted in `left_out`. Raises ConfigError for a file without spans.
     """
     path = Path(path)
     if not path.is_file():
@@ -46,7 +46,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
 
 
 def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects in a file, those of lists and pages one by one."""
+    """The JSON objects in a file. Objects in lists and pages are returned one by one."""
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         values = [msgspec.json.decode(raw)]
@@ -60,8 +60,13 @@ def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
                     left_out["line_not_json"] += 1
     for value in values:
         page = value.get("data") if isinstance(value, Mapping) else None
-        for one in page if isinstance(page, list) else value if isinstance(value, list) else [value]:
-            if isinstance(one, Mapping):
-                yield one
+        items = [value]
+        if isinstance(page, list):
+            items = page
+        elif isinstance(value, list):
+            items = value
+        for item in items:
+            if isinstance(item, Mapping):
+                yield item
             else:
                 left_out["not_otlp"] += 1

@@ -1,4 +1,4 @@
-"""Chat messages: OpenAI form on our side, roles and parts on that of OpenTelemetry's GenAI conventions."""
+"""Translates chat messages between OpenAI's form and the roles and parts of OpenTelemetry's GenAI conventions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 
 
 def to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
-    """A message of a request or answer with its content as parts; fields that have no place there are counted.
+    """A message of a request or answer with its content as parts. Fields without a place in parts are counted.
 
-    One that is in no chat form is one part of text, its JSON.
+    A malformed message becomes one text part with its JSON.
     """
     try:
         return _to_parts(message, left_out)
@@ -43,14 +43,14 @@ def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, A
         arguments = _object(function.get("arguments"))
         parts.append({"type": "tool_call", "id": call.get("id"), "name": function.get("name"), "arguments": arguments})
     left_out.update(f"message.{name}" for name, value in message.items() if name not in _KNOWN and value is not None)
-    made: dict[str, Any] = {"role": message.get("role") or "user", "parts": parts}
+    with_parts: dict[str, Any] = {"role": message.get("role") or "user", "parts": parts}
     if message.get("name"):
-        made["name"] = message["name"]
-    return made
+        with_parts["name"] = message["name"]
+    return with_parts
 
 
 def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
-    """The message in OpenAI form; several where it holds several tool results. Parts of other kinds are counted."""
+    """The message in OpenAI form, or several messages if it has several tool results. Unknown parts are counted."""
     role = str(message.get("role") or "user")
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -76,19 +76,21 @@ def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[
             left_out[f"part.{kind}"] += 1
     if results and not texts and not calls:
         return results
-    plain = len(texts) == 1 and texts[0]["type"] == "text"
-    made: dict[str, Any] = {"role": role, "content": texts[0]["text"] if plain else texts or None}
+    content: Any = texts or None
+    if len(texts) == 1 and texts[0]["type"] == "text":
+        content = texts[0]["text"]
+    openai_message: dict[str, Any] = {"role": role, "content": content}
     if reasoning:
-        made["reasoning_content"] = "\n".join(reasoning)
+        openai_message["reasoning_content"] = "\n".join(reasoning)
     if calls:
-        made["tool_calls"] = calls
+        openai_message["tool_calls"] = calls
     if message.get("name"):
-        made["name"] = message["name"]
-    return [made, *results]
+        openai_message["name"] = message["name"]
+    return [openai_message, *results]
 
 
 def tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """A tool call in OpenAI form; arguments as text, whatever they came as."""
+    """A tool call in OpenAI form, with arguments as text."""
     text = "{}" if arguments is None else as_text(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
@@ -100,12 +102,12 @@ def tool_definition(tool: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Text as it is, anything else as compact JSON."""
+    """A text unchanged; any other value as compact JSON."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def decoded(value: Any) -> Any:
-    """The value of a JSON text; anything else as it is."""
+    """The value of a JSON text; any other value unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)
@@ -116,36 +118,37 @@ _JSON_BEGINS = re.compile(r"""\s*(\[\s*([\[{"\]]|$)|\{\s*(["}]|$))""")
 
 
 def json_value(value: Any, name: str, left_out: Counter[str]) -> Any:
-    """As `decoded`, but None for JSON that was cut, which is counted under the `name` of its attribute.
+    """Like `decoded`, but None for JSON that was cut off. It is counted under the `name` of its attribute.
 
-    SDKs and backends cut long attributes, some after 1,024 characters. The beginning of a JSON text is no plain text.
+    SDKs and backends cut off long attributes, some after 1,024 characters. A text that begins like JSON, but is not
+    JSON, is taken for a cut-off one.
     """
-    found = decoded(value)
-    if isinstance(found, str) and found is value and _JSON_BEGINS.match(found):
+    content = decoded(value)
+    if isinstance(content, str) and content is value and _JSON_BEGINS.match(content):
         left_out[f"cut:{name}"] += 1
         return None
-    return found
+    return content
 
 
-def numbered(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
-    """Attributes `prefix.N.rest`, by N: each as a mapping of its rests."""
+def numbered(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """The attributes `prefix.N.field`, as a mapping of fields for each N, in the order of N."""
     items: dict[int, dict[str, Any]] = {}
-    for key, value in found.items():
+    for key, value in attributes.items():
         if key.startswith(f"{prefix}."):
-            number, _, rest = key[len(prefix) + 1 :].partition(".")
+            number, _, field_name = key[len(prefix) + 1 :].partition(".")
             if number.isdecimal():
-                items.setdefault(int(number), {})[rest] = value
+                items.setdefault(int(number), {})[field_name] = value
     return [items[number] for number in sorted(items)]
 
 
 def with_reason(answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer with the reason why it ended, if the fields say one."""
+    """An answer with the `finish_reason` of the fields, if they have one."""
     reason = fields.get("finish_reason")
     return {**answer, "finish_reason": reason} if reason else answer
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A mapping as it is, anything else as an empty one."""
+    """A mapping unchanged; an empty one for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -157,12 +160,14 @@ def field(value: Mapping[str, Any], name: str) -> Any:
 
 def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     """The objects of a list in a field, in camel case or snake case."""
-    found = field(mapping(value), name)
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    items = field(mapping(value), name)
+    if not isinstance(items, list):
+        return []
+    return [item for item in items if isinstance(item, Mapping)]
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as an object where that loses nothing, else as the text they are."""
+    """Arguments as an object if that loses nothing; otherwise unchanged, as a text."""
     if not isinstance(arguments, str):
         return arguments
     value = decoded(arguments)
@@ -179,17 +184,19 @@ def _part(part: Any, left_out: Counter[str]) -> dict[str, Any]:
         if isinstance(image, Mapping):
             left_out.update(f"image_url.{name}" for name in image if name != "url")
         url = image.get("url") if isinstance(image, Mapping) else image
-        if (held := decoded_image(url)) is not None:
-            content = base64.b64encode(held.data).decode()
-            return {"type": "blob", "modality": "image", "mime_type": held.media_type, "content": content}
+        if (image_data := decoded_image(url)) is not None:
+            content = base64.b64encode(image_data.data).decode()
+            return {"type": "blob", "modality": "image", "mime_type": image_data.media_type, "content": content}
         return {"type": "uri", "modality": "image", "uri": url}
     return dict(part)
 
 
 def _parts(message: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Parts of a message; a plain `content` counts as one part of text."""
+    """The parts of a message; a plain `content` is one text part."""
     parts = message.get("parts")
     if parts is None:
         content = message.get("content")
-        parts = [] if content is None else content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if content is None:
+            parts = []
     return [part if isinstance(part, Mapping) else {"type": "text", "content": str(part)} for part in parts]

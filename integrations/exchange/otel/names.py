@@ -1,6 +1,7 @@
-"""Attribute and event names of OpenTelemetry's GenAI conventions, and our own under `cotune.`.
+"""Names of attributes and events: OpenTelemetry's GenAI conventions, and cotune's own under `cotune.`.
 
-The conventions are still in development: a test compares these with the installed opentelemetry-semantic-conventions.
+The conventions are still in development. A test compares these names with the installed
+opentelemetry-semantic-conventions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PARAMS = {
     "stop": "gen_ai.request.stop_sequences",
     "n": CHOICE_COUNT,
 }
-"""Request parameters in OpenAI form, by their attribute."""
+"""Request parameter in OpenAI form -> its attribute."""
 
 OUTPUT_TYPE = "gen_ai.output.type"
 FINISH_REASONS = "gen_ai.response.finish_reasons"

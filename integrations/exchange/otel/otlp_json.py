@@ -1,4 +1,4 @@
-"""OTLP in its JSON form, as collectors write and read it: spans to `resourceSpans` and back."""
+"""Encodes and decodes spans in the JSON form of OTLP (`resourceSpans`), which collectors write and read."""
 
 from __future__ import annotations
 
@@ -20,27 +20,34 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 
 
 def encode(spans: Iterable[Span], service: str) -> bytes:
-    """One line: an export request with these spans."""
+    """One line with an export request of these spans."""
     resource = {"attributes": _attributes({"service.name": service})}
     body = {"resource": resource, "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_span(s) for s in spans]}]}
     return msgspec.json.encode({"resourceSpans": [body]})
 
 
 def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
-    """The spans of an export request, of a trace as MLflow's API gives it (an object with `spans`), or of a single span
-    alone; None for anything else."""
+    """The spans of an export request, of a trace of MLflow's API (an object with `spans`), or of a single span.
+
+    None for any other object.
+    """
     trace = value.get("trace") or value
     if field(value, "startTimeUnixNano") is not None:
         return iter([_decode(value)])
     if "resourceSpans" in trace or "resource_spans" in trace:
-        scopes = (scope for resource in objects(trace, "resourceSpans") for scope in objects(resource, "scopeSpans"))
-        return (_decode(span) for scope in scopes for span in objects(scope, "spans"))
+        return _spans_of_request(trace)
     spans = objects(trace, "spans")
     return map(_decode, spans) if spans else None
 
 
+def _spans_of_request(request: Mapping[str, Any]) -> Iterator[Span]:
+    for resource in objects(request, "resourceSpans"):
+        for scope in objects(resource, "scopeSpans"):
+            yield from map(_decode, objects(scope, "spans"))
+
+
 def _span(span: Span) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    encoded: dict[str, Any] = {
         "traceId": span.trace,
         "spanId": span.id,
         "name": span.name,
@@ -51,14 +58,15 @@ def _span(span: Span) -> dict[str, Any]:
         "status": {} if span.failed is None else {"code": _FAILED, "message": span.failed},
     }
     if span.parent is not None:
-        made["parentSpanId"] = span.parent
+        encoded["parentSpanId"] = span.parent
     if span.events:
-        made["events"] = [
-            {"name": e.name, "timeUnixNano": str(e.at), "attributes": _attributes(e.attributes)} for e in span.events
-        ]
+        encoded["events"] = []
+        for event in span.events:
+            attributes = _attributes(event.attributes)
+            encoded["events"].append({"name": event.name, "timeUnixNano": str(event.at), "attributes": attributes})
     if span.links:
-        made["links"] = [{"traceId": span.trace, "spanId": link} for link in span.links]
-    return made
+        encoded["links"] = [{"traceId": span.trace, "spanId": link} for link in span.links]
+    return encoded
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,7 +87,7 @@ def _value(value: Any) -> dict[str, Any]:
             return {"kvlistValue": {"values": _attributes(value)}}
         case None:
             return {}
-    return {"arrayValue": {"values": [_value(one) for one in value]}}
+    return {"arrayValue": {"values": [_value(item) for item in value]}}
 
 
 def _decode(span: Mapping[str, Any]) -> Span:
@@ -108,30 +116,30 @@ def _decode(span: Mapping[str, Any]) -> Span:
     )
 
 
-def _read_attributes(given: Any) -> dict[str, Any]:
+def _read_attributes(value: Any) -> dict[str, Any]:
     """Attributes as a plain mapping, from OTLP's list of pairs or from a mapping that some tools write."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    pairs = given if isinstance(given, Sequence) else ()
-    return {str(p.get("key")): _read_value(p.get("value")) for p in pairs if isinstance(p, Mapping)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    pairs = value if isinstance(value, Sequence) else ()
+    return {str(pair.get("key")): _read_value(pair.get("value")) for pair in pairs if isinstance(pair, Mapping)}
 
 
 def _read_value(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    for key, found in value.items():
-        if found is None:  # Phoenix writes all alternatives, one of them with a value
+    for key, content in value.items():
+        if content is None:  # Phoenix writes all alternatives, of which one has a value
             continue
         match key.replace("_", "").lower():
             case "intvalue":
-                return _int(found)
+                return _int(content)
             case "arrayvalue":
-                values = mapping(found).get("values")
-                return [_read_value(one) for one in values] if isinstance(values, list) else []
+                items = mapping(content).get("values")
+                return [_read_value(item) for item in items] if isinstance(items, list) else []
             case "kvlistvalue":
-                return _read_attributes(mapping(found).get("values"))
+                return _read_attributes(mapping(content).get("values"))
             case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
-                return found
+                return content
     return None
 
 
@@ -143,7 +151,7 @@ def _int(value: Any) -> int:
 
 
 def _id(value: Any, length: int) -> str:
-    """An id as lower-case hex; protobuf's own JSON form has base 64."""
+    """An id as lower-case hex. Protobuf's own JSON form has base 64 instead."""
     text = str(value or "")
     if len(text) == length and _HEX.fullmatch(text):
         return text.lower()

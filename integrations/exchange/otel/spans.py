@@ -1,6 +1,7 @@
-"""Recorded episodes as spans: the workflow, in it a span per agent turn, in that the chat call and the tools it led to.
+"""Translates recorded episodes to spans.
 
-Ids follow from those of the records, so exporting twice gives the same spans.
+A workflow's span contains a span for each turn of an agent, which contains the chat call and the tools that it called.
+Ids are derived from the ids of the records, so that a second export gives the same spans.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Kind = Literal["internal", "client"]
 
 
 class SpanEvent(msgspec.Struct, frozen=True):
-    """Something that happened in a span, at a time in nanoseconds."""
+    """An event in a span, at a time in nanoseconds."""
 
     name: str
     at: int
@@ -31,8 +32,10 @@ class SpanEvent(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A span as OpenTelemetry has it; ids are lower-case hex, times nanoseconds since 1970. `failed` is None where the
-    status is unset, else the description of the error. `links` are span ids of the same trace."""
+    """A span of OpenTelemetry. Ids are lower-case hex, times are nanoseconds since 1970.
+
+    `failed` is the description of the error, or None for an unset status. `links` are span ids of the same trace.
+    """
 
     trace: str
     id: str
@@ -48,8 +51,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """What is exported beyond structure, times and counts: `content` (messages, tools, errors as text) and `tokens`
-    (token ids, log-probabilities, policy versions). Neither does unless asked for."""
+    """The parts of an export beyond structure, times and counts.
+
+    `content` adds messages, tools and texts of errors. `tokens` adds token ids, log-probabilities and policy versions.
+    """
 
     content: bool = False
     tokens: bool = False
@@ -62,7 +67,7 @@ STRUCTURE = Detail()
 def episode_spans(
     store: Store, episode: Episode, detail: Detail = STRUCTURE, left_out: Counter[str] | None = None
 ) -> list[Span]:
-    """The spans of a recorded episode, the workflow's first. What has no place in them is counted in `left_out`."""
+    """The spans of a recorded episode, the workflow's first. Data without a place in spans count in `left_out`."""
     return list(_Episode(store, episode, detail, Counter() if left_out is None else left_out).spans())
 
 
@@ -74,18 +79,21 @@ class _Episode:
         self.detail = detail
         self.left_out = left_out
         self.calls = store.calls(episode.id)
-        self.messages = {
-            call.id: [body for body in map(self._body, call.messages_out) if isinstance(body, Mapping)]
-            for call in self.calls
-        }
-        targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
-        self.rewards = store.rewards([episode.id, *targets])
-        self.feedback = store.feedback([episode.id, *targets]) if detail.content else {}
+        self.messages: dict[str, list[Mapping[str, Any]]] = {}
+        """Id of a call -> the messages of its prompt."""
+        targets = [episode.id]
+        self.tool_ids: Counter[Any] = Counter()
+        """Id of a tool call -> number of the episode's tool calls with this id."""
+        for call in self.calls:
+            bodies = map(self._body, call.messages_out)
+            self.messages[call.id] = [body for body in bodies if isinstance(body, Mapping)]
+            targets += [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+            self.tool_ids.update(_chosen_ids(call))
+        self.rewards = store.rewards(targets)
+        self.feedback = store.feedback(targets) if detail.content else {}
         self.root = _span_id(episode.id, "workflow")
-        self.tool_ids = Counter(id for call in self.calls for id in _chosen_ids(call))
-        """How many tool calls of the episode have an id."""
         self.used_ids: Counter[str] = Counter()
-        """How many of them have been written."""
+        """Id of a tool call -> number of these tool calls that have a span already."""
 
     def spans(self) -> Iterator[Span]:
         yield self._workflow()
@@ -98,17 +106,19 @@ class _Episode:
             }
             agent |= {names.ROLE: call.role, names.TURN: call.turn}
             end = max([_end(call), *(tool.end for tool in tools)])
-            own, name = _span_id(call.id, "agent"), f"{names.AGENT} {call.role}"
-            yield self._span(own, self.root, name, _nanoseconds(call.started), end, agent)
+            id, name = _span_id(call.id, "agent"), f"{names.AGENT} {call.role}"
+            yield self._span(id, self.root, name, _nanoseconds(call.started), end, agent)
             yield self._chat(call)
             yield from tools
 
     def _span(
         self, id: str, parent: str | None, name: str, start: int, end: int, attributes: Mapping[str, Any], **fields: Any
     ) -> Span:
-        """A span of this episode, with those attributes that have a value."""
-        known = {name: value for name, value in attributes.items() if value is not None}
-        return Span(trace=self.trace, id=id, parent=parent, name=name, start=start, end=end, attributes=known, **fields)
+        """A span of this episode. Attributes without a value are left out."""
+        present = _without_none(attributes)
+        return Span(
+            trace=self.trace, id=id, parent=parent, name=name, start=start, end=end, attributes=present, **fields
+        )
 
     def _workflow(self) -> Span:
         episode = self.episode
@@ -129,7 +139,7 @@ class _Episode:
             names.INPUT_VALUE: task,
             names.ERROR_TYPE: None if episode.status == "ok" else episode.status,
         }
-        start, end = (_nanoseconds(episode.started + later) for later in (0, episode.latency))
+        start, end = _nanoseconds(episode.started), _nanoseconds(episode.started + episode.latency)
         return self._span(
             self.root,
             None,
@@ -142,8 +152,9 @@ class _Episode:
         )
 
     def _chat(self, call: CallRecord) -> Span:
-        ids = {candidate.index: candidate_id(call.id, candidate.index) for candidate in call.candidates}
-        events = [self._evaluations(id, _end(call), index) for index, id in ids.items()]
+        events: list[SpanEvent] = []
+        for candidate in call.candidates:
+            events += self._evaluations(candidate_id(call.id, candidate.index), _end(call), candidate.index)
         return self._span(
             _span_id(call.id, "chat"),
             _span_id(call.id, "agent"),
@@ -152,7 +163,7 @@ class _Episode:
             _end(call),
             self._chat_attributes(call),
             kind="client",
-            events=tuple(event for those in events for event in those),
+            events=tuple(events),
             links=tuple(_span_id(parent, "chat") for parent in call.parents),
             failed=self._error(call.status, call.error),
         )
@@ -187,51 +198,55 @@ class _Episode:
         }
 
     def _content(self, call: CallRecord) -> dict[str, Any]:
-        found = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
+        attributes = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
         if call.candidates:
-            answers = [
-                {**to_parts(c.message, self.left_out), "role": "assistant", "finish_reason": c.finish_reason}
-                for c in call.candidates
-            ]
-            found[names.OUTPUT_MESSAGES] = as_text(answers)
+            answers = []
+            for candidate in call.candidates:
+                parts = to_parts(candidate.message, self.left_out)
+                answers.append({**parts, "role": "assistant", "finish_reason": candidate.finish_reason})
+            attributes[names.OUTPUT_MESSAGES] = as_text(answers)
         if call.tools_out:
             offered = self._body(call.tools_out) or ()
-            found[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in offered])
+            attributes[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in offered])
+        # If the prompts were edited, the messages of the application are exported too.
         if call.sent:
-            asked = [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
-            found[names.ASKED_MESSAGES] = as_text([to_parts(m, self.left_out) for m in asked])
-        return found
+            original = [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
+            attributes[names.ASKED_MESSAGES] = as_text([to_parts(m, self.left_out) for m in original])
+        return attributes
 
     def _tokens(self, call: CallRecord) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         if call.policy is not None:
-            found |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
+            attributes |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
         if call.prompt is not None:
             try:
-                found[names.PROMPT_IDS] = list(self.store.token_ids(call.prompt))
+                attributes[names.PROMPT_IDS] = list(self.store.token_ids(call.prompt))
             except RecordError:
                 self.left_out["prompt_not_stored"] += 1
-        if any(c.token_ids for c in call.candidates):
+        if any(candidate.token_ids for candidate in call.candidates):
             sampled = [{"token_ids": c.token_ids, "logprobs": c.logprobs} for c in call.candidates]
-            found[names.SAMPLED] = as_text(sampled)
-        return found
+            attributes[names.SAMPLED] = as_text(sampled)
+        return attributes
 
     def _tools(self, place: int, call: CallRecord) -> Iterator[Span]:
-        """The tools that the chosen answer called, known by the tool messages of a later call, or by results that were
-        recorded for a replay."""
+        """Spans of the tools that the chosen answer called.
+
+        Their results are in the tool messages of a later call, or were recorded for a replay.
+        """
         called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
-        read = self._read_results(place, call, called)
+        read_results = self._read_results(place, call, called)
         numbers: Counter[str] = Counter()
-        for tool, result in zip(called, read, strict=True):
+        for tool, read_result in zip(called, read_results, strict=True):
             function, id = tool.get("function") or {}, tool.get("id")
-            number = numbers[str(id)]  # servers may give several calls the same id
+            # Servers may give several tool calls the same id: their spans are numbered.
+            number = numbers[str(id)]
             numbers[str(id)] += 1
-            found = result or self._kept_result(id, function.get("name"), self.used_ids[str(id)])
+            timed_result = read_result or self._replay_result(id, function.get("name"), self.used_ids[str(id)])
             self.used_ids[str(id)] += 1
-            if found is None:
+            if timed_result is None:
                 self.left_out["tool_without_result"] += 1
                 continue
-            start, end, result = found
+            start, end, result = timed_result
             attributes = {
                 names.OPERATION: names.TOOL,
                 names.TOOL_NAME: str(function.get("name")),
@@ -242,38 +257,45 @@ class _Episode:
             if self.detail.content:
                 attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
                 attributes[names.TOOL_RESULT] = as_text(result)
-            which = f"tool {id} {number}" if number else f"tool {id}"
-            own, name = _span_id(call.id, which), f"{names.TOOL} {function.get('name')}"
-            yield self._span(own, _span_id(call.id, "agent"), name, start, end, attributes)
+            span_id = _span_id(call.id, f"tool {id} {number}" if number else f"tool {id}")
+            name = f"{names.TOOL} {function.get('name')}"
+            yield self._span(span_id, _span_id(call.id, "agent"), name, start, end, attributes)
 
     def _read_results(
         self, place: int, call: CallRecord, called: list[dict[str, Any]]
     ) -> list[tuple[int, int, Any] | None]:
-        """Start, end and result of each tool of an answer, as the first later call that has any of them.
+        """Start, end and result of each tool of an answer, from the first later call whose prompt has any of them.
 
-        The results are the tool messages after the answer. Ids alone may belong to the tools of another answer.
+        The results are the tool messages after the answer. Ids are not enough: another answer may have the same ids.
         """
         ids = [tool.get("id") for tool in called]
         results: list[tuple[int, int, Any] | None] = [None] * len(called)
+        if not called:
+            return results
         same_answers = 0
-        for position in range(place, len(self.calls) - 1) if called else ():
-            # Turns may call tools under the same ids: the history of a later call ends with those of the last turns.
-            one, later = self.calls[position], self.calls[position + 1]
-            same_answers += one.role == call.role and _chosen_ids(one) == ids
+        for position in range(place, len(self.calls) - 1):
+            # Several turns may call tools with the same ids. The history of a later call ends with the answers of the
+            # last turns, so this answer is found by counting equal ones from the end.
+            earlier, later = self.calls[position], self.calls[position + 1]
+            same_answers += earlier.role == call.role and _chosen_ids(earlier) == ids
             messages = self.messages[later.id]
-            answered = [at for at, message in enumerate(messages) if _tool_ids(message) == ids]
-            if answered:
-                at = answered[-same_answers] if same_answers <= len(answered) else len(messages)
-                following = messages[at + 1 :]
-            else:  # the application has rewritten its history: only an id of its own tells
-                following = [] if any(self.tool_ids[id] > 1 for id in ids) else messages
+            answer_places = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
+            if answer_places:
+                answer_place = answer_places[-same_answers] if same_answers <= len(answer_places) else len(messages)
+                following = messages[answer_place + 1 :]
+            elif any(self.tool_ids[id] > 1 for id in ids):
+                following = []
+            else:
+                # The application has rewritten its history, but ids that occur once are still clear.
+                following = messages
+
             for message in following:
-                if message.get("role") == "assistant" and answered:
+                if message.get("role") == "assistant" and answer_places:
                     break
                 id = message.get("tool_call_id")
                 if message.get("role") != "tool" or id is None:
                     continue
-                open_places = [i for i, own in enumerate(ids) if own == id and results[i] is None]
+                open_places = [index for index, tool_id in enumerate(ids) if tool_id == id and results[index] is None]
                 if open_places:
                     start = _end(call)
                     end = max(start, _nanoseconds(later.started))
@@ -282,16 +304,19 @@ class _Episode:
                 break
         return results
 
-    def _kept_result(self, id: Any, name: Any, number: int) -> tuple[int, int, Any] | None:
-        """The same, as it was recorded for a replay: of calls with the same id, that of this number."""
-        kept_of_id = [kept for kept in self.episode.results if id and (kept.call, kept.name) == (id, name)]
-        for kept in kept_of_id[number : number + 1]:
-            if isinstance(body := self._body(kept.value), Mapping):
-                return _nanoseconds(kept.started), _nanoseconds(kept.started + kept.latency), body.get("result")
-        return None
+    def _replay_result(self, id: Any, name: Any, number: int) -> tuple[int, int, Any] | None:
+        """Start, end and result of a tool as they were recorded for a replay; of equal ids, the one of this number."""
+        with_id = [result for result in self.episode.results if id and (result.call, result.name) == (id, name)]
+        if number >= len(with_id):
+            return None
+        result = with_id[number]
+        body = self._body(result.value)
+        if not isinstance(body, Mapping):
+            return None
+        return _nanoseconds(result.started), _nanoseconds(result.started + result.latency), body.get("result")
 
     def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
-        """The rewards of an episode or a candidate, and the texts beside them."""
+        """The rewards of an episode or a candidate, with their reasons."""
         rewards, texts = self.rewards.get(target) or {}, self.feedback.get(target) or {}
         for name in dict.fromkeys([*rewards, *texts]):
             attributes = {
@@ -300,11 +325,10 @@ class _Episode:
                 names.EVALUATION_EXPLANATION: texts.get(name),
                 names.CANDIDATE: candidate,
             }
-            known = {key: value for key, value in attributes.items() if value is not None}
-            yield SpanEvent(names.EVALUATION, at, known)
+            yield SpanEvent(names.EVALUATION, at, _without_none(attributes))
 
     def _error(self, status: str, error: str | None) -> str | None:
-        """An error's text may quote messages, so it goes along with them only."""
+        """The description of an error. Its text may quote messages, so it is exported only together with them."""
         if status == "ok":
             return None
         return (error or status) if self.detail.content else status
@@ -325,15 +349,17 @@ def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if name == "stop" and isinstance(value, str):
             value = [value]
         yield attribute, value
-    asked = params.get("response_format")
-    if isinstance(asked, Mapping):
-        yield names.OUTPUT_TYPE, "json" if str(asked.get("type")).startswith("json") else "text"
+    response_format = params.get("response_format")
+    if isinstance(response_format, Mapping):
+        yield names.OUTPUT_TYPE, "json" if str(response_format.get("type")).startswith("json") else "text"
 
 
 def _tool_ids(message: Mapping[str, Any]) -> list[Any]:
     """The ids of the tools that an assistant message calls."""
     calls = message.get("tool_calls")
-    return [one.get("id") for one in calls if isinstance(one, Mapping)] if isinstance(calls, list) else []
+    if not isinstance(calls, list):
+        return []
+    return [call.get("id") for call in calls if isinstance(call, Mapping)]
 
 
 def _chosen_ids(call: CallRecord) -> list[Any]:
@@ -341,7 +367,12 @@ def _chosen_ids(call: CallRecord) -> list[Any]:
     return [] if call.chosen is None else [tool.get("id") for tool in call.candidates[call.chosen].tool_calls]
 
 
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def _nanoseconds(seconds: float) -> int:
+    # Through microseconds: a float has no more digits for the seconds since 1970.
     return round(seconds * 1e6) * 1000
 
 

@@ -1,4 +1,4 @@
-"""One run in an experiment tracker: TensorBoard, W&B, MLflow or Trackio, which accelerate's trackers speak to."""
+"""Logs a run to an experiment tracker (TensorBoard, W&B, MLflow or Trackio), by accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PACKAGES: Mapping[Tool, Sequence[str]] = {
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
 }
-"""Packages of each, one of which must be installed."""
+"""Tool -> its packages. One of them must be installed."""
 
 KEEP_FILES: Sequence[Tool] = ("wandb", "mlflow")
-"""The tools that also keep files."""
+"""The tools that can also store files."""
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises ConfigError for a tool that is not installed."""
+    """Raise ConfigError for a tool that is not installed."""
     for tool in tools:
         if not any(find_spec(package) for package in PACKAGES[tool]):
             raise ConfigError("loggers", tool, "is not installed", f"pip install {PACKAGES[tool][0]}")
@@ -37,58 +37,66 @@ class Tracker:
     def __init__(
         self, tool: Tool, project: str, folder: Path, run: str, *, known: str | None = None, done: int = 0
     ) -> None:
-        """Start the run of a run folder, named after it, or continue it.
+        """Start the run of a run folder, which is named after the folder, or continue it.
 
-        `run` is an id of the run for tools that take one; `known` the `id` of this tracker when it was started before,
-        after which the run has made `done` steps.
+        `run` is an id of the run, for tools that accept one. To continue a run, `known` is the `id` of the earlier
+        tracker, and `done` the number of steps that the run has made.
         """
         from accelerate import tracking
         from accelerate.state import PartialState
 
-        PartialState(cpu=True)  # without it accelerate's own log raises
-        made: Any
+        PartialState(cpu=True)  # without it, accelerate's own logger raises an error
+        tracker: Any
         match tool:
             case "tensorboard":
-                made = tracking.TensorBoardTracker(tool, folder, purge_step=done + 1 if known else None)
+                tracker = tracking.TensorBoardTracker(tool, folder, purge_step=done + 1 if known else None)
             case "wandb":
-                place = {"id": run, "name": folder.name, "resume": "allow", "dir": str(folder)}
-                made = tracking.WandBTracker(project, **place)
+                options = {"id": run, "name": folder.name, "resume": "allow", "dir": str(folder)}
+                tracker = tracking.WandBTracker(project, **options)
             case "mlflow":
-                made = tracking.MLflowTracker(project, run_id=known, run_name=folder.name)
+                tracker = tracking.MLflowTracker(project, run_id=known, run_name=folder.name)
             case "trackio":
-                made = tracking.TrackioTracker(project, name=f"{folder.name}-{run}", resume="allow")
-        made.main_process_only = False
-        made.start()
+                tracker = tracking.TrackioTracker(project, name=f"{folder.name}-{run}", resume="allow")
+        tracker.main_process_only = False
+        tracker.start()
         if tool == "wandb":
-            made.tracker.define_metric("*", step_metric="step")
-        self.id: str = made.tracker.info.run_id if tool == "mlflow" else run
+            tracker.tracker.define_metric("*", step_metric="step")
+        self.id: str = tracker.tracker.info.run_id if tool == "mlflow" else run
         self._tool = tool
-        self._made = made
+        self._tracker = tracker
 
     def settings(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Store the configuration."""
-        if self._tool == "trackio":  # accelerate's way adds a setting of its own
-            self._made.tracker.config.update(values)
+        if self._tool == "trackio":  # accelerate's own method would add a setting
+            self._tracker.tracker.config.update(values)
         else:
-            self._made.store_init_configuration(dict(values))
+            self._tracker.store_init_configuration(dict(values))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store the figures of a step; they name it too, as W&B takes a step once only. Trackio keeps the name."""
-        named = {name: value for name, value in figures.items() if name != "step"}
+        """Store the figures of a step."""
+        values = {name: value for name, value in figures.items() if name != "step"}
         if self._tool == "mlflow":
-            named = {_mlflow_name(name): value for name, value in named.items()}
+            values = {_mlflow_name(name): value for name, value in values.items()}
+        # W&B accepts each step of its own counter only once, so the step is logged as a figure, and not passed. Trackio
+        # reserves the name `step`.
         if self._tool != "trackio":
-            named["step"] = step
-        self._made.log(named, **({} if self._tool == "wandb" else {"step": step}))
+            values["step"] = step
+        if self._tool == "wandb":
+            self._tracker.log(values)
+        else:
+            self._tracker.log(values, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Store a table of a step, where the tool can show one."""
+        """Store a table of a step, if the tool can show one."""
         if self._tool == "wandb":
-            self._made.log_table(name, columns=list(columns), data=[list(row) for row in rows])
+            self._tracker.log_table(name, columns=list(columns), data=[list(row) for row in rows])
         elif self._tool == "tensorboard":
-            lines = ([str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
-            table = "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
-            self._made.log({name: table}, step=step)
+            # TensorBoard shows texts as Markdown.
+            lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+            for row in rows:
+                cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+                lines.append(f"| {' | '.join(cells)} |")
+            self._tracker.log({name: "\n".join(lines)}, step=step)
         elif self._tool == "mlflow":
             import mlflow
 
@@ -107,7 +115,7 @@ class Tracker:
                     artefact.add_dir(str(entry), name=entry.name)
                 else:
                     artefact.add_file(str(entry))
-            self._made.tracker.log_artifact(artefact)
+            self._tracker.tracker.log_artifact(artefact)
         elif self._tool == "mlflow":
             import mlflow
 
@@ -118,14 +126,14 @@ class Tracker:
                     mlflow.log_artifact(str(entry), name)
 
     def finish(self) -> None:
-        """End the run's part that was logged here."""
-        self._made.finish()
+        """End this part of the run in the tool."""
+        self._tracker.finish()
 
 
 def _mlflow_name(name: str) -> str:
-    """A figure's name as MLflow takes it: at most 250 characters, and none of the marks that roles may have.
+    """A figure's name for MLflow: at most 250 characters, without the special characters that roles may have.
 
-    Names that had to change end with a digest, so that they stay different.
+    A changed name ends with a digest, so that different names stay different.
     """
     plain = re.sub(r"[^\w\-. /]", "_", name)
     if plain == name and len(name) <= 250:
