@@ -1,6 +1,6 @@
 """Matrix products in bfloat16 between tensors of float32, on processors that have instructions for them.
 
-Only what is multiplied is rounded: sums, what lies between layers and logits stay in float32.
+Only the factors are rounded. Sums, states between layers and logits stay in float32.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from cotune.integrations.models.siblings import Joint, siblings
 
 LARGE = 16_000_000
-"""Parameters from which on products are long enough to divide among threads, and to convert what they take."""
+"""Number of parameters above which products take long enough to divide among threads, and to convert their factors."""
 PACKED_FOR = 8
-"""Rows that the layout of packed weights is chosen for; it serves any number."""
+"""Number of rows that the layout of packed weights is chosen for. It works for any number."""
 
 
 @cache
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX): elsewhere it is slower than float32."""
-    there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(there) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    is_supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(is_supported) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def gpu_has_bfloat16() -> bool:
@@ -36,21 +36,22 @@ def rounds_products(dtype: str | None, device: str) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight [out, in] in bfloat16 as the processor reads it, for `product`; its values are no others."""
+    """A weight [out, in] in bfloat16 in the processor's layout, for `product`. Its values do not change."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
     return packed
 
 
 def product(half: Tensor, packed: Tensor) -> Tensor:
     """half [..., in] times a weight, packed or plain, by oneDNN in their precision: [..., out]."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(half, packed, None, "none", [], "")
-    return found
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(half, packed, None, "none", [], "")
+    return result
 
 
 def exact_product(half: Tensor, packed: Tensor) -> Tensor:
-    """The same in float32: the rounding of the result, up to 0.06 nats of a logit of 20, is computed and added."""
-    found = product(half, packed)
-    return found.float().add_(torch.ops.mkldnn._linear_pointwise.binary(half, found, packed, None, "sub"))
+    """Like `product`, but with a result in float32. The rounding of a logit of 20 would be up to 0.06 nats."""
+    rounded = product(half, packed)
+    # The second product computes the rounding error, which is added.
+    return rounded.float().add_(torch.ops.mkldnn._linear_pointwise.binary(half, rounded, packed, None, "sub"))
 
 
 class PackedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""What samplers on asynchronous engines share: versions that drain, time-outs, closing."""
+"""Base classes of samplers on asynchronous engines: versions that drain, time-outs, closing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class CalledSampler(ABC):
-    """The `Sampler` protocol over one method that carries its calls to where the engine is."""
+    """The `Sampler` protocol over one method, `_call`, that passes all calls to the engine."""
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of this class; a request that is cancelled here is cancelled there."""
+        """Call a method of the engine. Cancelling this call cancels the request in the engine."""
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -33,35 +33,37 @@ class CalledSampler(ABC):
             return await self._call("sample", tuple(prompt_token_ids), n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Serve `policy` with these weights; return the fingerprint of what arrived."""
+        """Serve `policy` with these weights; return the fingerprint of the weights that arrived."""
         return await self._call("publish", policy, dict(weights), lora)
 
     async def retire(self, policy: PolicyRef) -> None:
-        """Refuse new requests of a version at once; it is freed when its running requests have ended."""
+        """Refuse new requests of a version from now on, and free it once its running requests have ended."""
         await self._call("retire", policy)
 
     async def info(self) -> SamplerInfo:
         return await self._call("info")
 
     async def sleep(self, keep_weights: bool = False) -> None:
-        """Finish what runs, then free the GPU until `wake`, or with `keep_weights` all of it but the weights; requests
-        meanwhile wait. Raises RequestRefused where the engine cannot, SamplerError."""
+        """Finish running requests, then free the GPU until `wake`. New requests wait.
+
+        With `keep_weights`, the weights stay in the GPU. Raises SamplerError, RequestRefused if the engine cannot sleep.
+        """
         await self._call("sleep", keep_weights)
 
     async def wake(self) -> None:
-        """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
+        """Take the GPU back. Raises SamplerError, and serves nothing more, if the weights have changed meanwhile."""
         await self._call("wake")
 
 
-_TO_THEIR_END = ("publish", "retire", "sleep", "wake")
-"""Calls that are not cancelled with their caller: an engine must not stop in the middle of them."""
+_NOT_CANCELLED = ("publish", "retire", "sleep", "wake")
+"""Calls that are not cancelled with their caller, because an engine must not stop in the middle of them."""
 
 
 class LoopSampler(CalledSampler):
-    """The `Sampler` protocol over an engine that lives on one event loop: the one that it was opened in.
+    """The `Sampler` protocol over an engine that runs on one event loop, in which it was opened.
 
-    All methods are awaited there, so what they share needs no locks; `start_sampler` hosts one for every other loop and
-    process.
+    All methods are awaited there, so their shared state needs no locks. For other loops and processes, `start_sampler`
+    hosts it.
     """
 
     name: str
@@ -78,16 +80,16 @@ class LoopSampler(CalledSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
-        """Draw candidates; `params.max_tokens` fits the model. `target` is that of the policy's version, None for the
-        base. Cancelled, it aborts."""
+        """Draw candidates. `params.max_tokens` fits the model. `target` belongs to the policy's version; it is None for
+        the base model. Cancelling this call aborts the request."""
 
     @abstractmethod
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
-        """Bring weights into the engine. Nothing is left behind when it raises."""
+        """Load weights into the engine. If it raises an error, nothing stays in the engine."""
 
     @abstractmethod
     async def _unload(self, version: Version) -> None:
-        """Free a version that nobody uses any more."""
+        """Free a version that has no more requests."""
 
     @abstractmethod
     async def _close(self) -> None:
@@ -101,7 +103,7 @@ class LoopSampler(CalledSampler):
         await asyncio.shield(self._closing)
 
     async def _opened(self, work: Coroutine[Any, Any, None]) -> Self:
-        """This sampler, once `work` has opened it; closed where that fails."""
+        """Run `work`, which opens this sampler, and return the sampler; close it if `work` fails."""
         try:
             await self._run(work)
         except BaseException:
@@ -111,14 +113,13 @@ class LoopSampler(CalledSampler):
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         work: Coroutine[Any, Any, Any] = getattr(self, f"_{method}")(*arguments)
-        return await self._run(work, to_its_end=method in _TO_THEIR_END)
+        return await self._run(work, cancelled_with_caller=method not in _NOT_CANCELLED)
 
-    async def _run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
-        """Work that is cancelled with its caller, or goes on `to_its_end`. Raises SamplerError when the sampler is
-        broken or closed."""
+    async def _run(self, work: Coroutine[Any, Any, T], *, cancelled_with_caller: bool = True) -> T:
+        """Run `work` in a task. Raises SamplerError if the sampler is broken or closed."""
         task = self._start(work)
         try:
-            return await (asyncio.shield(task) if to_its_end else task)
+            return await (task if cancelled_with_caller else asyncio.shield(task))
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if self._broken is not None and task.cancelled() and not (caller and caller.cancelling()):
@@ -137,10 +138,11 @@ class LoopSampler(CalledSampler):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # somebody waits for it, or nobody does any more
+            # Mark the error as retrieved: if nobody waits for the task any more, asyncio would log it.
+            task.exception()
 
     def _fail(self, error: SamplerError) -> None:
-        """The engine is gone: every later request fails at once. The first reason stays."""
+        """Note that the engine is gone: every later request fails at once with the first error."""
         self._broken = self._broken or error
 
     async def _end(self) -> None:
@@ -161,7 +163,8 @@ class LoopSampler(CalledSampler):
         version = self._locate(policy)
         version.running += 1
         fitted = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
-        drawn = n if params.temperature > 0 else 1  # vLLM draws one greedy candidate only; all would be equal
+        # Greedy candidates are all equal, and vLLM draws only one of them.
+        drawn = n if params.temperature > 0 else 1
         try:
             return await self._generate(prompt, drawn, fitted, policy, version.target) * (n // drawn)
         finally:
@@ -173,8 +176,8 @@ class LoopSampler(CalledSampler):
 
     async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
         async with self._versions.lock:
-            if (known := self._versions.known(policy, weights)) is not None:
-                return known
+            if (served_fingerprint := self._versions.known(policy, weights)) is not None:
+                return served_fingerprint
             version = await self._load(policy, weights, lora)
             self._versions.add(version)
             return version.fingerprint
@@ -186,7 +189,7 @@ class LoopSampler(CalledSampler):
 
     async def _drop(self, version: Version) -> None:
         if not self._versions.holds(version):
-            return  # another version took its place in the engine
+            return  # another version has taken its place in the engine
         try:
             await self._unload(version)
         finally:
@@ -204,7 +207,7 @@ class LoopSampler(CalledSampler):
 
 
 def room_after(prompt: int, max_model_len: int) -> int:
-    """How many tokens may follow a prompt of so many. Raises RequestRefused when there is none, or no prompt."""
+    """Most tokens that may follow a prompt of so many tokens. Raises RequestRefused for no prompt or too long a one."""
     if not 1 <= prompt < max_model_len:
         raise RequestRefused(
             f"The prompt has {prompt} tokens; the model takes 1 to {max_model_len - 1} and one to answer.",

@@ -1,4 +1,4 @@
-"""The engines that sample, by name. A new one takes a file of its own and a row of `ENGINES`."""
+"""The engines that sample, by name. A new engine needs a file and a row of `ENGINES`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ EngineWeights = Literal["lora", "full"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampler is opened with. An engine ignores what it has no use for."""
+    """The settings of a sampler. An engine ignores settings that do not apply to it."""
 
     model: str
     """Folder or Hugging Face id."""
     engine: str = "transformers"
     """A name in `ENGINES`, or module:function of an async function that takes `model` and `arguments`."""
     arguments: dict[str, Any] = {}
-    """Further arguments of the engine itself."""
+    """Further arguments, passed to the engine unchanged."""
     url: str = ""
     api_key: str | None = None
     gpus: int = 0
@@ -32,11 +32,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Precision of the in-process engine: a torch name."""
     weights: EngineWeights = "lora"
     policies: int = 1
-    """Adapters that are served at once, each in versions up to `staleness` steps apart."""
+    """Number of adapters that are served at once, each in versions up to `staleness` steps apart."""
     staleness: int = 0
     max_lora_rank: int = 1
     sequences: int = 0
-    """Candidates that the run asks this engine for at once; 0: not known."""
+    """Number of candidates that the run requests from this engine at once; 0 if unknown."""
     sleeps: bool = False
     """Whether it shares its GPU with a learner."""
     alone: bool = False
@@ -44,18 +44,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of engine: the module:function that opens it from an `EngineConfig`, and what it can do."""
+    """A kind of engine: the module:function that opens it from an `EngineConfig`, and its abilities."""
 
     open: str
     extra: str = ""
     """The extra of cotune that installs it."""
     fixed: bool = False
-    """It makes room for its policies when it starts: so many adapters, or one version of one policy's full weights."""
+    """Whether it reserves memory for its policies at its start: for a number of adapters, or for one version of one
+    policy's full weights."""
     adapters_only: bool = False
     by_url: bool = False
-    """It runs already, at an address."""
+    """Whether it is a running server with an address."""
     sleeps: bool = False
-    """It can free its GPU while a learner works."""
+    """Whether it can free its GPU while a learner works."""
 
 
 SERVER = "vllm-url"
@@ -68,19 +69,21 @@ ENGINES = {
 
 
 def engine_name(engine: str) -> str:
-    """The name of the row of an engine, as a run names it: the address of a server is the row of servers."""
+    """The name of an engine's row in `ENGINES`. A run names a server by its address."""
     return SERVER if engine.startswith(("http://", "https://")) else engine
 
 
 def engine_of(engine: str) -> Engine:
-    """The row of an engine. One of the user's own, module:function, is taken to serve whatever it is given."""
+    """The row of an engine. An engine of the user, module:function, is assumed to serve all kinds of policies."""
     name = engine_name(engine)
     return ENGINES.get(name) or Engine(open=name)
 
 
 def products_dtype(dtype: str | None) -> str | None:
-    """The precision in which the in-process engine samples from adapters that were trained in `dtype`: bfloat16 too,
-    on processors that multiply it; None for its own."""
+    """The precision for sampling in process from adapters that were trained in `dtype`.
+
+    It is bfloat16 for bfloat16, on processors that can multiply it; otherwise None, the engine's default.
+    """
     if dtype != "bfloat16":
         return None
     from cotune.integrations.models.bfloat16 import has_bfloat16
@@ -89,8 +92,8 @@ def products_dtype(dtype: str | None) -> str | None:
 
 
 async def open_sampler(config: EngineConfig) -> Sampler:
-    """Open an engine. Raises ConfigError, and what the engine raises."""
-    opened: Callable[..., Awaitable[Sampler]] = load_object("engine", engine_of(config.engine).open, "my_engine:open")
+    """Open an engine. Raises ConfigError, and the errors of the engine."""
+    opener: Callable[..., Awaitable[Sampler]] = load_object("engine", engine_of(config.engine).open, "my_engine:open")
     if config.engine in ENGINES:
-        return await opened(config)
-    return await opened(model=config.model, **config.arguments)
+        return await opener(config)
+    return await opener(model=config.model, **config.arguments)

@@ -1,6 +1,6 @@
 """Matrix products with float32 results: of float32 by oneDNN on the CPU, and of bfloat16 without rounding the result.
 
-For float32 torch takes MKL, which leaves AVX-512 unused on AMD's processors: oneDNN is 2.3 times as fast there.
+For float32, torch uses MKL, which does not use AVX-512 on AMD's processors: oneDNN is 2.3 times as fast there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from cotune.integrations.models import bfloat16
 
 WORTH = 2**19
-"""Multiplications of a product from which on oneDNN is faster: each call of it takes 10 microseconds more."""
+"""Multiplications of a product above which oneDNN is faster: each call of it takes 10 microseconds more."""
 
 WIDENED_ROWS = 2**14
 """Rows of a weight that are converted to float32 at once: 256 MiB for states of 4,096 numbers."""
@@ -24,10 +24,10 @@ WIDENED_ROWS = 2**14
 @cache
 def prefers_onednn() -> bool:
     """Whether the processor is one of AMD's with AVX-512."""
-    described = Path("/proc/cpuinfo")
-    vendor = described.read_text() if described.exists() else ""
-    there = "AuthenticAMD" in vendor and torch.cpu._is_avx512_supported()
-    return bool(there) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    cpuinfo = Path("/proc/cpuinfo")
+    vendor = cpuinfo.read_text() if cpuinfo.exists() else ""
+    is_amd_avx512 = "AuthenticAMD" in vendor and torch.cpu._is_avx512_supported()
+    return bool(is_amd_avx512) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def widened_product(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and torch.version.hip is None:
         widened: Tensor = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return widened
-    # Other devices have no such product. Convert the weight part by part, as all of it takes gigabytes.
+    # Other devices cannot multiply to another precision. Convert the weight part by part: all of it takes gigabytes.
     result = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     wide_x = x.float()
     for columns, part in zip(result.split(WIDENED_ROWS, dim=1), weight.split(WIDENED_ROWS), strict=True):
@@ -63,7 +63,7 @@ class _Linear(nn.Linear):
 
 
 def speed_linear_layers(model: nn.Module) -> None:
-    """Let the linear layers of a model that is not trained take `product`; nothing else about them changes."""
+    """Make the linear layers of a model that is not trained use `product`. Nothing else about them changes."""
     for layer in model.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = _Linear
@@ -76,7 +76,7 @@ class _WideLinear(nn.Linear):
 
 
 def widen_logits(model: nn.Module) -> None:
-    """Let a model of lower precision that is not trained give its logits in float32."""
+    """Make a model of lower precision that is not trained compute its logits in float32."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.dtype != torch.float32:
         head.__class__ = _WideLinear

@@ -1,4 +1,4 @@
-"""A sampler for each policy, as one: of policies whose base models differ, or whose full weights fill an engine."""
+"""Combines one sampler per policy, for policies with different base models, or whose full weights fill an engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cotune.sampling.protocol import Sampler, SamplerInfo
 
 
 class PolicySampler(CalledSampler):
-    """The `Sampler` protocol over one sampler per policy name, which several may share, and perhaps one for the rest.
+    """The `Sampler` protocol over one sampler per policy name, and a default for all other policies.
 
-    It can be pickled where they can. `aclose` closes all of them.
+    Several policies may share a sampler. It can be pickled if its samplers can. `aclose` closes all of them.
     """
 
-    def __init__(self, samplers: Mapping[str, Sampler], rest: Sampler | None = None) -> None:
+    def __init__(self, samplers: Mapping[str, Sampler], default: Sampler | None = None) -> None:
         self._samplers = dict(samplers)
-        self._rest = rest
+        self._default = default
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if method == "info":
@@ -31,34 +31,47 @@ class PolicySampler(CalledSampler):
         policy = next((argument for argument in arguments if isinstance(argument, PolicyRef)), None)
         if policy is not None:
             return await getattr(self._of(policy), method)(*arguments)
-        answers = await asyncio.gather(*(getattr(sampler, method)(*arguments) for sampler in self._all()))
-        return [trace for traces in answers for trace in traces or ()]
+        results = await asyncio.gather(*(getattr(sampler, method)(*arguments) for sampler in self._all()))
+        joined: list[Any] = []
+        for result in results:
+            joined += result or ()
+        return joined
 
     async def _joint_info(self) -> SamplerInfo:
-        """All that is served; the longest context length, as each sampler cuts replies to its own; counters summed."""
+        """The info of all samplers together: all versions, the sum of the counters, and the longest context length.
+
+        The longest one is right because each sampler cuts replies to its own length.
+        """
         infos = await asyncio.gather(*(sampler.info() for sampler in self._all()))
         counters: Counter[str] = Counter()
+        served: dict[str, str] = {}
         for info in infos:
             counters.update(info.counters)
+            served.update(info.served)
         return SamplerInfo(
             name="; ".join(info.name for info in infos),
             max_model_len=max(info.max_model_len for info in infos),
-            served={key: value for info in infos for key, value in info.served.items()},
+            served=served,
             counters=counters,
         )
 
     async def aclose(self) -> None:
-        """Close all samplers, also when one fails to. Safe to call twice."""
-        ended = await asyncio.gather(*(sampler.aclose() for sampler in self._all()), return_exceptions=True)
-        for error in ended:
+        """Close all samplers, even if one of them fails to close. Safe to call twice."""
+        results = await asyncio.gather(*(sampler.aclose() for sampler in self._all()), return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException):
                 raise error
 
     def _all(self) -> list[Sampler]:
-        return [sampler for sampler in {id(s): s for s in (*self._samplers.values(), self._rest)}.values() if sampler]
+        """All samplers, without duplicates."""
+        by_id: dict[int, Sampler] = {}
+        for sampler in (*self._samplers.values(), self._default):
+            if sampler is not None:
+                by_id[id(sampler)] = sampler
+        return list(by_id.values())
 
     def _of(self, policy: PolicyRef) -> Sampler:
-        sampler = self._samplers.get(policy.name, self._rest)
+        sampler = self._samplers.get(policy.name, self._default)
         if sampler is None:
             names = ", ".join(sorted(self._samplers))
             raise RequestRefused(f"{policy} has no engine; there are engines for {names}.", "Correct its name.")
@@ -66,13 +79,21 @@ class PolicySampler(CalledSampler):
 
 
 async def open_engines(bases: Mapping[str, Sequence[str]], config: Callable[[str], EngineConfig]) -> Sampler:
-    """An engine for each base model, the run's own first, as one sampler: `bases` names the policies of each, and the
-    first answers for all others. Raises as `open_sampler`."""
-    async with AsyncExitStack() as opened:  # closes those that run where a later one fails
+    """Open an engine for each base model, and combine them to one sampler.
+
+    `bases` maps base models to the policies on them; the run's own base is first, and its engine answers for all other
+    policies. Raises the same errors as `open_sampler`.
+    """
+    async with AsyncExitStack() as opened:  # closes the engines if a later one fails to open
         engines: dict[str, Sampler] = {}
         for model in bases:
             engines[model] = await open_sampler(config(model))
             opened.push_async_callback(engines[model].aclose)
         opened.pop_all()
-    (_, rest), *others = engines.items()
-    return PolicySampler({name: engine for base, engine in others for name in bases[base]}, rest) if others else rest
+    (_, default), *others = engines.items()
+    if not others:
+        return default
+    samplers: dict[str, Sampler] = {}
+    for base, engine in others:
+        samplers |= dict.fromkeys(bases[base], engine)
+    return PolicySampler(samplers, default)

@@ -1,4 +1,4 @@
-"""The policy versions that an engine serves: which requests may use one, and when it is free to go."""
+"""Tracks the policy versions that an engine serves: which requests may use a version, and when it can be freed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Weights, fingerprint
 
 BASE = PolicyRef("base")
-"""What the model without any published weights is called."""
+"""The name of the model without any published weights."""
 
 
 @dataclass(eq=False)
 class Version:
-    """A published version. `target` is what the engine knows it by; `running` counts its unfinished requests."""
+    """A published version. `target` is the engine's handle of it; `running` counts its unfinished requests."""
 
     policy: PolicyRef
     fingerprint: str
@@ -26,10 +26,10 @@ class Version:
 
 
 class Versions:
-    """Versions in the order of publishing, retired ones with unfinished requests included.
+    """Versions in the order of publishing, including retired ones with unfinished requests.
 
-    `base` answers for every unpublished policy at version 0 (None: nothing does). `lock` is held while versions come or
-    go.
+    `base` answers for every unpublished policy at version 0; None to refuse these. `lock` is held while versions are
+    published or retired.
     """
 
     def __init__(self, base: Any = None) -> None:
@@ -41,12 +41,14 @@ class Versions:
         return list(self._versions.values())
 
     def served(self) -> dict[str, str]:
-        """Fingerprints of what new requests may ask for."""
+        """Fingerprints of the versions that new requests may use."""
         return {key: version.fingerprint for key, version in self._versions.items() if not version.retired}
 
     def known(self, policy: PolicyRef, weights: Weights) -> str | None:
-        """The fingerprint where exactly this is served already, None where nothing is known of it. Raises
-        RequestRefused for other weights under the same version."""
+        """The fingerprint of a policy that is served with these weights already; None for an unknown version.
+
+        Raises RequestRefused for other weights under the same version.
+        """
         version = self._versions.get(str(policy))
         if version is None:
             return None
@@ -71,7 +73,7 @@ class Versions:
         )
 
     def left(self, version: Version) -> bool:
-        """A request of this version has ended; whether the version is now free to go."""
+        """Note that a request of this version has ended. Returns whether the version can be freed now."""
         version.running -= 1
         return version.retired and not version.running
 
@@ -91,8 +93,10 @@ class Versions:
         self._versions.pop(str(version.policy), None)
 
     def clear(self) -> list[Version]:
-        """Refuse all that is served, the base included; returns it."""
-        old = [*self._versions.values(), *([self.base] if self.base else [])]
+        """Refuse all versions from now on, including the base, and return them."""
+        versions = list(self._versions.values())
+        if self.base is not None:
+            versions.append(self.base)
         self.base = None
         self._versions.clear()
-        return old
+        return versions

@@ -1,4 +1,4 @@
-"""Layers to which a model gives the same input, one after the other: one product serves them all."""
+"""Groups layers that get the same input one after the other, so that one matrix product serves all of them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_TOGETHER = {name: group for group in SIBLINGS for name in group}
-_PLACE = {name: place for group in SIBLINGS for place, name in enumerate(group)}
+"""Names of layers with the same input, in the order in which a model calls them."""
+_GROUP_OF_NAME: dict[str, tuple[str, ...]] = {}
+_PLACE_IN_GROUP: dict[str, int] = {}
+for _group in SIBLINGS:
+    for _place, _name in enumerate(_group):
+        _GROUP_OF_NAME[_name] = _group
+        _PLACE_IN_GROUP[_name] = _place
 
 
 def siblings(names: Iterable[str]) -> list[list[str]]:
-    """Modules by their names in groups that share an input, each in the order in which a model asks; most are alone."""
-    parts = [(name, *name.rpartition(".")[::2]) for name in names]
+    """Names of modules, grouped by their input, in the order of calls. Most modules are alone in their group."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name, parent, own in sorted(parts, key=lambda part: _PLACE.get(part[2], 0)):
-        groups.setdefault((parent, _TOGETHER.get(own, (own,))), []).append(name)
+    for name in sorted(names, key=lambda name: _PLACE_IN_GROUP.get(name.rpartition(".")[2], 0)):
+        parent, _, layer = name.rpartition(".")
+        groups.setdefault((parent, _GROUP_OF_NAME.get(layer, (layer,))), []).append(name)
     return list(groups.values())
 
 
 class Joint:
-    """What siblings make of their input, computed when the first asks for its part and dropped with the last."""
+    """The outputs of siblings. They are computed for the first sibling that needs its part, and freed with the last."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
         """`compute` [..., in] -> [..., sum of sizes]."""
@@ -30,12 +35,12 @@ class Joint:
         self._parts: tuple[Tensor, ...] = ()
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What all siblings make of x, in order: [..., size] each."""
-        found = self._compute(x)
-        return (found,) if len(self._sizes) == 1 else found.split_with_sizes(self._sizes, -1)
+        """The outputs of all siblings for x, in order: [..., size] each."""
+        joint = self._compute(x)
+        return (joint,) if len(self._sizes) == 1 else joint.split_with_sizes(self._sizes, -1)
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """What sibling `number` makes of x: a view of its own [..., size]. It may be written to once."""
+        """The output of sibling `number` for x: a view [..., size], which may be written to once."""
         last = len(self._sizes) - 1
         if last == 0:
             return self._compute(x)

@@ -1,4 +1,4 @@
-"""Recorded answers as token ids: what a model would have to write, by its own chat template, to give them."""
+"""Encodes recorded answers as token ids: the tokens that a model would have to write, by its chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotune.integrations.models.chat.tool_formats import split_reasoning
 
 
 class EncodedAnswer(NamedTuple):
-    """Token ids of a prompt and of the answer to it, its end token included."""
+    """Token ids of a prompt, and of its answer with the end token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -30,11 +30,12 @@ def encode_answer(
 ) -> EncodedAnswer | str:
     """The ids of a prompt and its answer (messages in OpenAI form), or the reason why the template cannot express them.
 
-    unrenderable: it refuses the messages. empty_answer: no text and no tool call. inexpressible: it does not go on from
-    the prompt with the answer, or what it writes is not read back as the answer (a tool call that it does not show, a
-    text with marks of its own). `options` are variables for the template.
+    The reason is "unrenderable" if the template refuses the messages, and "empty_answer" for an answer without text and
+    tool calls. It is "inexpressible" if the rendered answer does not continue the rendered prompt, or if it is read
+    back as another answer (the template leaves out a tool call, or the text contains marks of the template). `options`
+    are variables for the template.
     """
-    if not _said(answer) or answer.get("function_call"):
+    if not _comparable(answer) or answer.get("function_call"):
         return "inexpressible" if answer.get("function_call") else "empty_answer"
     try:
         prompt = chat.render(messages, tools, options=options)
@@ -45,27 +46,29 @@ def encode_answer(
     if not whole.startswith(opened):
         return "inexpressible"
     ids = _ended(chat, whole[len(opened) :])
-    # Traces of other tools may have no tools on record, and yet answers that called some.
+    # Imported traces may have answers with tool calls, but no recorded tools.
     _, read, _ = chat.parse(ids, prompt=prompt, tools=tools or (ANY_TOOLS if answer.get("tool_calls") else None))
-    if _said(read) != _said(answer):
+    if _comparable(read) != _comparable(answer):
         return "inexpressible"
     dropped = bool(_reasoning(answer)) and not _reasoning(read)
     return EncodedAnswer(tuple(prompt), tuple(ids), dropped)
 
 
 def _ended(chat: ChatTemplate, text: str) -> list[int]:
-    """The ids of an answer up to its first end token; with one where the template writes none."""
+    """The ids of an answer up to its first end token. An end token is added if the template writes none."""
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
-    end = next((place for place, token in enumerate(ids) if token in chat.end_token_ids), None)
-    return [*ids, chat.end_token_ids[0]] if end is None else ids[: end + 1]
+    for place, token in enumerate(ids):
+        if token in chat.end_token_ids:
+            return ids[: place + 1]
+    return [*ids, chat.end_token_ids[0]]
 
 
-def _said(message: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Text and tool calls of an answer, in a form to compare; None where it has neither."""
+def _comparable(message: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Text and tool calls of an answer in a form to compare; None for an answer without both."""
     text, calls = split_reasoning(text_of(message.get("content")))[1].strip(), calls_of(message)
     return (text, json.dumps(calls, sort_keys=True)) if text or calls else None
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    own = message.get("reasoning_content") or message.get("reasoning")
-    return own if isinstance(own, str) else split_reasoning(text_of(message.get("content")))[0]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return reasoning if isinstance(reasoning, str) else split_reasoning(text_of(message.get("content")))[0]

@@ -1,4 +1,4 @@
-"""OpenAI messages in the form that chat templates expect."""
+"""Translates OpenAI messages to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SEEING = (
     "Train a model that sees images (docs/how-to/images.md), give the role a policy of kind provider, or take the "
     "image out of the request."
 )
-"""What to do about an image that a policy cannot see."""
+"""The remedy for an image that a policy cannot see."""
 
 
 def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str, Any]:
-    """An OpenAI message as chat templates expect it: text content, arguments as objects, no role `developer`.
+    """An OpenAI message in the form of chat templates: text content, arguments as objects, no role `developer`.
 
-    With `parts` the content is a list of them, an image as {"type": "image"}. Raises SamplerError for content that is
-    neither text nor, with `parts`, an image.
+    With `parts` the content is a list of parts, in which an image is {"type": "image"}. Raises SamplerError for content
+    that is neither text nor, with `parts`, an image.
     """
     out = dict(message)
     if out.get("role") == "developer":
@@ -33,7 +33,7 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
         out["content"] = ""
     elif isinstance(content, list):
         out["content"] = "\n".join(_text_part(part) for part in content)  # as vLLM does
-    # Servers answer with an empty list, and applications send it back. Many templates take it for calls.
+    # Servers answer with an empty list, and applications send it back. Many templates would render it as calls.
     calls = out.pop("tool_calls", None)
     if calls:
         out["tool_calls"] = [_call_for_template(c) for c in calls]
@@ -68,16 +68,16 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Unicode's noncharacters, which are meant for the inside of a program. They stand around the number of a special token
-that is plain text."""
+"""Noncharacters of Unicode, which are reserved for internal use. They enclose the number of a special token that is
+plain text."""
 MARKED = re.compile(f"{OPEN}(\\d+){CLOSE}")
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, and texts in which they are no control tokens but plain text.
+    """Keeps special tokens in the texts of messages from acting as control tokens.
 
-    A user may write `<|im_end|>`. In a prompt it would end the user's turn, so it is marked before the template sees
-    it, and its letters are tokenized one by one.
+    A user may write `<|im_end|>`. In a prompt it would end the user's turn. Therefore it is replaced by a mark before
+    the template is rendered, and its letters are tokenized as plain text.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ class ControlTokens:
     def marked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message with marks in place of special tokens in its text.
 
-        What the assistant has said stays as it is: it is made of the model's own tokens.
+        Messages of the assistant are unchanged, because the model itself wrote their tokens.
         """
         content = message.get("content")
         if message.get("role") == "assistant" or self._any is None or not content:
@@ -99,15 +99,15 @@ class ControlTokens:
             return message
         parts = []
         for part in content:
-            said = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(said, str):
-                plain = self._any.sub(self._mark, said)
-                part = plain if isinstance(part, str) else {**part, "text": plain}
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                marked = self._any.sub(self._mark, text)
+                part = marked if isinstance(part, str) else {**part, "text": marked}
             parts.append(part)
         return {**message, "content": parts}
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """A rendered text in pieces, each with whether it is a special token that is plain text."""
+        """The pieces of a rendered text, each with a flag: whether it is a special token that is plain text."""
         for place, piece in enumerate(MARKED.split(text)):
             is_token = place % 2 == 1 and int(piece) < len(self._tokens)
             if piece:
@@ -118,7 +118,7 @@ class ControlTokens:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, also where it comes in parts."""
+    """The text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         texts = [str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content]
         return "\n".join(texts)  # as in a prompt
@@ -132,7 +132,7 @@ def calls_of(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def parsed(arguments: Any) -> Any:
-    """The arguments of a call: as an object where they are JSON, else as the model wrote them."""
+    """The arguments of a call: as an object if they are JSON, otherwise as the model wrote them."""
     try:
         return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
     except ValueError:

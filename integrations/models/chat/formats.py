@@ -19,9 +19,12 @@ _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 def load_templates(
     bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO
 ) -> dict[str, ChatTemplate]:
-    """The chat template of each base model, the run's own first; `bases` names the policies of each, and `tools` is the
-    format of tool calls, of all or by base. Raises as `ChatTemplate.load`, with the policy that has another base than
-    the run."""
+    """The chat template of each base model.
+
+    `bases` maps base models to the policies on them; the run's own base is first. `tools` is the format of tool calls,
+    for all bases or for each. Raises the same errors as `ChatTemplate.load`; an error of another base than the run's
+    names its policy.
+    """
     templates: dict[str, ChatTemplate] = {}
     for model, policies in bases.items():
         try:
@@ -33,27 +36,30 @@ def load_templates(
 
 def load_formats(bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO) -> ChatFormats:
     """The chat format of each policy, by `load_templates`."""
-    (own, _), *others = bases.items()
     templates = load_templates(bases, tools)
-    return ChatFormats(templates[own], {name: templates[model] for model, names in others for name in names})
+    run_base, *other_bases = bases
+    template_of_policy: dict[str, ChatTemplate] = {}
+    for model in other_bases:
+        template_of_policy |= dict.fromkeys(bases[model], templates[model])
+    return ChatFormats(templates[run_base], template_of_policy)
 
 
 @contextlib.contextmanager
 def without_torch(tools: str | Mapping[str, str] = AUTO) -> Iterator[None]:
-    """Templates with these formats of tool calls that are loaded within take a third of the memory and half the time,
-    as transformers finds no torch.
+    """Load templates inside the block without torch, in half the time and with a third of the memory.
 
-    It changes nothing in a process that has transformers or torch already, and for a tool parser of vLLM. Afterwards
-    transformers is imported anew by whoever asks for it, with torch. Not to be used while another thread imports
-    transformers.
+    The block has no effect in a process that has loaded transformers or torch already, and for a tool parser of vLLM.
+    After the block, transformers is removed from the loaded modules, so that its next import finds torch. Do not use it
+    while another thread imports transformers.
     """
     formats = [tools] if isinstance(tools, str) else tools.values()
-    if "transformers" in sys.modules or "torch" in sys.modules or any(one.startswith(VLLM) for one in formats):
+    needs_vllm = any(name.startswith(VLLM) for name in formats)
+    if "transformers" in sys.modules or "torch" in sys.modules or needs_vllm:
         yield
         return
     quiet = os.environ.get(_QUIET)
-    os.environ[_QUIET] = "1"  # transformers would say that it found no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own word for "not to be found"
+    os.environ[_QUIET] = "1"  # transformers would warn that it found no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes an import of torch raise ImportError
     try:
         yield
     finally:

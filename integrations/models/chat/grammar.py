@@ -1,4 +1,4 @@
-"""Grammars over token ids, by llguidance: which tokens may come next, as packed bits, for sampler and learner alike."""
+"""Grammars over token ids, by llguidance. They give sampler and learner the allowed next tokens, as packed bits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Bits = npt.NDArray[np.int32]
 """Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""
 
 COMPILED, COMPILED_BYTES = 128, 512 << 20
-"""Most compiled grammars, and bytes of all of them, that are kept."""
+"""Limits of the cache of compiled grammars: their number, and the bytes of all of them."""
 PRINTED = "".join(filter(str.isprintable, map(chr, range(256))))
 """Latin-1 without control characters, some of which SmolLM2 cannot write."""
 _measuring = threading.Lock()
-"""The process' memory tells what one grammar takes while no other is compiled."""
+"""Held while a grammar is compiled: the growth of the process' memory is its size only if no other is compiled."""
 
 
 class Matcher:
@@ -39,14 +39,14 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
 
     def consume(self, token: int) -> bool:
-        """Go on by a token; False where the grammar does not allow it. After the grammar's end nothing changes."""
+        """Move forward by a token; False if the grammar does not allow it. After the grammar's end nothing changes."""
         return self._matcher.is_stopped() or self._matcher.consume_token(token)
 
 
 class Grammars:
     """The grammars of one tokenizer, each compiled once. Safe to use from several threads.
 
-    A grammar is Lark text as llguidance reads it (`reply_grammar` writes it). `vocabulary` is the number of logits.
+    A grammar is a Lark text in llguidance's dialect (`reply_grammar` writes it). `vocabulary` is the number of logits.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
@@ -58,12 +58,12 @@ class Grammars:
         self._compiled: BoundedCache[Any] = BoundedCache(COMPILED, COMPILED_BYTES)
         self._lock = threading.Lock()
         self.words = -(-self._vocabulary // 32)
-        """int32 words that hold the bits of all tokens."""
+        """Number of int32 words for the bits of all tokens."""
 
     def start(self, grammar: str) -> Matcher:
         """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled.
 
-        Only for grammars that were tried (`trials`): others may end the process.
+        Try a grammar before (`trials`): an untried one may end the process.
         """
         with self._lock:
             compiled = self._compiled.get(grammar)
@@ -74,14 +74,14 @@ class Grammars:
 
     @property
     def trials(self) -> Trials:
-        """What tries the grammars of this tokenizer. Raises SamplerError for one that llguidance cannot read."""
+        """The trials of grammars with this tokenizer. Raises SamplerError for one that llguidance cannot read."""
         with self._lock:
             self._opened()
             assert self._trials is not None
             return self._trials
 
     def open(self) -> None:
-        """Read the tokenizer now: it takes seconds, in which no other Python code of the process runs.
+        """Read the tokenizer now. It takes seconds, and no other Python code of the process runs meanwhile.
 
         Raises SamplerError for one that llguidance cannot read.
         """
@@ -95,20 +95,20 @@ class Grammars:
             return self._spells
 
     def special(self, token: int) -> bool:
-        """Whether a token stands outside of text: a grammar names it by its id."""
+        """Whether a token is special, outside of text, so that a grammar names it by its id."""
         with self._lock:
             return self._opened().is_special_token(token)
 
     def raw(self, token: int) -> bytes:
-        """What a token writes: a part of a character as it is, a special token by its name."""
+        """The bytes of a token, which may be a part of a character; the name of a special token."""
         with self._lock:
-            found: bytes = self._opened().decode_bytes([token])
-        return found
+            token_bytes: bytes = self._opened().decode_bytes([token])
+        return token_bytes
 
     def replay(self, grammar: str, token_ids: Sequence[int]) -> Bits:
-        """Bits [tokens, words] of what was allowed where each token of a reply was drawn.
+        """Bits [tokens, words] of the tokens that were allowed at each position of a reply.
 
-        Raises SamplerError where the grammar does not allow the reply.
+        Raises SamplerError if the grammar does not allow the reply.
         """
         matcher = self.start(grammar)
         bits = np.empty((len(token_ids), self.words), np.int32)
@@ -116,13 +116,13 @@ class Grammars:
             matcher.allowed(bits[position])
             if not bits[position, token // 32] >> (token % 32) & 1 or not matcher.consume(token):
                 raise SamplerError(
-                    f"Token {token} at position {position} of a reply is not what its grammar allows.",
+                    f"Token {token} at position {position} of a reply is not allowed by its grammar.",
                     "Sampler and learner need the same tokenizer and the same version of llguidance.",
                 )
         return bits
 
     def _measured(self, grammar: str) -> tuple[Any, int]:
-        """A grammar, and about the bytes that it takes: no more than a trial lets it."""
+        """A compiled grammar, and about its bytes. They are at most the limit of a trial."""
         with _measuring:
             before = process_memory()
             compiled = self._compile(grammar)
@@ -153,7 +153,7 @@ def _writes(tokenizer: Any, text: str) -> bool:
 
 
 def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer as llguidance knows it, and its description. Raises SamplerError for one that it cannot read."""
+    """llguidance's tokenizer, and its description for other processes. Raises SamplerError for an unreadable one."""
     described: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
     fast = getattr(tokenizer, "backend_tokenizer", None)
     first = "it is not a fast one"
@@ -181,7 +181,10 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _plain(tokenizer: Any) -> dict[str, Any]:
-    """A tokenizer whose text is its tokens' texts one after the other, by these. Raises ValueError for any other."""
+    """The description of a tokenizer by the texts of its tokens.
+
+    Raises ValueError if the text of several tokens is not the concatenation of their texts.
+    """
 
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

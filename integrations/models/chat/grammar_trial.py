@@ -1,5 +1,7 @@
-"""Tries grammars in another process before anything here compiles them: a schema of a few bytes may ask for more memory
-than there is, and the library then ends its process."""
+"""Tries grammars in another process before this one compiles them.
+
+A schema of a few bytes may need more memory than the machine has. The library then ends its process.
+"""
 
 from __future__ import annotations
 
@@ -22,47 +24,49 @@ REMEDY = "Take this out of the schema, or ask for plain text and check the reply
 
 
 class Trials:
-    """Grammars tried with one tokenizer (`described` as `grammar_worker.opened` reads it; None: only compiled).
+    """Tries grammars with one tokenizer, in one process that is started again if it has ended.
 
-    One process is kept, and started again where it has ended. Safe to use from several threads.
+    `described` is the description of the tokenizer for `grammar_worker.opened`; with None, grammars are only checked
+    without a tokenizer. Safe to use from several threads.
     """
 
     def __init__(self, described: dict[str, Any] | None) -> None:
         self._described = described
-        self._known: BoundedCache[str] = BoundedCache(4096, 32 << 20)
+        self._faults: BoundedCache[str] = BoundedCache(4096, 32 << 20)
+        """Grammar -> its fault; empty for one that can be used."""
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[str] | None = None
         survives_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child: a process of its own."""
+        """Forget the parent's process in a forked child, which starts another one."""
         self._lock, self._worker = threading.Lock(), None
 
     def check(self, grammar: str) -> None:
-        """Raises RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
+        """Raise RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
         if fault := self.fault(grammar):
             raise RequestRefused(f"The form that the request asks for cannot be enforced: {fault}.", REMEDY)
 
     def fault(self, grammar: str) -> str:
-        """Why `check` refuses a grammar; "" where it does not."""
+        """The reason why `check` refuses a grammar; empty if it does not."""
         if len(grammar) > MOST_TEXT:
             return f"its schemas take {len(grammar)} characters, and at most {MOST_TEXT} are read"
-        known = self._known.get(grammar)
-        if known is None:
+        fault = self._faults.get(grammar)
+        if fault is None:
             with self._lock:
                 answer, ended = self._ask(grammar)
-            if ended:  # which may be otherwise the next time
+            if ended:  # not cached: the next trial may succeed
                 return f"the process that tries it ended ({ended})"
-            known = reason(answer)
-            self._known.put(grammar, known, 2 * len(grammar) + len(known))
-        return known
+            fault = reason(answer)
+            self._faults.put(grammar, fault, 2 * len(grammar) + len(fault))
+        return fault
 
     def open(self) -> None:
-        """Start the process now: reading a tokenizer takes seconds."""
+        """Start the process now, because reading a tokenizer takes seconds."""
         self.fault("start: /./")
 
     def _ask(self, grammar: str) -> tuple[str, str]:
-        """What the process answers; or nothing, and why it has ended."""
+        """The answer of the process; or an empty one, and the reason why the process has ended."""
         ended = ""
         for _ in range(2):
             try:
@@ -82,9 +86,10 @@ class Trials:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._worker is None:
-            # Without the folders that this process imports from: it needs llguidance alone.
+            # -P: do not import from the script's folder, whose modules have common names.
             command = [sys.executable, "-P", grammar_worker.__file__]
-            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # it forks, so it has one thread
+            # The process forks, so it must have only one thread.
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
             self._worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
             )
@@ -95,12 +100,13 @@ class Trials:
 
 
 def reason(error: str) -> str:
-    """The first line of what llguidance says, without the place in the grammar, which is ours; "" for none."""
+    """The first line of llguidance's error, without the place in the grammar, which means nothing to the user."""
     line = next((line for line in error.splitlines() if line.strip()), "").strip()
     return line.partition("): ")[2].rstrip(".") or line
 
 
 def _end(worker: subprocess.Popen[str], owner: int) -> None:
-    if os.getpid() == owner:  # and no fork of it
+    # A fork of the owner must not end the process.
+    if os.getpid() == owner:
         worker.kill()
         worker.communicate()

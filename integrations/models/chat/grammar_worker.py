@@ -1,7 +1,7 @@
-"""The process in which grammars are tried: run as a script, so that it imports nothing but llguidance.
+"""The process that tries grammars. It is run as a script, so that it imports nothing except llguidance.
 
-Reads lines of JSON: first the tokenizer, or null; then grammars. Answers each grammar with a line: "" where it can be
-used, else why not. Each is compiled in a fork of its own, whose end costs that grammar alone.
+It reads lines of JSON: first the tokenizer, or null; then grammars. It answers each grammar with a line: empty if the
+grammar can be used, otherwise the reason. Each grammar is compiled in a separate fork: a crash affects no other one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SECONDS = 1.0
-"""Most time of a processor that a grammar and its first mask may take."""
+"""Most processor time that compiling a grammar and its first mask may take."""
 PATIENCE = 60.0
-"""Most seconds that the same may take on a machine that is busy with other work."""
+"""Most seconds that this may take on a machine that is busy with other work."""
 BYTES = 64 << 20
-"""Most memory that the same may take."""
+"""Most memory that this may take."""
 _ENDED = {
     signal.SIGPROF: f"it takes more than {SECONDS:g} s to prepare",
     signal.SIGALRM: f"it takes more than {SECONDS:g} s to prepare",
@@ -29,8 +29,10 @@ _ENDED = {
 
 
 def opened(described: dict[str, Any], encode: Callable[[str], list[int]] | None = None) -> Any:
-    """The tokenizer as llguidance knows it, from a description; `encode` is what writes a text as tokens, where the
-    tokens' texts do not say it. Raises ValueError."""
+    """llguidance's tokenizer, from a description. Raises ValueError.
+
+    `encode` tokenizes a text; it is only used for a description without the tokenizer's JSON.
+    """
     import llguidance
 
     if "json" in described:
@@ -41,7 +43,7 @@ def opened(described: dict[str, Any], encode: Callable[[str], list[int]] | None 
 
 
 class _Plain:
-    """A tokenizer whose text is its tokens' texts one after the other, in the form that llguidance asks for."""
+    """A tokenizer in llguidance's interface, for texts that are the concatenation of their tokens' texts."""
 
     def __init__(self, described: dict[str, Any], encode: Callable[[str], list[int]] | None) -> None:
         self.tokens = [text.encode() for text in described["tokens"]]
@@ -56,20 +58,23 @@ class _Plain:
         return self._encode(text)
 
     def _greedy(self, text: str) -> list[int]:
-        """The longest token at each place; what none begins with is left out."""
+        """The longest token at each place. Characters that begin no token are left out."""
         if not isinstance(text, str):
-            raise TypeError(text)  # llguidance asks whether it may give bytes
-        ids, at = [], 0
-        while at < len(text):
-            ends = range(min(at + self._longest, len(text)), at, -1)
-            end = next((end for end in ends if text[at:end] in self._ids), at + 1)
-            ids += [self._ids[text[at:end]]] if text[at:end] in self._ids else []
-            at = end
+            raise TypeError(text)  # this tells llguidance that it must not pass bytes
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(start + self._longest, len(text)), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:
+                start += 1
+            else:
+                ids.append(self._ids[text[start:end]])
+                start = end
         return ids
 
 
 def fault(grammar: str, tokenizer: Any) -> str:
-    """Why a grammar cannot be compiled; "" where it can, and the tokens that may come first are known."""
+    """The reason why a grammar cannot be compiled, or why its first mask cannot be computed; empty if both can."""
     from llguidance import LLMatcher
 
     lark = LLMatcher.grammar_from_lark(grammar)
@@ -83,12 +88,12 @@ def fault(grammar: str, tokenizer: Any) -> str:
 
 
 def tried(grammar: str, tokenizer: Any) -> str:
-    """`fault`, within the bounds."""
-    told, telling = os.pipe()
+    """Compute `fault` in a fork, within the limits of time and memory."""
+    read_end, write_end = os.pipe()
     if (child := os.fork()) == 0:
-        _bounded(grammar, tokenizer, telling)
-    os.close(telling)
-    with os.fdopen(told, encoding="utf-8") as answer:
+        _bounded(grammar, tokenizer, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, encoding="utf-8") as answer:
         fault_text = answer.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -96,26 +101,28 @@ def tried(grammar: str, tokenizer: Any) -> str:
     return fault_text if os.waitstatus_to_exitcode(status) == 0 else f"it takes more than {BYTES >> 20} MiB to prepare"
 
 
-def _bounded(grammar: str, tokenizer: Any, telling: int) -> NoReturn:
+def _bounded(grammar: str, tokenizer: Any, write_end: int) -> NoReturn:
+    """The code of the fork: set the limits, and write the fault to the pipe."""
     status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library says what it dies of
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints why it ends the process
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError, ValueError):  # a system that does not tell, or sets no such limit
+        # Some systems have no /proc, or do not support this limit.
+        with contextlib.suppress(OSError, ValueError):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             size = pages * os.sysconf("SC_PAGE_SIZE") + BYTES
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-        os.write(telling, fault(grammar, tokenizer).encode()[:4096])
+        os.write(write_end, fault(grammar, tokenizer).encode()[:4096])
         status = 0
     finally:
         os._exit(status)
 
 
 def main() -> None:
-    """Answer until there is nothing more to read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process that asks
+    """Answer grammars until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
     described = json.loads(sys.stdin.readline() or "null")
     tokenizer = None if described is None else opened(described)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Sampled ids back to assistant messages: reasoning, tool calls and text, as one model writes them."""
+"""Reads sampled ids of one model as assistant messages: reasoning, tool calls and text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cotune.integrations.models.chat.tool_formats import (
 
 Tools = Sequence[Mapping[str, Any]]
 TAIL = 16
-"""Last tokens of a prompt in which the mark stands that opens or closes reasoning."""
+"""Number of last tokens of a prompt that may contain the mark that opens or closes reasoning."""
 
 
 class Replies:
-    """Reads the replies of one model, by the tokenizer's own `response_template` where it has one.
+    """Reads the replies of one model, by the tokenizer's own `response_template` if it has one.
 
-    `format` is how tool calls are written, None where that is not known. `refused` is called for a reply that cannot
-    be read as a whole. Safe to use from several threads.
+    `format` is the format of tool calls, or None if it is unknown. `refused` is called for a reply that cannot be read
+    completely. Safe to use from several threads.
     """
 
     def __init__(
@@ -35,13 +35,14 @@ class Replies:
         self._ends = ends
         self._refused = refused
         marks = (*REASONING, *(format or HERMES).marks)
-        kept = {tokenizer.convert_tokens_to_ids(mark) for mark in marks}
-        self._dropped = (set(tokenizer.all_special_ids) | set(ends)) - kept
+        mark_ids = {tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+        self._dropped = (set(tokenizer.all_special_ids) | set(ends)) - mark_ids
+        """Special tokens that are no marks, so they are left out of the text."""
 
     def parse(
         self, token_ids: Sequence[int], stop: Sequence[str], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, dict[str, Any], str]:
-        """As `ChatTemplate.parse`."""
+        """See `ChatTemplate.parse`."""
         text = _until(self.decode([t for t in token_ids if t not in self._dropped]), stop)
         if self.template:
             marked = _until(self.decode([t for t in token_ids if t not in self._ends]), stop)
@@ -50,12 +51,12 @@ class Replies:
                 return text, {"role": "assistant", "content": text}, "malformed"
             return text, message, _finish(message, HERMES if tools else None)
         reader = self.format or HERMES
-        reasoning, rest = split_reasoning(text, opened=self.opened(prompt))
+        reasoning, after_reasoning = split_reasoning(text, opened=self.opened(prompt))
         try:
-            content, calls = reader.read(rest, tools) if tools else (rest, [])
+            content, calls = reader.read(after_reasoning, tools) if tools else (after_reasoning, [])
         except (ValueError, KeyError, TypeError):
             self._refused()
-            return text, {"role": "assistant", "content": rest} | _thought(reasoning), "malformed"
+            return text, {"role": "assistant", "content": after_reasoning} | _thought(reasoning), "malformed"
         message = {"role": "assistant", "content": (content.strip() or None) if calls else content}
         if calls:
             message["tool_calls"] = [tool_call(c) for c in calls]
@@ -63,7 +64,7 @@ class Replies:
         return text, message, _finish(message, reader if tools else None)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """As `ChatTemplate.stopped_by`."""
+        """See `ChatTemplate.stopped_by`."""
         text = self.decode([token for token in token_ids if token not in self._dropped])
         places = [(text.find(mark), mark) for mark in stop if mark and mark in text]
         return min(places)[1] if places else ""
@@ -97,7 +98,8 @@ class Replies:
         if not all(is_call(c) for c in calls):
             self._refused()
             return None
-        if calls and not tools:  # none were offered: what reads like a call is text
+        # Without tools in the request, a text that looks like a call is plain text.
+        if calls and not tools:
             message["content"] = split_reasoning(reply, opened=prompt.rstrip().endswith(REASONING[0]))[1]
         elif calls:
             message["tool_calls"] = [tool_call(c) for c in calls]
@@ -109,11 +111,13 @@ def _thought(reasoning: str) -> dict[str, Any]:
 
 
 def _finish(message: Mapping[str, Any], reader: ToolFormat | None) -> str:
-    """`reader`: the format of calls, where tools were offered."""
+    """The finish reason of a reply. `reader` is the format of calls, or None if the request has no tools."""
     if reader is not None and reader.unread(message.get("content") or ""):
         return "malformed"
     return "tool_calls" if message.get("tool_calls") else "stop"
 
 
 def _until(text: str, stop: Sequence[str]) -> str:
-    return text[: min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))]
+    """The text before the first stop text."""
+    places = [text.find(mark) for mark in stop if mark and mark in text]
+    return text[: min(places, default=len(text))]

@@ -1,4 +1,4 @@
-"""What a request says about the form of its reply, as one grammar: JSON, tool calls, or text without calls."""
+"""Writes the form of a reply that a request asks for as one grammar: JSON, tool calls, or text without calls."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ from cotune.sampling.request_params import (
 )
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""As `json.dumps` or compact: a model cannot fill its reply with white space."""
+"""Spaces like those of `json.dumps`, or none: a model cannot fill its reply with white space."""
 
 DEPTH = 100
-"""How deep a schema may be nested; the library reads little more."""
+"""Deepest nesting of a schema. The library reads little more."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """How the replies of one chat format are written, in the terms of a grammar.
-
-    `call` gives what follows the mark that opens a tool call, from the function's name and the grammar of its
-    arguments. `token` is the id of a mark that stands outside of text, None for one that is text. `think` are the
-    marks of reasoning, None where replies have none; `thinking` says that the prompt has opened it. `ends` are end
-    tokens beside the tokenizer's own. `supports` says whether a grammar of its own can be made of a schema. `spells`
-    says that the tokenizer can write any text. If it cannot, llguidance must not choose the tokens of fixed text: it
-    would allow only the token for unknown text, and then refuse it.
-    """
+    """The syntax of replies in one chat format, for grammars."""
 
     call_mark: str
+    """The mark that opens a tool call."""
     call: Callable[[str, str], str]
+    """The grammar after this mark, from the function's name and the grammar of its arguments."""
     token: Callable[[str], int | None]
+    """The id of a mark that is a special token; None for a mark that is text."""
     supports: Callable[[str], bool]
+    """Whether a grammar can be compiled."""
     think: tuple[str, str] | None = None
+    """The marks of reasoning; None if replies have none."""
     thinking: bool = False
+    """Whether the prompt has opened the reasoning."""
     ends: Sequence[int] = field(default=())
+    """End tokens in addition to the tokenizer's own."""
     spells: bool = True
+    """Whether the tokenizer can write any text. If it cannot, llguidance must not choose the tokens of fixed text: it
+    would allow only the token for unknown text, and then refuse it."""
     all_ends: Sequence[int] = field(default=())
     """All end tokens."""
     vocabulary: int | None = None
-    """How many tokens there are, where that is known."""
+    """Number of tokens; None if unknown."""
 
     def mark(self, text: str) -> str:
-        """A mark as a grammar names it."""
+        """A mark in a grammar: a text, or a special token by its id."""
         token = self.token(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
@@ -67,8 +68,7 @@ class Syntax:
 def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, syntax: Syntax) -> str:
     """Lark text of the replies that a request in OpenAI form allows.
 
-    Raises RequestRefused for a form that there is not. A schema that cannot be enforced is refused when the grammar
-    is compiled.
+    Raises RequestRefused for an unknown form. A schema that cannot be enforced is refused when the grammar is compiled.
     """
     if names := restrictions(body):
         return _restricted(body, tools, names, syntax)
@@ -94,14 +94,25 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     if "text" in reply.split():
         rules += _text(syntax)
     thought = _thought(syntax)
-    end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
-    start = "start: " + ("thought " if thought and syntax.thinking else "thought? " if thought else "") + f"reply{end}"
+    start = f"start: {_thought_prefix(thought, syntax)}reply{_end(syntax)}"
     options = "{}" if syntax.spells else '{"no_forcing": true}'
     return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
 
 
+def _thought_prefix(thought: list[str], syntax: Syntax) -> str:
+    """Reasoning before a reply: required if the prompt has opened it, otherwise optional."""
+    if not thought:
+        return ""
+    return "thought " if syntax.thinking else "thought? "
+
+
+def _end(syntax: Syntax) -> str:
+    """Optional end tokens after a reply."""
+    return f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
+
+
 _LOOKS = 64
-"""Most parts of a schema that are tried to find what is refused: each may take a while."""
+"""Most parts of a schema that are tried to find the refused one. Each may take a while."""
 _HOLDERS = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -110,9 +121,9 @@ _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contai
 def refused_place(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, fault: Callable[[str], str]
 ) -> str:
-    """What the library refuses of a request's schemas: its place, keyword and value, and why; empty if not found.
+    """The part of a request's schemas that the library refuses: place, keyword, value and reason; empty if not found.
 
-    `fault` says why a grammar is refused; empty for one that is not.
+    `fault` returns the reason why a grammar is refused; empty for a grammar that is not.
     """
     schemas: list[tuple[str, Any]] = []
     if form_type(body) == "json_schema":
@@ -136,25 +147,25 @@ def refused_place(
     for name, root in schemas:
         if not isinstance(root, Mapping) or not (reason := why(root, root)):
             continue
-        place, schema, seen = [name] if name else [], root, set()
+        place, schema, visited = [name] if name else [], root, set()
         while True:
-            # 1. Go on into the first part that is refused by itself.
+            # 1. Descend into the first part that is refused by itself, or into the target of a reference.
             inner = next(((path, part) for path, part in _parts(schema) if why(part, root)), None)
             target = schema.get("$ref")
-            if inner is None and isinstance(target, str) and target not in seen:
-                seen.add(target)
-                found: Any = root
+            if inner is None and isinstance(target, str) and target not in visited:
+                visited.add(target)
+                definition: Any = root
                 for step in target.removeprefix("#/").split("/"):
-                    found = found.get(step) if isinstance(found, Mapping) else None
-                if isinstance(found, Mapping) and why(found, root):
-                    schema = found
+                    definition = definition.get(step) if isinstance(definition, Mapping) else None
+                if isinstance(definition, Mapping) and why(definition, root):
+                    schema = definition
                     continue
             if inner is None:
                 break
             place.append(inner[0])
             schema = inner[1]
             reason = why(schema, root) or reason
-        # 2. In it, the keyword without which it is not.
+        # 2. In it, find the keyword without which it would be accepted.
         for keyword in schema:
             if keyword != "type" and not why({key: value for key, value in schema.items() if key != keyword}, root):
                 value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
@@ -179,7 +190,7 @@ def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 def _restricted(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, names: list[str], syntax: Syntax
 ) -> str:
-    """The grammar of replies of free text that may hold some tokens only."""
+    """The grammar of free text with restricted tokens: min_tokens, allowed_token_ids or bad_words."""
     if len(names) > 1 or fixes_structure(body, tools):
         other = names[1] if len(names) > 1 else "a fixed form of the reply"
         raise RequestRefused(f"{names[0]} is not supported together with {other}.", "Ask for one of the two.")
@@ -205,16 +216,15 @@ def _restricted(
         words = "|".join(_regex(word) for word in texts_of("bad_words", body["bad_words"]))
         without = f"/(.|\\n)*/ & ~/(.|\\n)*({words})(.|\\n)*/"
         thought = [rule.replace("THINKING: /(.|\\n)*/", f"THINKING: {without}") for rule in _thought(syntax)]
-        begin = "thought " if thought and syntax.thinking else "thought? " if thought else ""
-        end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
-        rules = [f"start: {begin}TEXT{end}", f"TEXT: {without}", *thought]
+        start = f"start: {_thought_prefix(thought, syntax)}TEXT{_end(syntax)}"
+        rules = [start, f"TEXT: {without}", *thought]
     return "\n".join([f"%llguidance {options}", *rules, ""])
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for.
+    """The reason why the form of a request cannot be enforced with any model; empty if it can, or if it has none.
 
-    Without llguidance the schema itself is not looked at.
+    Without llguidance the schema itself is not checked.
     """
     if not fixes_form(body, tools):
         return ""
@@ -239,10 +249,10 @@ def _trials() -> Trials:
 
 
 def json_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of the JSON that a schema allows, written without free white space.
+    """The grammar of the JSON that a schema allows, without free white space.
 
-    Objects whose schema says nothing of further properties get none, unless schemas are combined with `allOf`.
-    Raises RequestRefused for one that is nested too deeply.
+    An object gets no further properties if its schema does not mention them, unless schemas are combined with `allOf`.
+    Raises RequestRefused for a schema that is nested too deeply.
     """
     if _deeper(schema, DEPTH):
         raise RequestRefused(
@@ -270,8 +280,8 @@ def _form(body: Mapping[str, Any]) -> str:
         return json_grammar(ANY_OBJECT)
     if kind != "json_schema":
         raise RequestRefused(f"response_format {kind!r} is not supported.", "Use text, json_object or json_schema.")
-    asked = body["response_format"].get("json_schema")
-    schema = asked.get("schema") if isinstance(asked, Mapping) else None
+    json_schema = body["response_format"].get("json_schema")
+    schema = json_schema.get("schema") if isinstance(json_schema, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestRefused("The response_format has no schema.", 'Give it as {"json_schema": {"schema": {...}}}.')
     return json_grammar(schema)
@@ -279,14 +289,14 @@ def _form(body: Mapping[str, Any]) -> str:
 
 def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
     """("none", "auto" or "required", the tools that may be called)."""
-    asked = body.get("tool_choice") or "auto"
-    if isinstance(asked, Mapping) and asked.get("type") == "allowed_tools":
-        restricted = asked.get("allowed_tools") or asked
+    choice = body.get("tool_choice") or "auto"
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        restricted = choice.get("allowed_tools") or choice
         names = [_name(tool) for tool in restricted.get("tools") or ()]
         return _mode(restricted.get("mode") or "auto", _named(names, tools))
-    if isinstance(asked, Mapping):
-        return _mode("required", _named([_name(asked)], tools))
-    return _mode(str(asked), tools)
+    if isinstance(choice, Mapping):
+        return _mode("required", _named([_name(choice)], tools))
+    return _mode(str(choice), tools)
 
 
 def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
@@ -299,14 +309,14 @@ def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[
 
 
 def _named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    known = {_name(tool): tool for tool in tools}
+    tool_of_name = {_name(tool): tool for tool in tools}
     for name in names:
-        if name not in known:
+        if name not in tool_of_name:
             raise RequestRefused(
-                f"tool_choice names {name!r}, which is none of the request's tools: {sorted(known)}.",
+                f"tool_choice names {name!r}, which is none of the request's tools: {sorted(tool_of_name)}.",
                 "Name a tool that the request sends.",
             )
-    return [known[name] for name in names]
+    return [tool_of_name[name] for name in names]
 
 
 def _name(tool: Mapping[str, Any]) -> str:
@@ -314,7 +324,11 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 
 def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
-    """One function's call: its schema where it is strict, or is the only way to answer and can be enforced."""
+    """The grammar of a call of one function.
+
+    The schema of its arguments is enforced for a strict function. It is also enforced if the reply must be a call and
+    the library supports the schema.
+    """
     function = function_of(tool)
     schema = function.get("parameters") or ANY_OBJECT
     if function.get("strict"):
@@ -325,14 +339,14 @@ def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
 
 
 def _before(syntax: Syntax) -> list[str]:
-    """Text up to a call, its mark included."""
+    """The rules of a text before a call, including the call's mark."""
     if syntax.token(syntax.call_mark) is None:
         return [f"before[lazy]: /(.|\\n)*{_regex(syntax.call_mark)}/"]
     return [f"before: ANYTHING {syntax.mark(syntax.call_mark)}"]
 
 
 def _text(syntax: Syntax) -> list[str]:
-    """Text in which no call begins. Tokens that stand outside of text are not part of it in any case."""
+    """The rules of a text without calls. A mark that is a special token is never a part of text."""
     if syntax.token(syntax.call_mark) is not None:
         return ["text: ANYTHING", "ANYTHING: /(.|\\n)*/"]
     return ["text: TEXT", f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_regex(syntax.call_mark)}(.|\\n)*/"]
@@ -354,25 +368,27 @@ def _regex(text: str) -> str:
 
 def _deeper(value: Any, most: int) -> bool:
     """Whether a JSON value is nested more than `most` deep."""
+    # Level by level, not by recursion, which a deep value would break.
     level = [value]
     for _ in range(most):
-        level = [
-            part
-            for one in level
-            if isinstance(one, Mapping | list)
-            for part in (one.values() if isinstance(one, Mapping) else one)
-        ]
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, Mapping):
+                inner += part.values()
+            elif isinstance(part, list):
+                inner += part
+        level = inner
     return bool(level)
 
 
 _DATA = ("enum", "const", "default", "examples")
-"""Keywords whose values are data, and no schemas."""
+"""Keywords whose values are data instead of schemas."""
 
 
 def _mixed_patterns(schema: Any, place: str = "$") -> str:
-    """Where an object has `patternProperties` beside `properties`; empty if none does.
+    """The place of an object with both `patternProperties` and `properties`; empty without any.
 
-    llguidance allows a comma after the last property even if no further name fits a pattern. Such a reply would end
+    llguidance allows a comma after the last property even if no further name fits a pattern. The reply would then end
     there, in the middle of the object.
     """
     if isinstance(schema, list):
@@ -384,11 +400,14 @@ def _mixed_patterns(schema: Any, place: str = "$") -> str:
         parts = [(f"{place}.{key}", part) for key, part in schema.items() if key not in _DATA]
     else:
         return ""
-    return next((found for where, part in parts if (found := _mixed_patterns(part, where))), "")
+    for part_place, part in parts:
+        if mixed := _mixed_patterns(part, part_place):
+            return mixed
+    return ""
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties` false wherever an object names its properties and says nothing else."""
+    """The schema with `additionalProperties` false for each object that lists its properties and allows no others."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):

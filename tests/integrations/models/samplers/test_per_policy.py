@@ -66,4 +66,4 @@ def test_all_are_closed_when_one_fails_to() -> None:
 
 
 def test_it_travels_with_what_it_stands_on() -> None:
-    assert pickle.loads(pickle.dumps(PolicySampler({}, None)))._rest is None
+    assert pickle.loads(pickle.dumps(PolicySampler({}, None)))._default is None
