@@ -46,7 +46,7 @@ class CalledSampler(ABC):
     async def sleep(self, keep_weights: bool = False) -> None:
         """Finish running requests, then free the GPU until `wake`. New requests wait.
 
-        With `keep_weights`, the weights stay in the GPU. Raises SamplerError, RequestRefused if the engine cannot sleep.
+        With `keep_weights`, the weights stay in the GPU. Raises RequestRefused if it cannot sleep, SamplerError.
         """
         await self._call("sleep", keep_weights)
 

@@ -128,9 +128,9 @@ def test_a_refused_upload_leaves_the_export_and_says_so(
 @pytest.mark.parametrize(
     ("at", "left"),
     [
-        ("/api/repos/create", "me/team may not be there."),
-        ("/preupload/main", "me/team is there, but may lack this version."),
-        ("/commit/main", "me/team is there, but may lack this version."),
+        ("/api/repos/create", "me/team may not exist."),
+        ("/preupload/main", "me/team exists, but may lack this version."),
+        ("/commit/main", "me/team exists, but may lack this version."),
     ],
 )
 def test_a_push_that_the_network_breaks_off_says_what_is_there_and_how_to_go_on(
@@ -142,7 +142,7 @@ def test_a_push_that_the_network_breaks_off_says_what_is_there_and_how_to_go_on(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{to} could not be pushed to me/team: " in said
     assert said.endswith(
-        f". {left} Look whether the Hub can be reached. The export itself is whole: push it again with `hf upload "
+        f". {left} Check that the Hub can be reached. The export itself is whole: push it again with `hf upload "
         f"me/team {to} --exclude '.versions/*'`.\n"
     )
     assert hub.files == {} and read_manifest(to).policies

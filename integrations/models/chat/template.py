@@ -1,4 +1,4 @@
-"""Chat requests to token ids and sampled ids back to assistant messages, by the tokenizer of a model folder."""
+"""Translates chat requests to token ids, and sampled ids to assistant messages, by the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from cotune.sampling.request_params import CONTINUE
 log = logging.getLogger("cotune")
 
 _IMPORTING = threading.Lock()
-"""Two threads that import transformers at once may find it half made: an export of several bases loads a template for
-each."""
+"""Held during the import of transformers. An export of several bases loads their templates in threads, and a second
+thread may find a half-imported module."""
 
 Options = Mapping[str, Any]
 """Variables for a chat template, by name."""
 
 
 class _Rendered(msgspec.Struct):
-    """A prompt as the template writes it, and its ids where they were needed."""
+    """A rendered prompt, and its packed ids if they were needed."""
 
     key: bytes
     text: str
@@ -62,16 +62,16 @@ class _Rendered(msgspec.Struct):
 
     @property
     def bytes(self) -> int:
-        """About what it takes in memory."""
+        """About its bytes in memory."""
         return 4 * len(self.text) + len(self.packed or b"") + _OVERHEAD
 
 
 class ChatTemplate:
     """The chat template, tokenizer and reply parser of one model: a `ChatFormat` for every sampler.
 
-    Replies are parsed by the tokenizer's own `response_template` where it has one. Else `<think>` becomes
-    `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the one in
-    which the chat template writes a call. `images` is of a model that sees them. Safe to use from several threads.
+    Replies are parsed by the tokenizer's own `response_template` if it has one. Otherwise `<think>` becomes
+    `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the format
+    that the chat template writes. `images` is for a model that sees images. Safe to use from several threads.
     """
 
     def __init__(
@@ -83,23 +83,26 @@ class ChatTemplate:
         special = [str(token) for token in added if token.special]
         self._control_tokens = ControlTokens([*tokenizer.all_special_tokens, *special])
         self._in_parts = False
-        if images is not None:  # such templates may read texts from parts only
+        # The template of a model that sees images may accept texts only in parts.
+        if images is not None:
             with contextlib.suppress(SamplerError):
                 self._in_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
         self.end_token_ids = tuple(end_token_ids)
         self.counts: Counter[str] = Counter()
-        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
-        them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
-        does not go on from them), "cached"; those whose tools the template leaves out: "unshown_tools". Replies that
-        the tokenizer's response template refuses: "unparsed", their text is kept as it is. Special tokens in messages
-        that stay text: "plain_control_tokens"."""
+        """Counts of prompts, replies and special tokens.
+
+        Prompts: "rendered"; "cached"; "extended", with reused earlier ids; "respelled", extended prompts in which the
+        template would write a reply differently; "diverged", which do not continue the earlier ids; "unshown_tools",
+        whose tools the template leaves out. Replies: "unparsed", which the tokenizer's response template refuses, so
+        that they stay text. Special tokens in messages that stay text: "plain_control_tokens".
+        """
         self._rendered: BoundedCache[_Rendered] = BoundedCache(PROMPTS, PROMPT_BYTES)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self.spelled: str | None = None
-        """How the chat template writes the call of a tool, where it shows one."""
+        """A tool call as the chat template writes it; None if the template writes none."""
         self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
-        """How tool calls are written; None where the template writes them in no form that is known."""
+        """The format of tool calls; None if the template writes them in an unknown format."""
         self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
         self._texts = PathTexts(self._replies.decode)
         self._grammars = Grammars(tokenizer, len(tokenizer))
@@ -107,8 +110,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
-        """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
-        not end, and for a format of tool calls that is unknown."""
+        """Load from a model folder or hub id.
+
+        Raises ConfigError if there is no model, if it has no chat template or one that does not end, and for an unknown
+        format of tool calls.
+        """
         with _IMPORTING:
             from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -131,7 +137,8 @@ class ChatTemplate:
         chat = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
         try:
             chat._template([{"role": "user", "content": "hi"}], None, {})
-        except SamplerError as error:  # any other cause may be of this message alone
+        except SamplerError as error:
+            # With any other cause the template may still render other messages.
             if isinstance(error.__cause__, TookTooLong):
                 fault = f"has a chat template that does not render a message within {PATIENCE:g} s"
                 raise ConfigError("model", str(model), fault, "Repair its chat_template.jinja.") from None
@@ -148,15 +155,15 @@ class ChatTemplate:
         most: int | None = None,
         options: Options | None = None,
     ) -> list[int]:
-        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+        """Token ids of the prompt, including the generation prompt. Raises SamplerError if it cannot be rendered.
 
-        A prompt of more than `most` tokens is refused (PromptTooLong) and not kept; one whose text is far too long for
-        them, before it is tokenized.
+        A prompt of more than `most` tokens is refused (PromptTooLong) and not cached. If its text is far too long, it
+        is refused before it is tokenized.
 
-        `earlier` are token paths (prompt, or prompt and reply) of the same role, packed. The longest one that the new
-        prompt goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier
-        reply said, the prompt goes on from the reply as the model wrote it, however the template would spell it.
-        `options` are variables for the template.
+        `earlier` are packed token paths (prompt, or prompt and reply) of the same role. If the new prompt continues
+        some of them, the ids of the longest one are reused, and only the remaining text is tokenized. If a message
+        repeats an earlier reply, the prompt contains the reply's own tokens, even if the template would write the text
+        differently. `options` are variables for the template.
         """
         if tools and self.tool_format is None and not self._replies.template:
             raise SamplerError(self._unknown(), _NAME_IT)
@@ -166,8 +173,8 @@ class ChatTemplate:
                 log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
         options = options or {}
         rendered = self._render(messages, tools, options, most)
-        found = self._extended(rendered.text, messages, tools, options, earlier) if earlier else None
-        path, text = found or (self._whole(rendered), rendered.text)
+        extended = self._extended(rendered.text, messages, tools, options, earlier) if earlier else None
+        path, text = extended or (self._whole(rendered), rendered.text)
         ids = list(unpack_ids(path))
         if most is not None and len(ids) > most:
             raise _too_long(f"{len(ids)} tokens", most)
@@ -178,31 +185,33 @@ class ChatTemplate:
     def _extended(
         self, text: str, messages: Messages, tools: Tools | None, options: Options, earlier: Sequence[bytes]
     ) -> tuple[bytes, str] | None:
-        """Packed ids that begin with the longest earlier path that the prompt goes on from, and the text that they
-        stand for; None where it goes on from none."""
+        """The packed ids of a prompt that continues an earlier path, and its text; None if it continues none."""
 
-        # A last request may offer no tools, and yet go on from replies that called some.
-        once = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
+        # The last request of a conversation may offer no tools, although earlier replies called some.
+        reply_tools = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
 
         def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
-            return self.parse(reply, prompt=prompt, tools=once)[1]
+            return self.parse(reply, prompt=prompt, tools=reply_tools)[1]
 
-        offered = address(self._encoder.encode(once)) if once else ""
-        known = EarlierIds(earlier, self._texts, parse, self.end_token_ids, offered)
-        kept, rest = known.longest(text)
-        if len(kept) < len(known.paths[0]):
+        tools_name = address(self._encoder.encode(reply_tools)) if reply_tools else ""
+        earlier_ids = EarlierIds(earlier, self._texts, parse, self.end_token_ids, tools_name)
+        path, remaining = earlier_ids.longest(text)
+        if len(path) < len(earlier_ids.paths[0]):
+            # A longer path may fit if the text has the replies as the model wrote them.
             spelled = None
-            # A template that refuses a call without its mark, and messages of another form than OpenAI's.
+            # A template may refuse a call without its mark; messages may have another form than OpenAI's.
             with contextlib.suppress(SamplerError, TypeError, AttributeError):
-                spelled = known.spelled(messages, lambda chat: self._template(chat, tools, options), text, kept)
-            if spelled is not None and len((other := known.longest(spelled))[0]) > len(kept):
-                self._count("respelled")
-                (kept, rest), text = other, spelled
-        self._count("extended" if kept else "diverged")
-        return (kept + pack_ids(self._encode(rest)), text) if kept else None
+                spelled = earlier_ids.spelled(messages, lambda chat: self._template(chat, tools, options), text, path)
+            if spelled is not None:
+                longer_path, longer_remaining = earlier_ids.longest(spelled)
+                if len(longer_path) > len(path):
+                    self._count("respelled")
+                    path, remaining, text = longer_path, longer_remaining, spelled
+        self._count("extended" if path else "diverged")
+        return (path + pack_ids(self._encode(remaining)), text) if path else None
 
     def _whole(self, rendered: _Rendered) -> bytes:
-        """The packed ids of a prompt that goes on from none."""
+        """The packed ids of a prompt that continues no earlier path."""
         if rendered.packed is None:
             rendered.packed = pack_ids(self._encode(rendered.text))
         return rendered.packed
@@ -210,20 +219,21 @@ class ChatTemplate:
     def transcript(
         self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False
     ) -> str:
-        """A conversation as the template writes it, ready for a reply with `generation`. Raises SamplerError."""
+        """The rendered text of a conversation; with `generation`, it ends ready for a reply. Raises SamplerError."""
         return self._template(messages, tools, options or {}, generation=generation)
 
     def open_grammars(self) -> None:
-        """Do now what the first request with a fixed form or log-probabilities would have all others wait for."""
-        with contextlib.suppress(SamplerError):  # that request says it
+        """Read the tokenizer for grammars now. Otherwise the first request that needs it would delay all others."""
+        with contextlib.suppress(SamplerError):  # the first request that needs it reports the error
             self._grammars.open()
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
-        """What each token writes, one by one: several may make one character."""
+        """The bytes of each token. Several tokens may form one character."""
         grammars = self._grammars
         try:
             return [TokenBytes(grammars.raw(id), grammars.special(id)) for id in token_ids]
-        except SamplerError:  # a tokenizer that llguidance does not know
+        except SamplerError:
+            # llguidance cannot read this tokenizer.
             marks = {*self.tokenizer.all_special_ids, *self.end_token_ids}
             return [TokenBytes(self._replies.decode([id]).encode(), id in marks) for id in token_ids]
 
@@ -237,43 +247,43 @@ class ChatTemplate:
     ) -> tuple[str, dict[str, Any], str]:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
-        `prompt` is what the reply goes on from: some templates open the reasoning there. `tools` are those offered.
-        End tokens and everything from the first stop string on are not part of the text. Where no tools are offered, a
-        call is text. A call that cannot be read stays in the text, and the reason is "malformed", also where others
-        beside it could be read. A reply that ends within its reasoning has no content.
+        `prompt` are the ids before the reply, because some templates open the reasoning there. `tools` are the tools of
+        the request; without tools, a call is text. End tokens, and everything from the first stop string on, are not
+        part of the text. A call that cannot be read stays in the text, and the reason is "malformed", even if other
+        calls can be read. A reply that ends within its reasoning has no content.
         """
         return self._replies.parse(token_ids, stop, prompt, tools or ())
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """The stop string that ended a reply; empty where none did."""
+        """The stop string that ended a reply; empty if none did."""
         return self._replies.stopped_by(token_ids, stop)
 
     def _unknown(self) -> str:
         return f"The model's chat template writes tool calls in an unknown form: {self.spelled!r}."
 
     def _recognised(self) -> ToolFormat | None:
-        """The format in which the chat template writes tool calls; Hermes where it shows none."""
+        """The format of the tool calls that the chat template writes; Hermes if it writes none."""
 
         def template(messages: list[dict[str, Any]], generation: bool) -> str:
             return self._template(messages, None, {}, generation=generation)
 
         try:
             self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
-        except SamplerError:  # a template that refuses calls
+        except SamplerError:  # the template refuses calls
             return HERMES
         return HERMES if self.spelled is None else recognised(self.spelled)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
-        """Whether a prompt tells the model of the tools that a request offers."""
+        """Whether a prompt contains the tools of its request."""
         try:
             return shown_by(lambda chat, tools: self._template(chat, tools, {}))
-        except SamplerError:  # a template that refuses tools says so for each request that has some
+        except SamplerError:  # the template refuses tools: each request with tools gets its error
             return True
 
     @functools.cached_property
     def reads_parts(self) -> bool:
-        """Whether the template itself writes a content in parts; `vllm serve` then hands it the parts, too."""
+        """Whether the template accepts a content in parts. `vllm serve` then passes it the parts, too."""
         written = {}
         for content in (_PROBE, [{"type": "text", "text": text} for text in (_PROBE, _SECOND)]):
             message = {"role": "user", "content": content}
@@ -285,8 +295,10 @@ class ChatTemplate:
         return in_parts.replace(_SECOND, "").count(_PROBE) == 1 and _SECOND in in_parts and "'text'" not in in_parts
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
-        """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
-        or one does not come with its bytes."""
+        """The encoded images of messages, in order.
+
+        Raises RequestRefused for images if the model sees none, and for an image without its bytes.
+        """
         if self._images is not None:
             return images_of(messages)
         if holds_images(messages):
@@ -312,7 +324,7 @@ class ChatTemplate:
         return grammar
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
-        """How replies to a prompt are written. It may have opened their reasoning, or closed it."""
+        """The syntax of replies to a prompt. The prompt may have opened their reasoning, or closed it."""
         tail, format = self._replies.tail(prompt), self.tool_format or HERMES
         reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
         return Syntax(
@@ -337,9 +349,9 @@ class ChatTemplate:
             key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
         except (TypeError, ValueError) as error:
             raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
-        if (known := self._rendered.get(key)) is not None:
+        if (cached := self._rendered.get(key)) is not None:
             self._count("cached")
-            return known
+            return cached
         text = self._template(messages, tools, options)
         if most is not None and len(text) > most * self._longest_token:
             raise _too_long(f"{len(text)} characters", most)
@@ -393,7 +405,7 @@ class ChatTemplate:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """The ids of a special token's text by its letters."""
+        """The ids of a special token's text as plain letters."""
         if self._plain_tokenizer is None:  # a slow tokenizer
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
             return ids
@@ -401,7 +413,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Any:
-        """A copy of the tokenizer that takes special tokens for text; None for one that is not fast."""
+        """A copy of the tokenizer that treats special tokens as text; None for a slow tokenizer."""
         fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if fast is None:
             return None
@@ -414,18 +426,18 @@ class ChatTemplate:
 
 
 PATIENCE = 10.0
-"""Seconds that a chat template has for one prompt."""
+"""Seconds that a chat template may take for one prompt."""
 _PROBE, _SECOND = "hello", "goodbye"
 _NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
 ANY_TOOLS = [{"type": "function", "function": {"name": "any"}}]
-"""Tools, where any will do."""
+"""Tools for a reading of calls that does not depend on the names of tools."""
 _NO_MARK = "\0"
-"""Where a format marks no call: what no reply contains."""
+"""The mark of calls for a format without marks: a text that no reply contains."""
 PROMPTS, PROMPT_BYTES = 2048, 32 << 20
-"""Most prompts, and bytes of all of them, that are kept as rendered."""
+"""Limits of the cache of rendered prompts: their number, and bytes of all of them."""
 _OVERHEAD = 400
-"""Bytes of a kept prompt beside its text and ids, about."""
-UNSHOWN_TOOLS = "The model's chat template shows no tools, so the model does not know of those that requests offer."
+"""About the bytes of a cached prompt without its text and ids."""
+UNSHOWN_TOOLS = "The model's chat template shows no tools, so the model does not know the tools of a request."
 SHOW_TOOLS = (
     'Give the role a policy of kind = "provider", use a model whose template shows tools, or describe them in the '
     'prompt, with calls as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'

@@ -1,4 +1,4 @@
-"""Ends Python code that runs for too long in its thread, by an exception in it: a chat template may loop for ever."""
+"""Ends Python code that runs too long, by raising an exception in its thread. A chat template may loop forever."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 
 class TookTooLong(Exception):
-    """Raised in the code that ran for too long."""
+    """Raised in code that ran too long."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong in the body once it has run for `seconds`. A call into C ends first, however long."""
+    """Raise TookTooLong in the block once it has run for `seconds`. A call into C is not interrupted."""
     thread, lock = threading.get_ident(), threading.Lock()
     ended = sent = False
 
@@ -39,8 +39,10 @@ def time_limit(seconds: float) -> Iterator[None]:
             with lock:
                 ended = True
             timer.cancel()
-            latest = time.monotonic() + 1.0  # where the body has swallowed it, it never comes
-            while sent and time.monotonic() < latest:  # as the body ended: awaited here, so that it hits nothing else
+            # If the exception was sent just as the block ended, wait for it here, so that it hits no other code. If the
+            # block has caught it already, it never comes.
+            latest = time.monotonic() + 1.0
+            while sent and time.monotonic() < latest:
                 time.sleep(0.001)
         except TookTooLong:
             pass

@@ -1,9 +1,10 @@
-"""Keeps the ids of earlier prompts and replies: a prompt that goes on from them begins with exactly those ids.
+"""Reuses the ids of earlier prompts and replies, so that a prompt that continues them begins with exactly these ids.
 
-A template spells a reply in its own way (a tool call's JSON, trimmed spaces). So where a message says what an earlier
-reply of the role said, the reply's own text stands in its place before the texts are compared.
+A template writes a reply in its own way (the JSON of a tool call, trimmed spaces). Therefore, if a message repeats an
+earlier reply of the role, the reply's own text is put in its place before the texts are compared.
 
-Paths come packed (`ids.pack_ids`): a conversation has many, each as long as itself, and they are compared as bytes.
+Paths are packed (`ids.pack_ids`), because a conversation has many, each as long as the conversation, and they are
+compared as bytes.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from cotune.runtime.bounded_cache import BoundedCache
 
 _PLACE = "\ue000reply {}\ue001"
 _TAIL = 16
-"""Tokens before a reply that are decoded with it, as a tokenizer may write a text otherwise at its beginning."""
+"""Number of tokens before a reply that are decoded with it. A tokenizer may decode a token differently at the beginning
+of a text."""
 _WIDTH = len(pack_ids([0]))
 _OVERHEAD = 300
-"""Bytes of a kept text beside itself and its path, about."""
+"""About the bytes of a cached text without the text and its path."""
 PATHS, PATH_BYTES = 65_536, 64 << 20
-"""Most paths whose texts are kept, and bytes of all of them."""
+"""Limits of the cache of texts: number of paths, and bytes of all of them."""
 Messages = Sequence[Mapping[str, Any]]
-"""Of a chat, in OpenAI form."""
+"""Messages of a chat, in OpenAI form."""
 
 
-class Said(NamedTuple):
-    """What a reply said, and the text that the model wrote for it, without reasoning and end token."""
+class Reply(NamedTuple):
+    """A reply: its meaning, and the text that the model wrote, without reasoning and end token."""
 
-    said: str
+    meaning: str
+    """Content, reasoning and calls in a form to compare (`_meaning`)."""
     text: str
 
 
 class PathTexts:
-    """The texts of token paths, kept from call to call: of a conversation that grows only what is new is decoded."""
+    """The texts of token paths, cached from call to call, so that only the new part of a conversation is decoded."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
-        self.replies: BoundedCache[Said] = BoundedCache(PATHS, PATH_BYTES)
-        """By the path of a reply, and the tools that were offered."""
+        self.replies: BoundedCache[Reply] = BoundedCache(PATHS, PATH_BYTES)
+        """(path of a reply, length of its prompt, name of the tools) -> the reply."""
         self._texts: BoundedCache[str] = BoundedCache(PATHS, PATH_BYTES)
 
     def keep(self, path: bytes, text: str) -> None:
@@ -50,26 +53,27 @@ class PathTexts:
         self._texts.put(path, text, len(path) + 4 * len(text) + _OVERHEAD)
 
     def of(self, path: bytes, shorter: Iterable[bytes] = ()) -> str:
-        """The text of a path. The first of the `shorter` ones that it goes on from saves decoding it whole."""
+        """The text of a path. If it continues one of the `shorter` paths, only its new part is decoded."""
         if (text := self._texts.get(path)) is None:
-            base = next((one for one in shorter if one and path.startswith(one)), b"")
-            text = self._after(base, path)
+            base = next((other for other in shorter if other and path.startswith(other)), b"")
+            text = self._decode_after(base, path)
             self.keep(path, text)
         return text
 
-    def _after(self, base: bytes, path: bytes) -> str:
-        if base and (known := self._texts.get(base)) is not None:
+    def _decode_after(self, base: bytes, path: bytes) -> str:
+        """The text of a path, from the text of its beginning `base` if this is cached."""
+        if base and (base_text := self._texts.get(base)) is not None:
             tail = base[-_TAIL * _WIDTH :]
             before, both = self.decode(unpack_ids(tail)), self.decode(unpack_ids(tail + path[len(base) :]))
-            if known.endswith(before) and both.startswith(before):
-                return known + both[len(before) :]
+            if base_text.endswith(before) and both.startswith(before):
+                return base_text + both[len(before) :]
         return self.decode(unpack_ids(path))
 
 
 class EarlierIds:
-    """Earlier token paths of one role, for one prompt; `texts` are kept from prompt to prompt.
+    """Earlier token paths of one role, for one prompt. `texts` is shared by all prompts.
 
-    `parse` reads a reply (the prompt, its ids) as an assistant message, by the tools with the name `tools`.
+    `parse` reads a reply as an assistant message, from its prompt and its ids. `tools` names the tools that it uses.
     """
 
     def __init__(
@@ -87,127 +91,148 @@ class EarlierIds:
         self._tools = tools
 
     def longest(self, text: str) -> tuple[bytes, str]:
-        """The longest path that the text begins with, and the rest of the text; no ids where there is none.
+        """The longest path whose text begins `text`, and the remaining text; an empty path if there is none.
 
-        A path that ends as no template does (another end token) is kept up to its end.
+        A path may end with another end token than the template writes. Then it is used without its end token.
         """
         for i, path in enumerate(self.paths):
-            known = self._text(i)
-            if known and text.startswith(known):
-                return path, text[len(known) :]
+            path_text = self._text(i)
+            if path_text and text.startswith(path_text):
+                return path, text[len(path_text) :]
             if (end := self._ends.get(path[-_WIDTH:])) is not None:
-                whole = known.removesuffix(end)
-                if whole and text.startswith(tuple(whole + end for end in self._ends.values())):
-                    return path[:-_WIDTH], text[len(whole) :]
+                without_end = path_text.removesuffix(end)
+                if without_end and text.startswith(tuple(without_end + end for end in self._ends.values())):
+                    return path[:-_WIDTH], text[len(without_end) :]
         return b"", text
 
     def spelled(
-        self, messages: Messages, template: Callable[[Messages], str], canonical: str, kept: bytes
+        self, messages: Messages, template: Callable[[Messages], str], canonical: str, reused: bytes
     ) -> str | None:
-        """The prompt's text with earlier replies spelled as the model wrote them, where it goes on from a longer path
-        than `kept`, the one that the `canonical` text goes on from; None where there is none."""
-        # 1. The longer paths, without those that are only the beginning of the longest.
-        at = [i for i, path in enumerate(self.paths) if len(path) > len(kept) and path.startswith(kept)]
-        replies = list(self._replies(at))
-        ends = [self._text(i) for i in at if i == at[0] or not self.paths[at[0]].startswith(self.paths[i])]
-        # 2. After what is kept the prompt goes on as the template writes it, or with a reply.
-        so_far = len(self._text_of(kept)) if kept else 0
-        begun = {canonical[so_far : so_far + 1], *(reply.text[:1] for reply in replies)}
-        ends = [text for text in ends if text[so_far : so_far + 1] in begun]
-        if not ends:
+        """The text of a prompt in which earlier replies are written as the model wrote them.
+
+        `canonical` is the text as the template writes it, and `reused` the path that it continues. None if the other
+        text would not continue a longer path.
+        """
+        # 1. The longer paths. Paths that are only the beginning of the longest are left out.
+        longer = [i for i, path in enumerate(self.paths) if len(path) > len(reused) and path.startswith(reused)]
+        replies = list(self._replies(longer))
+        path_texts = []
+        for i in longer:
+            if i == longer[0] or not self.paths[longer[0]].startswith(self.paths[i]):
+                path_texts.append(self._text(i))
+
+        # 2. After the reused text, a path must continue as the template does, or with a reply. Comparing one character
+        # rules out most paths at little cost.
+        end = len(self._text_of(reused)) if reused else 0
+        next_characters = {canonical[end : end + 1], *(reply.text[:1] for reply in replies)}
+        path_texts = [text for text in path_texts if text[end : end + 1] in next_characters]
+        if not path_texts:
             return None
-        # 3. The replies among the messages, each with the spellings that it may have.
-        known: dict[str, list[str]] = {}
+
+        # 3. The messages that repeat a reply, each with the texts that it may have.
+        texts_of_meaning: dict[str, list[str]] = {}
         for reply in replies:
-            known.setdefault(reply.said, []).append(reply.text)
-        places = [
-            i for i, message in enumerate(messages) if message.get("role") == "assistant" and _said(message) in known
-        ]
+            texts_of_meaning.setdefault(reply.meaning, []).append(reply.text)
+        places: list[int] = []
+        choices: list[list[str]] = []
+        for i, message in enumerate(messages):
+            meaning = _meaning(message) if message.get("role") == "assistant" else ""
+            if meaning in texts_of_meaning:
+                places.append(i)
+                choices.append(texts_of_meaning[meaning])
         if not places:
             return None
-        marked = template(_placed(messages, places))
-        chosen = _fitting(marked, [known[_said(messages[i])] for i in places], ends)
+
+        # 4. Render the prompt with marks in these places, and choose the texts by which a path fits.
+        marked = template(_with_marks(messages, places))
+        chosen = _matching_texts(marked, choices, path_texts)
         if not chosen:
             return None
         if len(chosen) < len(places):
             places = places[: len(chosen)]
-            marked = template(_placed(messages, places))
+            marked = template(_with_marks(messages, places))
         if not canonical.endswith(marked.rpartition(_PLACE.format(places[-1]))[2]):
             return None
-        for i, spelled in zip(places, chosen, strict=True):
-            marked = marked.replace(_PLACE.format(i), spelled)
+        for i, reply_text in zip(places, chosen, strict=True):
+            marked = marked.replace(_PLACE.format(i), reply_text)
         return marked
 
-    def _replies(self, at: Iterable[int]) -> Iterator[Said]:
-        """The replies at the ends of these paths: a reply is a path that goes on from another."""
-        for i in at:
+    def _replies(self, numbers: Iterable[int]) -> Iterator[Reply]:
+        """The replies at the ends of these paths. A path with a reply continues another path, which is its prompt."""
+        for i in numbers:
             path = self.paths[i]
             prompt = next((shorter for shorter in self.paths[i + 1 :] if path.startswith(shorter)), None)
             if prompt is None or len(prompt) == len(path):
                 continue
             key = (path, len(prompt), self._tools)
-            found = self._texts.replies.get(key)
-            if found is None:
-                found = self._read(prompt, i)
-                if found is None:
+            reply = self._texts.replies.get(key)
+            if reply is None:
+                reply = self._read(prompt, i)
+                if reply is None:
                     continue
-                self._texts.replies.put(key, found, len(path) + 4 * len(found.said + found.text) + _OVERHEAD)
-            yield found
+                self._texts.replies.put(key, reply, len(path) + 4 * len(reply.meaning + reply.text) + _OVERHEAD)
+            yield reply
 
-    def _read(self, prompt: bytes, number: int) -> Said | None:
-        path, text, asked = self.paths[number], self._text(number), self._text_of(prompt)
-        if not text.startswith(asked):
+    def _read(self, prompt: bytes, number: int) -> Reply | None:
+        path, text, prompt_text = self.paths[number], self._text(number), self._text_of(prompt)
+        if not text.startswith(prompt_text):
             return None
-        text = text[len(asked) :].removesuffix(self._ends.get(path[-_WIDTH:], ""))
+        text = text[len(prompt_text) :].removesuffix(self._ends.get(path[-_WIDTH:], ""))
         message = self._parse(unpack_ids(prompt), unpack_ids(path[len(prompt) :]))
         if message.get("reasoning_content"):
             text = text.partition(REASONING[1])[2].lstrip("\n")
-        return Said(_said(message), text)
+        return Reply(_meaning(message), text)
 
     def _text(self, number: int) -> str:
-        """The text of a path: of the many that a long conversation has, mostly the longest alone is asked for."""
+        """The text of a path. It is decoded only when needed: mostly, only the longest of many paths is."""
         return self._texts.of(self.paths[number], self.paths[number + 1 :])
 
     def _text_of(self, path: bytes) -> str:
         return self._texts.of(path, (shorter for shorter in self.paths if len(shorter) < len(path)))
 
 
-def _fitting(text: str, choices: Sequence[Sequence[str]], paths: Sequence[str]) -> list[str]:
-    """For each place of a marked text in turn the spelling with which one of the `paths` goes on; ends where none
-    does."""
+def _matching_texts(text: str, choices: Sequence[Sequence[str]], paths: Sequence[str]) -> list[str]:
+    """The text of each reply in a marked text with which one of the earlier `paths` continues.
+
+    The list ends before the first reply that fits no path. `choices` are the possible texts of each reply.
+    """
     pieces = _split(text, len(choices))
     if pieces is None:
         return []
-    at, chosen, live = 0, [], list(paths)
-    for piece, spellings in zip(pieces, choices, strict=False):
-        live = [path for path in live if path.startswith(piece, at)]
-        at += len(piece)
-        fits = next((s for s in spellings if any(path.startswith(s, at) for path in live)), None)
-        if fits is None:
-            break
-        live = [path for path in live if path.startswith(fits, at)]
-        at += len(fits)
-        chosen.append(fits)
+    position, chosen, matching = 0, [], list(paths)
+    for piece, reply_texts in zip(pieces, choices, strict=False):
+        matching = [path for path in matching if path.startswith(piece, position)]
+        position += len(piece)
+        for reply_text in reply_texts:
+            continued = [path for path in matching if path.startswith(reply_text, position)]
+            if continued:
+                break
+        else:
+            return chosen
+        matching = continued
+        position += len(reply_text)
+        chosen.append(reply_text)
     return chosen
 
 
-def _placed(messages: Messages, at: Sequence[int]) -> list[dict[str, Any]]:
-    """The messages with a mark in place of what the replies at `at` said after their reasoning."""
+def _with_marks(messages: Messages, places: Sequence[int]) -> list[dict[str, Any]]:
+    """The messages with a mark in place of content and calls of the replies in these places."""
     marked = [dict(message) for message in messages]
-    for i in at:
-        marked[i] = {k: v for k, v in marked[i].items() if k != "tool_calls"} | {"content": _PLACE.format(i)}
+    for i in places:
+        marked[i].pop("tool_calls", None)
+        marked[i]["content"] = _PLACE.format(i)
     return marked
 
 
 def _split(text: str, count: int) -> list[str] | None:
-    """The text around the marks; None where the template shows one not exactly once."""
+    """The text around the marks; None unless the template shows each mark exactly once."""
     head, _, _ = _PLACE.partition("{}")
-    first, *rest = text.split(head)
-    pieces = [first, *(part.partition("\ue001")[2] for part in rest)]
+    first, *parts = text.split(head)
+    pieces = [first, *(part.partition("\ue001")[2] for part in parts)]
     return pieces if len(pieces) == count + 1 else None
 
 
-def _said(message: Mapping[str, Any]) -> str:
-    """What an assistant message says, whatever optional fields a client adds or drops and however it spells JSON."""
+def _meaning(message: Mapping[str, Any]) -> str:
+    """Content, reasoning and calls of an assistant message, independent of optional fields and the spelling of JSON."""
     reasoning = (message.get("reasoning_content") or "").strip()
     return json.dumps([text_of(message.get("content")), reasoning, calls_of(message)])

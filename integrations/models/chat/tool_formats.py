@@ -1,6 +1,6 @@
-"""How models write tool calls and reasoning: an object per format, which knows its marks, reads replies, frames calls.
+"""The formats of tool calls and reasoning in replies. The object of a format has its marks, its reader and its grammar.
 
-Formats beyond Hermes are read by transformers' response templates, or by any tool parser of vLLM (`vllm:NAME`).
+Formats other than Hermes are read by transformers' response templates, or by any tool parser of vLLM (`vllm:NAME`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ AUTO = "auto"
 VLLM = "vllm:"
 Tools = Sequence[Mapping[str, Any]]
 Read = Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]
-"""A reply without its reasoning and the tools offered, as the rest of its text and its calls (`name`, `arguments`)."""
+"""A function of a reply without reasoning and of the request's tools. It returns the remaining text and the calls
+(`name`, `arguments`)."""
 
 
 Token = Callable[[str], int | None]
-"""The id of a mark that stands outside of text; None for one that is text."""
+"""A function that returns the id of a mark that is a special token; None for a mark that is text."""
 Grammar = Callable[[str, str, Token], str]
 
 
 def read_hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The rest of a reply and its calls. A call that cannot be read, or is not closed, stays in the rest."""
+    """The remaining text of a reply, and its calls. A call that is malformed or not closed stays in the text."""
     calls: list[dict[str, Any]] = []
 
     def take(match: re.Match[str]) -> str:
@@ -51,8 +52,7 @@ def read_hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def call_grammar(name: str, arguments: str, token: Callable[[str], int | None]) -> str:
-    """The grammar of what follows the mark of a call, given that of its arguments; `token` is the id of a mark that
-    stands outside of text, None for one that is text."""
+    """The grammar of the text after the mark of a call, from the grammar of its arguments."""
     opened = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
     closing = token(TOOL_CALL[1])
     end = json.dumps(TOOL_CALL[1]) if closing is None else f"<[{closing}]>"
@@ -60,7 +60,10 @@ def call_grammar(name: str, arguments: str, token: Callable[[str], int | None]) 
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """(reasoning, rest); a reply that ends within its reasoning has no rest. `opened`: the prompt ends within it."""
+    """Reasoning of a reply, and the text after it, which is empty if the reply ends within its reasoning.
+
+    `opened` says that the prompt has opened the reasoning.
+    """
     opening, closing = REASONING
     before, closed, after = text.partition(closing)
     if closed:
@@ -90,14 +93,14 @@ def is_call(call: Any) -> bool:
 
 
 def with_arguments(call: Any) -> Any:
-    """The call with its `parameters` as `arguments`, as some models write them; anything else as it is."""
+    """A call with `parameters`, as some models write it, with `arguments` instead; any other value unchanged."""
     if isinstance(call, dict) and call.get("arguments") is None and call.get("parameters") is not None:
         return {**call, "arguments": call["parameters"]}
     return call
 
 
 def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in OpenAI form, with the id that it brings, or one of its own."""
+    """A call in OpenAI form, with the model's id or a random one."""
     arguments = call.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -121,26 +124,25 @@ def _no_grammar(function: str, arguments: str, token: Token) -> str:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes tool calls.
-
-    `marks` are what opens and closes calls in a reply; a reply whose rest still holds the first one has a call that
-    cannot be read. `read` raises ValueError where the whole reply cannot be. `call` is the grammar of what follows the
-    first mark, of a function's name, the grammar of its arguments, and the ids of marks; it raises RequestRefused where
-    a format has none.
-    """
+    """A format of tool calls."""
 
     name: str
     marks: tuple[str, ...]
+    """Texts that open and close calls. If the remaining text of a reply contains the first one, a call could not be
+    read."""
     read: Read
+    """Raises ValueError for a reply that cannot be read at all."""
     call: Grammar = _no_grammar
+    """The grammar after the first mark, from a function's name, the grammar of its arguments, and the ids of marks.
+    Raises RequestRefused for a format without a grammar."""
 
     def unread(self, content: str) -> bool:
-        """Whether what is left of a reply holds the mark of a call."""
+        """Whether the remaining text of a reply contains the mark of a call."""
         return bool(self.marks) and self.marks[0] in content
 
 
 def _template(**call: Any) -> dict[str, Any]:
-    """A response template (transformers) with this field for tool calls, all else being content."""
+    """A response template of transformers with this field for tool calls; everything else is content."""
     return {
         "start_anchor": "\0",
         "defaults": {"content": ""},
@@ -177,32 +179,34 @@ _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
 
 
 def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
-    """`closed`: what opens a call and what has to close it."""
+    """A reader by a response template. `closed` are the mark that opens a call, and the mark that must close it."""
     template = _TEMPLATES[name]
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         if closed and text.rfind(closed[0]) > text.rfind(closed[1]):
             raise ValueError("a tool call that is not closed")
-        found = _parse_response()(text, template, prefix="", tools=list(tools))
-        listed = [call if isinstance(call, list) else [call] for call in found.get("tool_calls") or []]
-        calls = [_plain(call) for calls in listed for call in calls]
+        parsed_reply = _parse_response()(text, template, prefix="", tools=list(tools))
+        calls = []
+        for entry in parsed_reply.get("tool_calls") or []:
+            # A match may be one call, or a list of calls.
+            calls += [_plain(call) for call in (entry if isinstance(entry, list) else [entry])]
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
-        return found.get("content") or "", calls
+        return parsed_reply.get("content") or "", calls
 
     return read
 
 
 @functools.cache
 def _parse_response() -> Callable[..., dict[str, Any]]:
-    """Kept, as a process without torch imports transformers once and lets go of it."""
+    """transformers' parser. It is cached because `without_torch` removes transformers from the loaded modules."""
     from transformers.utils.chat_parsing import parse_response
 
     return parse_response
 
 
 def _plain(call: Any) -> dict[str, Any]:
-    """A call as `name` and `arguments`, from the forms in which models write it."""
+    """A call as `name` and `arguments`, from the different forms of models."""
     if not isinstance(call, Mapping):
         raise ValueError("a tool call that is no object")
     call = call.get("function", call) if isinstance(call.get("function", call), Mapping) else call
@@ -222,8 +226,8 @@ def _mistral_v11(function: str, arguments: str, token: Token) -> str:
 
 HERMES = ToolFormat("hermes", TOOL_CALL, lambda text, tools: read_hermes(text), call_grammar)
 FORMATS: Mapping[str, ToolFormat] = {
-    made.name: made
-    for made in (
+    format.name: format
+    for format in (
         HERMES,
         ToolFormat("qwen3_coder", (*TOOL_CALL, "<function="), _by_template("qwen3_coder", TOOL_CALL)),
         ToolFormat("mistral", ("[TOOL_CALLS]",), _by_template("mistral"), _mistral),
@@ -231,7 +235,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat("llama3_json", ("<|python_tag|>",), _by_template("llama3_json")),
     )
 }
-"""Formats that `auto` recognises in a chat template, in the order in which they are tried."""
+"""Name -> format. `auto` tries them in this order on the output of a chat template."""
 
 
 def tool_format(name: str, tokenizer: Any) -> ToolFormat:
@@ -241,7 +245,7 @@ def tool_format(name: str, tokenizer: Any) -> ToolFormat:
 
 
 def check_tool_format(name: str, field: str = "tool_format") -> None:
-    """Raises ConfigError for what is no setting `tool_format`; whether vLLM has a parser shows when it is loaded."""
+    """Raise ConfigError for an unknown `tool_format`. A parser of vLLM is only checked when it is loaded."""
     if name in (AUTO, *FORMATS) or name.startswith(VLLM):
         return
     raise ConfigError(field, name, f"is not auto, {', '.join(FORMATS)}, or vllm:NAME of a tool parser of vLLM")
@@ -255,14 +259,14 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
     try:
         parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
     except KeyError:
-        known = ", ".join(ToolParserManager.list_registered())
+        names = ", ".join(ToolParserManager.list_registered())
         raise ConfigError(
-            "tool_format", name, "is not a tool parser of vLLM", f"Use vllm: and one of {known}."
+            "tool_format", name, "is not a tool parser of vLLM", f"Use vllm: and one of {names}."
         ) from None
     try:
         make: Any = parser
         make(tokenizer)
-    except Exception as error:  # noqa: BLE001, parsers look for their marks in the vocabulary and raise what they like
+    except Exception as error:  # noqa: BLE001, a parser that lacks its marks in the vocabulary may raise any error
         raise ConfigError(
             "tool_format", name, f"is not a format of this model ({error})", 'Use tool_format = "auto".'
         ) from None
@@ -271,13 +275,13 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest.model_validate({"model": "", "messages": [], "tools": list(tools) or None})
-        found = make(tokenizer, request.tools).extract_tool_calls(text, request)
-        if not found.tools_called:
+        extracted = make(tokenizer, request.tools).extract_tool_calls(text, request)
+        if not extracted.tools_called:
             return text, []
-        calls = [{"id": c.id, "name": c.function.name, "arguments": c.function.arguments} for c in found.tool_calls]
+        calls = [{"id": c.id, "name": c.function.name, "arguments": c.function.arguments} for c in extracted.tool_calls]
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
-        return found.content or "", calls
+        return extracted.content or "", calls
 
     return ToolFormat(name, (), read)
 
@@ -289,32 +293,34 @@ _CALLED = {"type": "function", "id": "probe0001", "function": {"name": _FUNCTION
 
 
 def spelled_by(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequence[str]) -> str | None:
-    """How a chat template writes the call of a tool; None where it shows none.
+    """A tool call as a chat template writes it; None if the template writes none.
 
-    `template` renders messages, with a generation prompt or without; `ends` are the texts of end tokens.
+    `template` renders messages, with a generation prompt or without. `ends` are the texts of end tokens.
     """
-    asked = [{"role": "user", "content": _QUESTION}]
-    said = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-    head, text = template(asked, True), template([*asked, said], False)
+    request = [{"role": "user", "content": _QUESTION}]
+    answer = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+    head, text = template(request, True), template([*request, answer], False)
     reply = text[len(head) :] if text.startswith(head) else text.rpartition(_QUESTION)[2]
     if _FUNCTION not in reply or _VALUE not in reply:
         return None
-    end = min((at for end in ends if end and (at := reply.find(end, reply.index(_VALUE))) >= 0), default=len(reply))
-    return reply[:end]
+    # The call ends at the first end token after its arguments.
+    value_place = reply.index(_VALUE)
+    end_places = [reply.find(end, value_place) for end in ends if end]
+    return reply[: min((place for place in end_places if place >= 0), default=len(reply))]
 
 
 def shown_by(template: Callable[[list[dict[str, Any]], Tools], str]) -> bool:
-    """Whether a chat template shows the tools that it is given; `template` renders messages with tools."""
+    """Whether a chat template shows the tools of a request. `template` renders messages with tools."""
     return _FUNCTION in template([{"role": "user", "content": _QUESTION}], _PROBE_TOOLS)
 
 
 def recognised(spelled: str) -> ToolFormat | None:
-    """The format that reads what a chat template writes for the call of a tool."""
-    for known in FORMATS.values():
+    """The format that can read a tool call as the chat template writes it; None if no format can."""
+    for format in FORMATS.values():
         try:
-            _, calls = known.read(spelled, _PROBE_TOOLS)
+            _, calls = format.read(spelled, _PROBE_TOOLS)
         except (ValueError, KeyError, TypeError):
             continue
         if [(call["name"], parsed(call["arguments"])) for call in calls] == [(_FUNCTION, {"probe_key": _VALUE})]:
-            return known
+            return format
     return None

@@ -1,4 +1,4 @@
-"""A LoRA adapter read from PEFT's state dict, checked against its base model."""
+"""Reads a LoRA adapter from PEFT's state dict, and checks it against its base model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _BASE = "Publish weights that were trained from the sampler's own model."
 
 
 class Factors(NamedTuple):
-    """One adapter on the modules of one input: A^T of all side by side [in, sum of ranks], and scale * B^T [rank, out]
-    of each by its name."""
+    """One adapter on the modules that share an input."""
 
     down: Tensor
+    """A^T of all modules side by side: [in, sum of ranks]."""
     ups: dict[str, Tensor]
+    """Name of a module -> scale * B^T: [rank, out]."""
 
 
 Adapter = list[Factors]
@@ -44,13 +45,12 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
         expected = _in_out(modules[module])
         if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
             raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
-    return [
-        Factors(
-            torch.cat([halves[name]["A"] for name in names]).T.contiguous(),
-            {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names},
-        )
-        for names in siblings(halves)
-    ]
+    adapter = []
+    for names in siblings(halves):
+        down = torch.cat([halves[name]["A"] for name in names]).T.contiguous()
+        ups = {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names}
+        adapter.append(Factors(down, ups))
+    return adapter
 
 
 def _split(name: str) -> tuple[str, str]:

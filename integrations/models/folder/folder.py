@@ -1,4 +1,4 @@
-"""Models and adapters as folders in Hugging Face form: found, read as weights, written with new weights."""
+"""Finds, reads and writes models and adapters as folders in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
 TRUST = "COTUNE_TRUST_REMOTE_CODE"
-"""Environment variable: "1" lets code that a model folder brings along run, which may do anything."""
+"""Environment variable: "1" allows the code in a model folder to run. That code may do anything."""
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 def locate_model(model: str | Path, weights: bool = True) -> Path:
-    """Folder of a model: the path itself, what a GGUF file unpacks to, or the local snapshot of a Hugging Face id
-    (fetched where it is missing). Without `weights`, those of a GGUF file are left where they are.
+    """The folder of a model: the path itself, the folder of an unpacked GGUF file, or the local snapshot of a Hugging
+    Face id, which is downloaded if it is missing. Without `weights`, the weights of a GGUF file are not unpacked.
 
-    Raises ConfigError when neither exists, for weights that are no safetensors, and for a model that needs code of its
-    own where that is not allowed.
+    Raises ConfigError if the model does not exist, if its weights are no safetensors, or if it needs its own code and
+    that is not allowed.
     """
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
@@ -60,8 +60,10 @@ def locate_model(model: str | Path, weights: bool = True) -> Path:
 
 
 def locate_base(model: str | Path, of: str = "") -> Path:
-    """`locate_model` for a base of a run or an export, which may have been moved since; `of` is the policy that has it
-    instead of the run's own."""
+    """`locate_model` for a base of a run or an export, which may have been moved since.
+
+    `of` names the policy whose base it is; empty for the run's own base.
+    """
     try:
         return locate_model(model)
     except ConfigError as error:
@@ -72,24 +74,24 @@ def locate_base(model: str | Path, of: str = "") -> Path:
 
 
 def of_policy(error: ConfigError, policy: str) -> ConfigError:
-    """What is wrong with the base model of a [[policy]]."""
+    """An error of a base model, as the error of the [[policy]] that has it."""
     fault = f"(the base of policy {policy!r}) {error.fault}"
     return ConfigError("policy.model", error.value, fault, error.remedy.replace("--model", "its `model`"))
 
 
 def loading() -> dict[str, Any]:
-    """Arguments of every `from_pretrained`: nobody is ever asked on the terminal."""
+    """Arguments of every `from_pretrained`. With them, transformers never asks a question on the terminal."""
     return {"trust_remote_code": os.environ.get(TRUST) == "1"}
 
 
 def loading_weights() -> dict[str, Any]:
-    """The same for a model with its weights, which are never read from a pickle."""
+    """Arguments to load a model with its weights, which are never read from a pickle."""
     return {**loading(), "use_safetensors": True}
 
 
 @contextlib.contextmanager
 def reading(model: str | Path) -> Iterator[None]:
-    """Whatever breaks while the files of a model are read becomes a ConfigError that names it."""
+    """Turn any error of reading a model's files into a ConfigError that names the model."""
     from safetensors import SafetensorError
 
     try:
@@ -108,19 +110,19 @@ def _checked(folder: Path) -> Path:
             f"has no weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
             "If you trust it, convert it: model.save_pretrained(FOLDER) writes safetensors.",
         )
-    own = None if loading()["trust_remote_code"] else _own_code(folder)
-    if own:
+    code = None if loading()["trust_remote_code"] else _own_code(folder)
+    if code:
         raise ConfigError(
             "model",
             str(folder),
-            f"needs code of its own, as transformers does not know it ({own})",
+            f"needs code of its own, as transformers does not know it ({code})",
             "Read that code, then allow it: set COTUNE_TRUST_REMOTE_CODE=1 in the environment.",
         )
     return folder
 
 
 def _own_code(folder: Path) -> str | None:
-    """The code (`auto_map`) without which a model or its tokenizer cannot be loaded; None where transformers has it."""
+    """The code (`auto_map`) that a model or its tokenizer needs; None if transformers itself can load both."""
     config, tokenizer = _settings(folder / "config.json"), _settings(folder / "tokenizer_config.json")
     if not config.get("auto_map") and not tokenizer.get("auto_map"):
         return None
@@ -129,8 +131,8 @@ def _own_code(folder: Path) -> str | None:
 
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING_NAMES:
         return f"auto_map of config.json: {config['auto_map']}"
-    known = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class"))) is not None
-    if "AutoTokenizer" in (tokenizer.get("auto_map") or ()) and not known:
+    has_class = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class"))) is not None
+    if "AutoTokenizer" in (tokenizer.get("auto_map") or ()) and not has_class:
         return f"auto_map of tokenizer_config.json: {tokenizer['auto_map']}"
     return None
 
@@ -151,7 +153,7 @@ def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
 
 
 def _may_be_id(model: str) -> bool:
-    """Whether a name that is no folder can be a Hugging Face id: of the form owner/name, where no folder `owner` is."""
+    """Whether a name that is no folder can be a Hugging Face id: owner/name, without a local folder `owner`."""
     owner, _, name = model.partition("/")
     return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not Path(owner).is_dir()
 
@@ -159,10 +161,10 @@ def _may_be_id(model: str) -> bool:
 def _near(path: Path) -> str:
     """The folder that may have been meant."""
     try:
-        here = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
+        folders = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
     except OSError:
         return ""
-    return did_you_mean([str(path.with_name(near)) for near in near_names(path.name, here, most=1)])
+    return did_you_mean([str(path.with_name(near)) for near in near_names(path.name, folders, most=1)])
 
 
 def read_parameters(folder: Path) -> Weights:
@@ -184,7 +186,7 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
             "weights",
             odd[0],
             f"is missing in the weights or in {base}",
-            "Give the right base model.",
+            "Pass the right base model.",
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -193,8 +195,10 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
 
 
 def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weights:
-    """Write `base` with an adapter added to its weights, W + (alpha / rank) * B A, as `write_model` does; return its
-    parameters. Raises ConfigError when the adapter is of another model."""
+    """Write `base` with an adapter added to its weights, W + (alpha / rank) * B A, and return its parameters.
+
+    Raises ConfigError for an adapter of another model.
+    """
     import torch
 
     model = _model(base)
@@ -206,7 +210,7 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
             layer = name.removesuffix(_LORA_A)
             target = layer.removeprefix("base_model.model.") + ".weight"
             if target not in parameters:
-                raise ConfigError("weights", name, f"is not of an adapter of {base}", "Give the right base model.")
+                raise ConfigError("weights", name, f"is not of an adapter of {base}", "Pass the right base model.")
             delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
             parameters[target].add_(torch.from_numpy(delta))
     _save(model, base, to)
@@ -218,8 +222,8 @@ def context_length(model: str | Path) -> int:
     from transformers import AutoConfig
 
     with reading(model):
-        found = AutoConfig.from_pretrained(model, **loading()).get_text_config()
-    return int(getattr(found, "max_position_embeddings", 1 << 20))
+        config = AutoConfig.from_pretrained(model, **loading()).get_text_config()
+    return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
 def tokenizer_of(model: str | Path) -> Any:
@@ -231,14 +235,14 @@ def tokenizer_of(model: str | Path) -> Any:
 
 
 def read_tokenizer(model: str | Path) -> Any:
-    """As `tokenizer_of`, but None for a folder that has weights alone."""
+    """The tokenizer of a model, or None for a folder that has only weights. Raises ConfigError."""
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
     return tokenizer_of(model)
 
 
 def count_token_ids(tokenizer: Any, logits: int) -> int:
-    """How many token ids a model with so many logits may draw: 0 up to the tokenizer's last.
+    """Number of token ids that a model with so many logits may draw: from 0 to the tokenizer's last.
 
     Many vocabularies are padded to a round number. Qwen3 has 151,936 logits and 151,669 tokens; the other ids decode to
     nothing. Samplers and learners leave them out of the distribution. Without a tokenizer (None) all ids count.
@@ -249,7 +253,7 @@ def count_token_ids(tokenizer: Any, logits: int) -> int:
 
 
 def count_parameters(folder: Path) -> int:
-    """How many values the weights of a model folder have, by the heads of their files. Raises ConfigError."""
+    """Number of values in the weights of a model folder, by the headers of the files. Raises ConfigError."""
     from safetensors import safe_open
 
     count = 0
@@ -261,7 +265,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def folder_sees_images(folder: Path) -> bool:
-    """Whether the model in a folder reads images beside text. Raises ConfigError."""
+    """Whether the model in a folder reads images in addition to text. Raises ConfigError."""
     from transformers import AutoConfig
 
     with reading(folder):
@@ -290,7 +294,7 @@ def _save(model: Any, base: Path, to: Path) -> None:
 
 
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""How a model that sees images takes them."""
+"""Files with the settings of image processing, for a model that sees images."""
 
 
 _LORA_A = ".lora_A.weight"
@@ -317,7 +321,7 @@ def write_adapter(folder: Path, weights: Weights, lora: LoraSpec, base: str) -> 
 
 
 def write_tensors(folder: Path, weights: Weights) -> None:
-    """Write weights alone, as they are."""
+    """Write weights without a configuration, in their precision."""
     from safetensors.numpy import save_file
 
     tensors = {name: np.ascontiguousarray(array) for name, array in weights.items()}

@@ -1,4 +1,4 @@
-"""Models in GGUF form, unpacked once into a folder that everything else reads."""
+"""Unpacks models in GGUF form once, into a folder that the rest of cotune can read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger("cotune")
 
 
 def find_gguf(model: Path) -> Path | None:
-    """The GGUF file that a path names or, being a folder, holds; None where there is none.
+    """The GGUF file of a path, which is the file or its folder; None if there is none.
 
-    Raises ConfigError for a folder with several.
+    Raises ConfigError for a folder with several GGUF files.
     """
     if model.suffix == ".gguf" and model.is_file():
         return model.resolve()
@@ -33,11 +33,11 @@ def find_gguf(model: Path) -> Path | None:
 
 
 def unpack_gguf(file: Path, weights: bool = True) -> Path:
-    """Folder with the model of a GGUF file: safetensors in fp32 (not without `weights`), configuration, tokenizer and
-    chat template.
+    """Folder with the model of a GGUF file: configuration, tokenizer, chat template and, with `weights`, safetensors in
+    fp32.
 
-    It is made once, in `$XDG_CACHE_HOME/cotune/models` (else `~/.cache/...`), under the file's name and SHA-256.
-    Raises ConfigError where the file cannot be read or holds an architecture that transformers does not read.
+    It is written once, to `$XDG_CACHE_HOME/cotune/models` (default `~/.cache/...`), under the file's name and SHA-256.
+    Raises ConfigError if the file cannot be read, or if transformers does not support its architecture.
     """
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -49,22 +49,25 @@ def unpack_gguf(file: Path, weights: bool = True) -> Path:
         log.log(logging.WARNING if weights else logging.INFO, "Unpacking %s into %s, once", file.name, folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as made:
-                _unpack(file, Path(made) / "model", weights)
-                (Path(made) / "model").rename(folder)
+            with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as temporary:
+                _unpack(file, Path(temporary) / "model", weights)
+                (Path(temporary) / "model").rename(folder)
             if weights:
                 size = sum(part.stat().st_size for part in folder.iterdir()) / 1e6
                 log.warning("It takes %s MB there, for later runs too; you may remove it", f"{size:,.0f}")
         except OSError as error:
-            if not folder.is_dir():  # else another process was faster
+            # Another process may have unpacked it meanwhile.
+            if not folder.is_dir():
                 fault = f"cannot be unpacked into {folder.parent} ({error.strerror or error})"
                 raise ConfigError("model", str(file), fault, "Free the disk, or set XDG_CACHE_HOME.") from error
     return folder
 
 
 def public_name(model: str) -> str:
-    """The name of a model as others know it: a Hugging Face id also of its snapshot on this machine, the file of an
-    unpacked GGUF, and of another folder of this machine the name without its path."""
+    """The name of a model without paths of this machine.
+
+    It is the Hugging Face id of a local snapshot, the file name of an unpacked GGUF, or the name of any other folder.
+    """
     path = Path(model)
     if not path.is_absolute():
         return model
@@ -80,7 +83,7 @@ def _unpack(file: Path, to: Path, weights: bool) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # A progress bar for each of three passes over hundreds of tensors, which transformers cannot be told to leave out.
+    # transformers has no option to turn off its progress bars for three passes over hundreds of tensors.
     modeling_gguf_pytorch_utils.tqdm = functools.partial(modeling_gguf_pytorch_utils.tqdm, disable=True)
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
@@ -88,20 +91,20 @@ def _unpack(file: Path, to: Path, weights: bool) -> None:
         if not weights:
             AutoConfig.from_pretrained(**source).save_pretrained(to)
             return
-        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except ImportError as error:
         raise ConfigError("model", str(file), f"cannot be read ({error})", "Run: pip install gguf") from None
     except Exception as error:  # whatever a file that is none makes the reader raise
         fault = f"is not a GGUF file of an architecture that transformers reads ({error_line(error)})"
         raise ConfigError("model", str(file), fault, "Fetch it again, or use the model's own folder.") from error
-    read.config.rope_parameters = _positions(file, read.config)
-    # One that was read from GGUF counts as quantised and refuses to be saved: its twin of the same weights does not.
-    settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    model.config.rope_parameters = _positions(file, model.config)
+    # A model from GGUF counts as quantized and cannot be saved. A second model with the same weights can.
+    settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     with torch.device("meta"):
-        plain = type(read)(type(read.config).from_dict(settings))
-    plain.load_state_dict(read.state_dict(), assign=True)
+        plain = type(model)(type(model.config).from_dict(settings))
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = read.generation_config
+    plain.generation_config = model.generation_config
     plain.save_pretrained(to)
 
 
@@ -111,11 +114,11 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""How Llama 3.1 to 3.3 slow their positions; their `factor` differs."""
+"""Settings by which Llama 3.1 to 3.3 slow their positions. Their `factor` differs."""
 
 
 def slowed_positions(config: Any) -> np.ndarray:
-    """By how much a model with `rope_type` llama3 slows each frequency of its positions, as GGUF has it."""
+    """The factors by which a model with `rope_type` llama3 slows each frequency of its positions, as in GGUF."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -125,9 +128,9 @@ def slowed_positions(config: Any) -> np.ndarray:
 
 
 def _positions(file: Path, config: Any) -> dict[str, Any]:
-    """`rope_parameters` of a model read from GGUF: transformers passes the slowed positions of Llama 3 over.
+    """`rope_parameters` of a model from GGUF, with the slowed positions of Llama 3, which transformers ignores.
 
-    Raises ConfigError for others that are slowed by frequency.
+    Raises ConfigError for another way of slowing frequencies.
     """
     from gguf import GGUFReader
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: an export put there as a repository."""
+"""Uploads an export to the Hugging Face Hub as a repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cotune.errors import AdapterError, ConfigError
 
 
 def check_repository(name: str) -> None:
-    """Raises ConfigError for what cannot name a repository."""
+    """Raise ConfigError for an invalid name of a repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -21,14 +21,16 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool, without: str) -> str:
-    """Upload a folder, except the folder `without` in it, as the newest version of the model repository `name`. Create
-    the repository if it does not exist. Return its address. Raises AdapterError."""
+    """Upload a folder, except the folder `without` in it, as the newest version of the model repository `name`.
+
+    Creates the repository if it does not exist. Returns its address. Raises AdapterError.
+    """
     from huggingface_hub import HfApi
 
-    left = f"{name} may not be there."
+    state = f"{name} may not exist."
     try:
         repository = HfApi().create_repo(name, private=private, exist_ok=True)
-        left = f"{name} is there, but may lack this version."
+        state = f"{name} exists, but may lack this version."
         HfApi().upload_folder(
             repo_id=name,
             folder_path=folder,
@@ -37,7 +39,7 @@ def push(folder: Path, name: str, *, private: bool, without: str) -> str:
         )
     except Exception as error:
         why = (str(error).strip() or "no reason given").splitlines()[-1].rstrip(".")
-        cause = f"{folder} could not be pushed to {name}: {type(error).__name__}: {why}. {left}"
+        cause = f"{folder} could not be pushed to {name}: {type(error).__name__}: {why}. {state}"
         raise AdapterError(
             cause, f"{_first_step(error)}The export itself is whole: {push_again(folder, name, without)}"
         ) from error
@@ -45,13 +47,13 @@ def push(folder: Path, name: str, *, private: bool, without: str) -> str:
 
 
 def push_again(folder: Path, name: str, without: str) -> str:
-    """How to upload an export that is on disk already, as half a sentence."""
+    """The end of a sentence that says how to upload an export on disk again."""
     return f"push it again with `hf upload {name} {folder} --exclude '{without}/*'`."
 
 
 def _first_step(error: Exception) -> str:
-    """What to do before a push is tried again."""
+    """Advice for the user before another push; empty without any."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
         return "Log in with `hf auth login`, or set HF_TOKEN, with the right to write there. "
-    return "" if status else "Look whether the Hub can be reached. "
+    return "" if status else "Check that the Hub can be reached. "

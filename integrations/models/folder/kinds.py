@@ -1,4 +1,4 @@
-"""Which models see images beside text, and what that means for their class and their parts."""
+"""Tells models that see images from models of text alone, and finds their class and their language model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a model of this transformers configuration reads images beside text."""
+    """Whether a model with this configuration of transformers reads images in addition to text."""
     if getattr(config, "vision_config", None) is None:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -17,15 +17,17 @@ def sees_images(config: Any) -> bool:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that opens a model of this configuration with all that it sees."""
+    """The class of transformers for a model with this configuration, which includes the vision part of a model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def language_prefix(network: Any) -> str:
-    """What the names of modules begin with that are the language model's, inside a network that sees images; empty for
-    any other network, which is a language model as a whole."""
+    """The prefix of the names of the language model's modules in a network that sees images.
+
+    Empty for any other network, because all of it is a language model.
+    """
     if not sees_images(network.config):
         return ""
     decoder = network.get_decoder()
@@ -33,13 +35,20 @@ def language_prefix(network: Any) -> str:
 
 
 def beside_language(network: Any) -> str | None:
-    """A pattern of the names of all modules that are not the language model's, which no LoRA adapts: engines serve
-    adapters of the language model alone. None for a network that is one as a whole."""
+    """A pattern of the names of all modules outside the language model; None for a network without others.
+
+    LoRA must not adapt these modules, because engines serve adapters of the language model only.
+    """
     prefix = language_prefix(network)
     return rf"(?!{re.escape(prefix)}).*" if prefix else None
 
 
 def end_ids(*settings: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Distinct ids of settings that hold one end token, several or none."""
-    ids = [i for ids in settings if ids is not None for i in (ids if isinstance(ids, Sequence) else [ids])]
-    return tuple(dict.fromkeys(ids))
+    """Distinct ids of settings that have one end token, several, or none."""
+    ids: dict[int, None] = {}  # a set that keeps the order
+    for setting in settings:
+        if isinstance(setting, Sequence):
+            ids |= dict.fromkeys(setting)
+        elif setting is not None:
+            ids[setting] = None
+    return tuple(ids)

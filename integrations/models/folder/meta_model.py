@@ -1,4 +1,4 @@
-"""A model without its weights: names and shapes that published weights must fit, before an engine is touched."""
+"""A model without its weights, to check names and shapes of published weights before an engine gets them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelSkeleton:
     """A transformers causal LM on torch's meta device: it takes no memory."""
 
     def __init__(self, model: str | Path) -> None:
-        """Raises ConfigError when there is no such model."""
+        """Raises ConfigError if the model does not exist."""
         import torch
         from transformers import AutoConfig
 
@@ -29,10 +29,10 @@ class ModelSkeleton:
             self._model = auto_class(config).from_config(config, **loading())
         self.logits: int = config.get_text_config().vocab_size
         self.token_ids = count_token_ids(read_tokenizer(self.folder), self.logits)
-        """How many of the logits belong to token ids that may be drawn: the first ones."""
+        """Number of the first logits, whose token ids may be drawn."""
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
-        """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""
+        """Raise RequestRefused for weights that are not finite or do not fit, with the name of the first tensor."""
         check_finite(policy, weights)
         if lora is None:
             check_full(self._model, weights)
@@ -57,26 +57,27 @@ class ModelSkeleton:
 
 
 def check_finite(policy: PolicyRef, weights: Weights) -> None:
-    """Raises RequestRefused that names the first tensor which is not finite."""
+    """Raise RequestRefused for values that are not finite, with the name of the first tensor."""
     for name, array in weights.items():
         if not np.isfinite(array).all():
             raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
 
 
 def check_full(model: Any, weights: Weights) -> None:
-    """Raises RequestRefused unless the weights are all parameters of a model, by their names."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    covered = {id(own[name]) for name in weights if name in own}
-    unknown = sorted(set(weights) - set(own))
-    missing = sorted(name for name, parameter in own.items() if id(parameter) not in covered)
+    """Raise RequestRefused unless the weights are all parameters of a model, by their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # A shared parameter has several names, of which one is enough.
+    covered = {id(parameters[name]) for name in weights if name in parameters}
+    unknown = sorted(set(weights) - set(parameters))
+    missing = sorted(name for name, parameter in parameters.items() if id(parameter) not in covered)
     if unknown or missing:
         raise RequestRefused(
             f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
             "Publish all parameters of the sampler's own model, by their names.",
         )
     for name, array in weights.items():
-        if tuple(array.shape) != tuple(own[name].shape):
+        if tuple(array.shape) != tuple(parameters[name].shape):
             raise RequestRefused(
-                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
+                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(parameters[name].shape)}.",
                 "Publish weights that were trained from the sampler's own model.",
             )

@@ -1,6 +1,6 @@
-"""Models written as GGUF files, which llama.cpp, Ollama and LM Studio read, by llama.cpp's own package `gguf`.
+"""Writes models as GGUF files for llama.cpp, Ollama and LM Studio, with llama.cpp's own package `gguf`.
 
-Names, order and rows are those of llama.cpp's convert_hf_to_gguf.py (its LlamaModel, Qwen2Model and Qwen3Model).
+Names, order and rows are the same as in llama.cpp's convert_hf_to_gguf.py (LlamaModel, Qwen2Model and Qwen3Model).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cotune.integrations.models.folder.folder import loading, reading
 from cotune.integrations.models.folder.gguf import slowed_positions
 
 Precision = Literal["f16", "bf16", "f32", "q8_0"]
-"""How the matrices of a GGUF file are stored; vectors are always in fp32."""
+"""Precision of the matrices of a GGUF file; vectors are always in fp32."""
 _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """`model_type` of a config.json -> `gguf.MODEL_ARCH`."""
 _ROPE = ("default", "llama3")
@@ -31,20 +31,20 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _TAIL,),
     "qwen2": (_WORDS + r"\p{N}" + _TAIL,),
 }
-"""Name of a byte-level tokenizer in llama.cpp -> the expressions by which it splits text (its llama-vocab.cpp)."""
+"""Name of a byte-level tokenizer in llama.cpp -> the expressions that split its text (from llama-vocab.cpp)."""
 _KEEPS_WHOLE = {"llama-bpe"}
-"""Those that take a piece which is a token as it is, without merges."""
-_TOLD_APART = "It's 3 or 33, 12345x\n\n  We'LL see… d'Été 9ème, naïve? (no)\t\tif x:\n    y += 1 ✅ 东西 \r\n...!\n"
+"""Tokenizers that do not apply merges to a piece that is a token."""
+_SAMPLE_TEXT = "It's 3 or 33, 12345x\n\n  We'LL see… d'Été 9ème, naïve? (no)\t\tif x:\n    y += 1 ✅ 东西 \r\n...!\n"
 _REMEDY = "Use --merge and then convert_hf_to_gguf.py of llama.cpp, which knows more models."
 
 
 def check_gguf(model: Path) -> None:
-    """Raises ConfigError for a model folder that cannot be written as GGUF here, naming what is in the way."""
+    """Raise ConfigError for a model folder that cannot be written as GGUF here, with the reason."""
     _checked(model)
 
 
 def _checked(model: Path) -> tuple[Any, str]:
-    """The configuration, and llama.cpp's name of the way in which the tokenizer splits text."""
+    """The configuration of a model, and llama.cpp's name for the way its tokenizer splits text."""
     from transformers import AutoConfig
 
     with reading(model):
@@ -65,8 +65,9 @@ def _checked(model: Path) -> tuple[Any, str]:
 def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base: str) -> None:
     """Write a model folder as one GGUF file, with tokenizer, chat template and metadata.
 
-    `name` is the model's, `base` that of the model it was trained from. A matrix whose rows are not whole blocks of 32
-    is in f16 where `precision` is q8_0. One tensor at a time is in memory. Raises ConfigError as `check_gguf`.
+    `name` is the name of the model, `base` the name of the model that it was trained from. With q8_0, a matrix whose
+    rows are not whole blocks of 32 is stored in f16. Only one tensor at a time is in memory. Raises the same errors as
+    `check_gguf`.
     """
     import gguf
 
@@ -96,7 +97,7 @@ def _refused(model: Path, fault: str) -> ConfigError:
 
 
 def _split_name(model: Path) -> str:
-    """Name in llama.cpp of how the tokenizer splits text, found by what it makes of a text that tells them apart."""
+    """llama.cpp's name for the way the tokenizer splits text. All known ways split a sample text differently."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     file = model / "tokenizer.json"
@@ -107,13 +108,13 @@ def _split_name(model: Path) -> str:
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
     if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
         raise _refused(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
-    pieces = splitter.pre_tokenize_str(_TOLD_APART)
+    pieces = splitter.pre_tokenize_str(_SAMPLE_TEXT)
     for name, expressions in _SPLITS.items():
         parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        known = pre_tokenizers.Sequence([*parts, bytes_]).pre_tokenize_str(_TOLD_APART)
-        whole = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
-        if whole and [piece for piece, _ in known] == [piece for piece, _ in pieces]:
+        expected = pre_tokenizers.Sequence([*parts, bytes_]).pre_tokenize_str(_SAMPLE_TEXT)
+        same_merges = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
+        if same_merges and [piece for piece, _ in expected] == [piece for piece, _ in pieces]:
             return name
     raise _refused(
         model,
@@ -165,11 +166,13 @@ def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
 
     class SpecialTokens(gguf.SpecialVocab):
         def _set_special_token(self, typ: str, tid: Any) -> None:
-            if not isinstance(tid, int) or tid >= 0:  # some configurations write -1 for a token that there is not
+            # Some configurations have -1 for a missing token.
+            if not isinstance(tid, int) or tid >= 0:
                 super()._set_special_token(typ, tid)
 
     special = SpecialTokens(model, load_merges=True, n_vocab=size)
-    ids = tokenizer("a")["input_ids"]  # what it really adds, whichever of its files says so
+    # Its files may contradict each other on added tokens, so ask the tokenizer itself.
+    ids = tokenizer("a")["input_ids"]
     special.add_special_token = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
     special.add_to_gguf(writer, quiet=True)
 
@@ -184,8 +187,8 @@ def _kind(shape: Sequence[int], precision: Precision) -> Any:
 
 
 def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Callable[[], np.ndarray]]]:
-    """Name, shape and reader of each tensor of a model folder, rows in llama.cpp's order; and those that only a GGUF
-    has."""
+    """Name, shape and reader of each tensor of a model folder, with rows in llama.cpp's order; then the tensors that
+    only GGUF files have."""
     from safetensors import safe_open
 
     for path in sorted(model.glob("*.safetensors")):
@@ -204,7 +207,7 @@ def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Cal
 
 
 def _ordered(file: Any, name: str, config: Any) -> np.ndarray:
-    """A tensor, the rows of queries and keys as llama.cpp's LLAMA has them for its own form of rotary positions."""
+    """A tensor with the rows of queries and keys in the order of llama.cpp's LLAMA, whose rotary positions differ."""
     array = np.ascontiguousarray(file.get_tensor(name), np.float32)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None or _ARCHITECTURES[config.model_type] != "LLAMA":

@@ -1,4 +1,4 @@
-"""What a model that sees images is given of them, made by its own processor."""
+"""Prepares images for a model that sees them, with the model's own processor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cotune.integrations.models.folder.folder import loading, reading
 from cotune.runtime.bounded_cache import BoundedCache
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Of images that a policy is given; Pillow reads others too, some by programs of their own."""
+"""Accepted formats of images. Pillow reads others too, some by external programs."""
 KEPT, KEPT_BYTES = 256, 256 << 20
-"""Most images that are kept as their processor made them, and bytes of all of them."""
+"""Limits of the cache of processed images: their number, and bytes of all of them."""
 PASS_BYTES = 32 << 20
-"""Most bytes of pixel values and the like that sequences take which go through a network together."""
+"""Most bytes of image inputs for sequences that go through a network together."""
 _TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-"""What a processor makes of the text, which has its token ids already."""
+"""Outputs of a processor for the text. They are not used, because the text has its token ids already."""
 
 
 class ImageInputs:
-    """What a model is given of images, made by its own processor, which is loaded with the first of them.
+    """The inputs of a model for images. The model's processor is loaded with the first image.
 
     Safe to use from several threads.
     """
@@ -32,17 +32,17 @@ class ImageInputs:
         self._model = model
         self._lock = threading.Lock()
         self._loaded: Any = None
-        self._made: BoundedCache[dict[str, Any]] = BoundedCache(KEPT, KEPT_BYTES)
+        self._inputs: BoundedCache[dict[str, Any]] = BoundedCache(KEPT, KEPT_BYTES)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that stand for images (and videos, where the model knows them)."""
+        """Ids of the tokens that stand for images, and for videos if the model knows them."""
         processor = self._processor()
         ids = [*_places(processor), getattr(processor, "video_token_id", None)]
         return tuple(dict.fromkeys(id for id in ids if id is not None))
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
-        """A rendered prompt with as many image tokens as each image takes. Raises RequestRefused."""
+        """A rendered prompt in which each image mark is replaced by the image's tokens. Raises RequestRefused."""
         processor = self._processor()
         mark = processor.image_token
         if text.count(mark) != len(images):
@@ -60,53 +60,65 @@ class ImageInputs:
         return decoded
 
     def of(self, network: Any, token_ids: Sequence[int], images: Sequence[bytes]) -> dict[str, Any]:
-        """What a forward pass over one sequence is given beside its ids: pixel values and whatever goes with them, on
-        the network's device. `token_ids` are those of the pass. Raises RequestRefused where they have other places for
-        images than the images take."""
+        """The image inputs of a forward pass over one sequence, on the network's device: pixel values, and others.
+
+        `token_ids` are the ids of the pass. Raises RequestRefused if they have another number of image tokens than the
+        images need.
+        """
         import torch
 
         processor, key = self._processor(), tuple(images)
-        inputs = self._made.get(key)
+        inputs = self._inputs.get(key)
         if inputs is None:
             opened, text = [opened_image(image) for image in images], processor.image_token * len(images)
             inputs = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
-            self._made.put(key, inputs, sum(_bytes(value) for value in inputs.values()))
+            self._inputs.put(key, inputs, sum(_bytes(value) for value in inputs.values()))
         marks = _places(processor)
-        seen = [int(id in marks) for id in token_ids]
-        places, needed = sum(seen), sum(id in marks for id in inputs["input_ids"][0].tolist())
+        is_image = [int(id in marks) for id in token_ids]
+        places, needed = sum(is_image), sum(id in marks for id in inputs["input_ids"][0].tolist())
         if places != needed:
             raise RequestRefused(f"The prompt has {places} image tokens; its images take {needed}.", _CHECK)
-        of_pass = {
-            name: value.to(network.device) if torch.is_tensor(value) else value
-            for name, value in inputs.items()
-            if name not in _TEXT
-        }
+
+        pass_inputs = {}
+        for name, value in inputs.items():
+            if name not in _TEXT:
+                pass_inputs[name] = value.to(network.device) if torch.is_tensor(value) else value
+        # Some networks also take a flag for each token: whether it stands for an image.
         parameters = inspect.signature(network.base_model.forward).parameters
         for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
-            of_pass[name] = torch.tensor([seen], device=network.device)
-        return of_pass
+            pass_inputs[name] = torch.tensor([is_image], device=network.device)
+        return pass_inputs
 
     def together(
-        self, network: Any, asked: Sequence[tuple[Sequence[int], Sequence[bytes]]]
+        self, network: Any, sequences: Sequence[tuple[Sequence[int], Sequence[bytes]]]
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Passes over these sequences, token ids and images of each: the numbers of those that go together, being of
-        one length with images of one form, and what that pass is given, as by `of`. Raises RequestRefused."""
+        """Group sequences, each with token ids and images, to joint passes.
+
+        Sequences go together if they have the same length and images of the same form. Yields the numbers of the
+        sequences of each pass, and its image inputs as in `of`. Raises RequestRefused.
+        """
         import torch
 
-        alike: dict[Any, list[list[int]]] = {}
-        taken: dict[int, dict[str, Any]] = {}
-        for number, (token_ids, images) in enumerate(asked):
-            inputs = taken[number] = self.of(network, token_ids, images)
-            stacks = all(map(torch.is_tensor, inputs.values()))
-            form = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items()) if stacks else number
-            passes = alike.setdefault((len(token_ids), form), [[]])
+        passes_of_form: dict[Any, list[list[int]]] = {}
+        inputs_of: dict[int, dict[str, Any]] = {}
+        for number, (token_ids, images) in enumerate(sequences):
+            inputs = inputs_of[number] = self.of(network, token_ids, images)
+            form: Any = number  # inputs that are no tensors cannot be stacked: the sequence goes alone
+            if all(map(torch.is_tensor, inputs.values())):
+                form = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items())
+            passes = passes_of_form.setdefault((len(token_ids), form), [[]])
             if passes[-1] and (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values())) > PASS_BYTES:
                 passes.append([])
             passes[-1].append(number)
-        for members in (members for passes in alike.values() for members in passes):
-            first = taken[members[0]]
-            joined = {name: torch.cat([taken[i][name] for i in members]) for name in first} if members[1:] else first
-            yield members, joined
+        for passes in passes_of_form.values():
+            for members in passes:
+                joined = inputs_of[members[0]]
+                if len(members) > 1:
+                    names = list(joined)
+                    joined = {}
+                    for name in names:
+                        joined[name] = torch.cat([inputs_of[number][name] for number in members])
+                yield members, joined
 
     def _processor(self) -> Any:
         with self._lock:
@@ -123,7 +135,7 @@ class ImageInputs:
 
 
 def opened_image(data: bytes) -> Any:
-    """The image as Pillow has it, in RGB. Raises RequestRefused."""
+    """The image as an RGB image of Pillow. Raises RequestRefused."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -137,7 +149,7 @@ def opened_image(data: bytes) -> Any:
 
 
 def _places(processor: Any) -> list[int]:
-    """Ids of the tokens in whose places a model puts what it sees."""
+    """Ids of the tokens that a model replaces by its image features."""
     return list(getattr(processor, "image_token_ids", None) or [processor.image_token_id])
 
 
