@@ -1,4 +1,4 @@
-"""The process that an engine runs in, from its start to its certain end."""
+"""The child process of an engine, from its start until it has certainly ended."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ Receive = Callable[[list[Answer]], None]
 Fail = Callable[[SamplerError], None]
 
 GROUP_SECONDS = 5.0
-"""How long to wait until killed processes have ended. In a container that collects no ended processes they stay."""
+"""How long to wait until killed processes have ended. They never disappear in a container whose first process does
+not collect them."""
 
 
 class ProcessHost:
-    """An engine in a process of its own: a fresh interpreter that imports nothing of the application.
+    """An engine in a child process: a new interpreter, which imports no module of the application.
 
-    A writer and a reader thread keep the pipe away from event loops. The process ends with the application, however
-    that ends: it watches the pipe. `receive` and `fail` are called in the reader thread.
+    Two threads write to the pipe and read from it, so that no event loop blocks. The process watches the pipe, and
+    so it ends whenever the application has ended. `receive` and `fail` are called in the reading thread.
     """
 
     body = ""
-    """The module that the process runs, with the number of its end of the pipe."""
+    """The module that the process runs. Its argument is the file descriptor of the process's end of the pipe."""
     environment: Mapping[str, str] = {}
-    """Set for the process unless the application's environment has other values."""
+    """Variables of the process. The application's environment has precedence."""
     start_seconds = 600.0
     """How long the process may take to load its model."""
     close_seconds = 10.0
-    """How long the process may take to end when it is told to."""
+    """How long the process may take to end after it has received the command."""
     has_children = False
-    """Whether the engine starts processes of its own. They share a session with it, apart from the application's
-    terminal, so that all of them can be ended together."""
+    """Whether the engine starts processes itself. The engine then has a session without the application's terminal,
+    and all its processes can be killed together."""
 
     def __init__(self, receive: Receive, fail: Fail) -> None:
         self._receive = receive
@@ -59,11 +60,12 @@ class ProcessHost:
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
 
     def start(self, source: Any) -> None:
-        """Start the process, send it `source` and wait until it serves. Raises SamplerError, and what it answers."""
+        """Start the process, send it `source` and wait until it serves. Raises SamplerError, or the error with which
+        the process answers."""
         fd = self._theirs.fileno()
         environment = {**self.environment, **os.environ}
         spin_briefly(environment)
-        with interrupts_held():  # Ctrl-C is the application's to handle; it closes the pipe
+        with interrupts_held():  # the application handles Ctrl-C and closes the pipe
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.body, str(fd)],
                 stdin=subprocess.DEVNULL,
@@ -112,7 +114,7 @@ class ProcessHost:
             self._end_at_once()
 
     def remove_leftovers(self) -> None:
-        """Remove the files that the engine's processes leave on this machine if they are killed."""
+        """Remove the files that killed processes of the engine have left on this machine."""
 
     def _wait_and_end(self) -> None:
         """Wait until the process has ended by itself, but not for longer than `close_seconds`."""
@@ -121,14 +123,14 @@ class ProcessHost:
             self._process.wait(self.close_seconds)
         self._end_at_once()
         self._process.wait()
-        # Processes that the engine has started are nobody's children now, and hold memory until they have ended.
+        # No process waits for those that the engine has started, and they occupy memory until they have ended.
         deadline = time.monotonic() + GROUP_SECONDS
         while self.has_children and _is_group(self._process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.remove_leftovers()
 
     def _end_at_once(self) -> None:
-        """Kill the process if it still runs, and the processes that it has started and perhaps left behind."""
+        """Kill the process and the processes that it has started, if any of them still run."""
         assert self._process is not None
         if self.has_children:
             with contextlib.suppress(ProcessLookupError):
@@ -145,7 +147,7 @@ class ProcessHost:
                 if CLOSE in commands:
                     return
         except OSError:
-            return  # the process is gone: the reader reports it
+            return  # the process has ended, and the reading thread reports that
 
     def _read(self) -> None:
         assert self._process is not None
@@ -161,7 +163,7 @@ class ProcessHost:
         if not self._closing:
             self._wait_and_end()
             self._fail(gone(f"its process ended with code {self._process.returncode}"))
-        self._outbox.put(CLOSE)  # lets the writer end
+        self._outbox.put(CLOSE)  # ends the writing thread
 
 
 def _is_group(number: int) -> bool:
@@ -174,7 +176,7 @@ def _is_group(number: int) -> bool:
 
 
 def wait_for_hangup(pipe: int) -> None:
-    """Return once the other end of a pipe is closed: the application has ended."""
+    """Return as soon as the other end of a pipe is closed, that is, when the application has ended."""
     poll = select.poll()
-    poll.register(pipe, 0)  # reports the hang-up alone
+    poll.register(pipe, 0)  # only the hang-up is reported
     poll.poll()

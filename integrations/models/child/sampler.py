@@ -16,7 +16,7 @@ from cotune.integrations.models.engine_sampler import CalledSampler
 
 
 class EngineHost(Protocol):
-    """Where an engine runs. `send` never blocks; the others do."""
+    """The child process or thread of an engine. `send` never blocks; the other methods do."""
 
     def start(self, source: Any) -> None: ...
 
@@ -38,7 +38,7 @@ class HostedSampler(CalledSampler):
         self._broken: SamplerError | None = None
 
     async def start(self, source: Any) -> Self:
-        """Start the engine from `source`, and wait until it serves. Cancelled, it leaves no process behind."""
+        """Start the engine from `source`, and wait until it serves. If it is cancelled, the process is killed."""
         try:
             await asyncio.to_thread(self._start, source)
         except asyncio.CancelledError:
@@ -54,12 +54,12 @@ class HostedSampler(CalledSampler):
 
     @property
     def broken(self) -> SamplerError | None:
-        """Why the engine answers no more; None while it does."""
+        """The reason why the engine no longer answers; None while it answers."""
         return self._broken
 
     def _start(self, source: Any) -> None:
         self._host.start(source)
-        if self._broken is not None:  # nobody waits for it any more
+        if self._broken is not None:  # `start` was cancelled
             self._host.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -91,7 +91,8 @@ class HostedSampler(CalledSampler):
                 answer.set_result(reply.value)
 
     def _fail(self, error: SamplerError) -> None:
-        """The engine is gone: fail what is pending and everything after. The first reason stays."""
+        """Answer all pending and all later requests with `error`, as the engine has ended. Only the first error
+        counts."""
         with self._lock:
             if self._broken is None:
                 self._broken = error

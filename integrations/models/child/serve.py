@@ -1,4 +1,4 @@
-"""What runs in a child process: any asynchronous sampler, answering the commands that come through the pipe."""
+"""The program of a child process: it opens any asynchronous sampler and answers the commands from the pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cotune.integrations.models.child.wire import CLOSE, Answer, Command, receiv
 from cotune.user_objects import load_object
 
 ORPHAN_SECONDS = 20.0
-"""How long an engine whose application has ended may take to end in order, before all its processes are killed."""
+"""How long an engine may take to close after its application has ended. All its processes are killed afterwards."""
 
 
 class SamplerSource(NamedTuple):
@@ -51,7 +51,7 @@ class ChildServer:
             return
         self._pipe.send(None)
 
-        # The pipe blocks, so that two threads use it and the loop never does.
+        # Reading and writing block, so two threads do it and never the event loop.
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
         threading.Thread(target=self._read, args=(loop, closing), daemon=True).start()
@@ -95,13 +95,13 @@ class ChildServer:
             self._answers.put(Answer(command.id, error=failed))
 
     def _end_with_application(self, loop: asyncio.AbstractEventLoop, closing: asyncio.Event) -> None:
-        """Once the application has ended, close in order; then kill this process and all that it started."""
+        """Wait until the application has ended, close the sampler, then kill this process and all that it started."""
         wait_for_hangup(self._pipe.fileno())
         if self._sampler is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(closing.set)
             time.sleep(ORPHAN_SECONDS)
-        if os.getpgrp() == os.getpid():  # the group is this engine's own: see `ProcessHost.has_children`
+        if os.getpgrp() == os.getpid():  # only this engine is in the group, see `ProcessHost.has_children`
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Messages between a sampler and the engine in its child process, and how they cross the pipe."""
+"""Messages between a sampler and the engine in its child process, and their transfer through the pipe."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cotune.errors import CotuneError, SamplerError
 
 
 class Command(NamedTuple):
-    """A request to the engine: a method of the `Sampler` protocol with its arguments, answered under `id`; "cancel" of
-    the command `id`, and "close", which are not answered."""
+    """A request to the engine: a method of the `Sampler` protocol with its arguments, whose answer has the same `id`.
+    There is no answer to "cancel", which ends the command `id`, and to "close"."""
 
     method: str
     id: int = 0
@@ -22,7 +22,7 @@ CLOSE = Command("close")
 
 
 class Answer(NamedTuple):
-    """The result of a command, or why it is refused. Id 0: the engine itself is gone."""
+    """The result of a command, or the error that refuses it. An answer with id 0 says that the engine has ended."""
 
     id: int
     value: Any = None
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Send an object; arrays in it go as they are, without a copy."""
+    """Send an object. Its arrays are sent without a copy."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
@@ -40,7 +40,7 @@ def send(pipe: Connection, message: Any) -> None:
 
 
 def receive(pipe: Connection) -> Any:
-    """What was sent by `send`. Raises EOFError, OSError where the other side is gone."""
+    """Receive the next object of `send`. Raises EOFError or OSError if the other process has ended."""
     data, sizes = pipe.recv()
     buffers = [bytearray(size) for size in sizes]
     for buffer in buffers:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 class Norm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., width] divided by its root mean square, times weight [width], as Llama's RMSNorm rounds it."""
+        """Divide x [..., width] by its root mean square and multiply by weight [width], rounded as in Llama."""
 
 
 class Rotate(Protocol):
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embeddings of query and key [rows, heads, tokens, width]; both may be changed in place.
+        """Apply rotary embeddings to query and key [rows, heads, tokens, width]. Both may be changed in place.
 
         cos and sin are [rows, tokens, rotary width].
         """
@@ -22,7 +22,7 @@ class Rotate(Protocol):
 
 class SiluProduct(Protocol):
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, both [..., width]. The backward pass writes gradients over gate and up."""
+        """Compute silu(gate) * up, both [..., width]. The backward pass overwrites gate and up with gradients."""
 
 
 class Kernels(NamedTuple):
@@ -32,11 +32,11 @@ class Kernels(NamedTuple):
 
 
 def load_kernels() -> Kernels:
-    """Raises ImportError without Liger-Kernel or Triton."""
+    """Load the kernels. Raises ImportError if Liger-Kernel or Triton is not installed."""
     from liger_kernel.ops import LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # Gradients are not written in place: others may refer to them.
+        # The last argument forbids gradients in place, as other operations may use the same tensor.
         output: Tensor = LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
         return output
 

@@ -1,1 +1,1 @@
-"""The in-process sampler: a decode loop of its own on a transformers model."""
+"""The in-process sampler: cotune's decode loop on a transformers model."""

@@ -1,4 +1,4 @@
-"""Attention of one decode step on the CPU: candidates of one prompt read its keys and values once."""
+"""Attention of one decode step on the CPU. The keys and values of a prompt are read once for all its candidates."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "cotune_rows"
 _PLAIN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
 WORTH = 2 << 20
-"""Bytes of keys and values that a group of rows has to save in a layer: about what its own products cost in time."""
+"""The bytes of keys and values that a group must save per layer. To read so many takes about as long as the
+additional products of a group."""
 
 
 class Alike(NamedTuple):
-    """Rows that hold the same in all columns before `columns`: each of `groups` from its first row to its last, plus
-    one. The groups cover all rows in order."""
+    """Groups of rows with equal keys and values in all columns before `columns`. A group is its first row and the row
+    after its last. The groups cover all rows in order."""
 
     columns: int
     groups: Sequence[tuple[int, int]]
 
 
 def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Where each run of equal values starts and ends."""
+    """The start and end of each run of equal values."""
     edges = np.flatnonzero(values[1:] != values[:-1]) + 1
     return list(pairwise([0, *edges.tolist(), len(values)]))
 
 
 def alike_rows(columns: int, groups: Sequence[tuple[int, int]], token_bytes: int) -> Alike | None:
-    """None where it takes longer to read what rows have in common once; `token_bytes` a layer."""
+    """Make the groups; None if they would make the step slower. A token takes `token_bytes` per layer."""
     saved = (groups[-1][1] - len(groups)) * columns * token_bytes
     return Alike(columns, groups) if saved > 0 and saved >= len(groups) * WORTH else None
 
@@ -52,12 +53,13 @@ def rows_attention(
 ) -> tuple[Tensor, None]:
     """Output [rows, 1, heads, head_dim] for `query` [rows, heads, 1, head_dim] and an additive mask.
 
-    Two batched matrix products, on CPU faster than the general kernel; more where rows are `alike`.
-    Everything else (prefill, boolean masks, options of other models) goes to the model library's own function.
+    It takes two batched matrix products, which are faster on a CPU than the general kernel, and more products if rows
+    are `alike`. The model library's function computes all other cases: prefill, boolean masks, options of other models.
     """
     rows, heads, length, dim = query.shape
-    other = length != 1 or any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
-    if other or attention_mask is None or not attention_mask.is_floating_point() or attention_mask.shape[1] != 1:
+    has_options = any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
+    additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
+    if length != 1 or has_options or attention_mask is None or not additive:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shared = query.view(rows, key.shape[1], heads // key.shape[1], dim)
     mask = attention_mask.expand(*shared.shape[:3], -1).flatten(0, 1)
@@ -66,8 +68,8 @@ def rows_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, alike: Alike | None) -> Tensor:
-    """query [rows, groups, queries, width], where `queries` of a row share a head's keys, and an additive mask [rows
-    x groups, queries, columns]; returns [rows, groups, queries, width of the values]."""
+    """Output [rows, groups, queries, width of the values] for `query` [rows, groups, queries, width] and an additive
+    mask [rows x groups, queries, columns]. The `queries` of a group share the keys of one head."""
     if alike is not None:
         return _attend_alike(query * scaling, key, value, mask.view(*query.shape[:3], -1), alike)
     scores = torch.baddbmm(mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
@@ -90,7 +92,7 @@ def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike
 
 
 def _joined(rows: Tensor) -> Tensor:
-    """[rows, groups, queries, n] as [groups, rows x queries, n]."""
+    """Change the shape [rows, groups, queries, n] to [groups, rows x queries, n]."""
     return rows.transpose(0, 1).flatten(1, 2)
 
 
@@ -99,7 +101,7 @@ def _apart(joined: Tensor, rows: int) -> Tensor:
 
 
 def use_rows_attention(model: Any) -> bool:
-    """Switch a model on CPU to `rows_attention` where it uses the general kernel; say whether it uses it now."""
+    """Switch a model on a CPU from the general kernel to `rows_attention`. Returns whether the model uses it now."""
     if model.config._attn_implementation == ATTENTION:
         return True
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":

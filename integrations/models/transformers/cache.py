@@ -1,7 +1,7 @@
-"""Key/value memory of a running batch: one row per sequence, all rows ending in the same column.
+"""The keys and values of a running batch: one row per sequence. All rows end in the same column.
 
-Rows are aligned at their ends, so one decode step writes one column of a preallocated buffer in place and a
-model sees plain left padding. Columns [first, end) are in use; row i starts at column `starts[i]`.
+As the rows are aligned at their ends, a decode step writes one column of an allocated buffer, and a model sees rows
+with left padding. Columns [first, end) are in use, and row i starts at column `starts[i]`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 COLUMNS = 64
-"""Columns are allocated by so many. Half as many at least are free after a move, so that moves are rare."""
+"""Columns are allocated in multiples of this number. After a move, at least half as many are free, so that moves are
+rare."""
 
 
 def columns_for(tokens: int) -> int:
-    """Columns that buffers have at least for rows of up to so many tokens."""
+    """The least number of columns of buffers for rows with up to `tokens` tokens."""
     return -(-(tokens + COLUMNS // 2) // COLUMNS) * COLUMNS
 
 
 def buffer_tokens(rows: int, span: int) -> int:
-    """Tokens that the buffers hold at least once `rows` rows have reached a length of `span`."""
+    """The least number of tokens for which buffers have space when `rows` rows have reached a length of `span`."""
     return rows * columns_for(span)
 
 
 class RowLayer(CacheLayerMixin):
     """Keys and values of one layer, shape [rows, heads, columns, head_dim].
 
-    On CPU the memory of the keys runs along the columns, which makes products with one query per row cheaper.
+    On a CPU, adjacent columns of the keys are adjacent in memory, which makes products with one query per row cheaper.
     """
 
     is_sliding = False
@@ -47,25 +48,25 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
-        """New buffers of zeros, as what is masked must still be finite."""
+        """Allocate new buffers of zeros: masked values must be finite too."""
         rows, columns = self.window.row_capacity, self.window.columns
         along = keys.new_zeros((rows, keys.shape[1], keys.shape[3], columns)).transpose(2, 3)
         self.keys = along if keys.device.type == "cpu" else along.contiguous()
         self.values = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
 
     def release(self) -> None:
-        """Give the buffers back; the next states allocate others."""
+        """Free the buffers. The next states allocate new ones."""
         self.keys = self.values = None
         self.is_initialized = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one column of states [rows, heads, 1, head_dim]; return views of all columns in use."""
+        """Write one column of states [rows, heads, 1, head_dim], and return views of all columns in use."""
         return self.write(key_states.squeeze(2), value_states.squeeze(2))
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for states [rows, heads, head_dim]: one column for every live row."""
+        """The same as `update` for states [rows, heads, head_dim] of all live rows."""
         w = self.window
         self.keys[: w.rows, :, w.end] = key
         self.values[: w.rows, :, w.end] = value
@@ -85,7 +86,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class Window:
-    """Which part of the buffers is in use, shared by all layers."""
+    """The part of the buffers that is in use. All layers share it."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -96,13 +97,13 @@ class Window:
 
 
 class RowCache(Cache):
-    """A `Cache` for decoding whose rows come, go and move between steps.
+    """A `Cache` for decoding. Its rows can be added, removed and moved between steps.
 
-    Buffers grow ahead of need as long as they hold at most `limit` tokens, rows times columns; beyond it they have the
-    rows and columns that are needed. So with `limit` at `buffer_tokens` or more they never hold more than that.
+    Buffers have spare rows and columns as long as rows times columns is at most `limit`. Above the limit, they have
+    only the rows and columns that are needed. If `limit` is at least `buffer_tokens`, it is never exceeded.
 
-    `starts` [capacity] is the first column of each row, `shifts` [capacity] what is added to its positions, `bias`
-    [capacity, 1, 1, columns] the additive mask.
+    `starts` [capacity] is the first column of each row, `shifts` [capacity] is added to its positions, and `bias`
+    [capacity, 1, 1, columns] is the additive mask.
     """
 
     def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,13 +117,13 @@ class RowCache(Cache):
 
     @property
     def width(self) -> int:
-        """Columns in use by the longest row."""
+        """The number of columns that the longest row uses."""
         return self.window.end - self.window.first
 
     def mask(self) -> Tensor:
-        """Additive mask of the next step, [rows, 1, 1, width + 1]: 0 where a row has content, else the lowest value.
+        """Additive mask of the next step, [rows, 1, 1, width + 1]: 0 in the columns of a row, the lowest value before.
 
-        A GPU's kernels want its memory to begin at an even address, which torch sees to only where strides are odd.
+        Kernels of a GPU need aligned memory, which torch ensures only for odd strides, so the mask is copied there.
         """
         w = self.window
         mask = self.bias[: w.rows, :, :, w.first : w.end + 1]
@@ -134,23 +135,23 @@ class RowCache(Cache):
         return (w.end - self.starts[: w.rows] + self.shifts[: w.rows]).unsqueeze(1)
 
     def token_bytes(self) -> int:
-        """What the keys and values of one token take in one layer."""
+        """The number of bytes of one token's keys and values in one layer."""
         keys, values = self.layers[0].buffers()
         return int(keys.shape[1]) * int(keys.shape[3] + values.shape[3]) * int(keys.element_size())
 
     def gpu_memory(self) -> int:
-        """Bytes of the GPU that are free, or that this cache has already."""
+        """The bytes of the GPU's memory that are free or belong to this cache."""
         device = self.bias.device
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused + self.nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """The number of bytes of the buffers."""
         return sum(buffer.nbytes for layer in self.layers if layer.is_initialized for buffer in layer.buffers())
 
     def advance(self) -> None:
-        """Call after each step, when every layer has written its column."""
+        """Begin the next column, after every layer has written this one."""
         self.window.end += 1
 
     @property
@@ -161,10 +162,11 @@ class RowCache(Cache):
     def rearrange(
         self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], rows: int, longest: int, width: int, span: int
     ) -> None:
-        """Rows `live` become rows `to` of `rows` in all; the others may be filled with prompts of up to `width` tokens.
+        """Move rows `live` to rows `to` of `rows` in total. The others can be filled with prompts of up to `width`
+        tokens.
 
-        The longest live row has `longest` tokens, and no row will have more than `span`. There is a column to write
-        then, and columns that only ended rows used are left out.
+        The longest live row has `longest` tokens, and no row will have more than `span`. Afterwards there is a free
+        column to write, and columns that only ended rows have used are no longer in use.
         """
         w = self.window
         w.first = w.end - longest
@@ -181,7 +183,7 @@ class RowCache(Cache):
         w.rows = rows
 
     def release(self) -> None:
-        """Give all buffers back. No row is in use."""
+        """Free all buffers, when no row is in use."""
         w = self.window
         w.rows = w.row_capacity = w.columns = w.first = w.end = 0
         for layer in self.layers:
@@ -189,7 +191,7 @@ class RowCache(Cache):
         self.starts, self.shifts, self.bias = self.starts[:0].clone(), self.shifts[:0].clone(), self.bias[:0].clone()
 
     def _sizes(self, rows: int, tokens: int, span: int) -> tuple[int, int]:
-        """Rows and columns of the buffers for `rows` rows of `tokens` tokens, which grow to `span` at most."""
+        """The rows and columns of buffers for `rows` rows of `tokens` tokens, which grow up to `span` tokens."""
         w = self.window
         least = columns_for(tokens)
         ahead = max(least, min(columns_for(tokens + tokens // 2), columns_for(span)))
@@ -197,31 +199,31 @@ class RowCache(Cache):
         columns = w.columns if tokens + COLUMNS // 2 <= w.columns else ahead
         if row_capacity * columns <= self.limit:
             return row_capacity, columns
-        # Close to the limit: no spare rows, and spare columns as far as it allows.
+        # Close to the limit there are no spare rows, and only as many spare columns as the limit allows.
         most = int(self.limit // rows) // COLUMNS * COLUMNS
         return rows, max(least, min(ahead, most))
 
     def _replace(
         self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], row_capacity: int, columns: int, end: int
     ) -> None:
-        """Copy the columns in use of rows `live` to rows `to` of new buffers, so that they end at `end`."""
+        """Copy the used columns of rows `live` to rows `to` of new buffers, so that they end at `end`."""
         w, device = self.window, self.starts.device
         old, new = slice(w.first, w.end), slice(end - self.width, end)
         source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
         stays = np.array_equal(live, to) and np.array_equal(live, np.arange(len(live)))
         w.row_capacity, w.columns = row_capacity, columns
-        # Layer by layer, so that the memory of one old layer at most is held beside the new one.
+        # Each old layer is freed before the next is copied, so that only one layer is in memory twice.
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
-            before = layer.buffers()
-            layer.allocate(*before)
-            for buffer, states in zip(layer.buffers(), before, strict=True):
+            old_buffers = layer.buffers()
+            layer.allocate(*old_buffers)
+            for buffer, states in zip(layer.buffers(), old_buffers, strict=True):
                 if stays:
                     buffer[: len(live), :, new] = states[: len(live), :, old]
                 else:
                     buffer[:, :, new].index_copy_(0, target, states[:, :, old].index_select(0, source))
-            del before, buffer, states
+            del old_buffers, buffer, states
         starts, shifts = self.starts[source] + (end - w.end), self.shifts[source]
         self.starts, self.shifts = self.starts.new_zeros(row_capacity), self.shifts.new_zeros(row_capacity)
         self.starts[target], self.shifts[target] = starts, shifts
@@ -230,7 +232,7 @@ class RowCache(Cache):
         self._write_bias(target)
 
     def _align(self, rows: int, end: int) -> None:
-        """Move the columns in use within the buffers so that they end at `end`."""
+        """Move the used columns within the buffers so that they end at `end`."""
         w = self.window
         old, new = slice(w.first, w.end), slice(end - self.width, end)
         for layer in self.layers:
@@ -242,7 +244,7 @@ class RowCache(Cache):
         self._write_bias(torch.arange(rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
-        """Copy prompts into `rows`: row `source_rows[i]` of a left-padded prefill, `lengths[i]` tokens of it."""
+        """Copy prompts into `rows`. The i-th is row `source_rows[i]` of a padded prefill, with `lengths[i]` tokens."""
         w = self.window
         for layer, prefilled in zip(self.layers, source.layers, strict=True):
             if not layer.is_initialized:
@@ -255,18 +257,18 @@ class RowCache(Cache):
         self._write_bias(rows)
 
     def shift(self, rows: Tensor, by: Tensor) -> None:
-        """Add to the positions of what follows in these rows, `by` [rows]."""
+        """Add `by` [rows] to the positions of all further tokens in these rows."""
         self.shifts[rows] = by
 
     def read(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """Copies of keys and values, layer by layer, of tokens [start, stop) of a row; each [heads, tokens, dim]."""
+        """Copy keys and values of tokens [start, stop) of a row, in the order of layers; each [heads, tokens, dim]."""
         first = int(self.starts[row])
         part = slice(first + start, first + stop)
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
 
     def _move(self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64]) -> None:
-        """Copy rows `live` to rows `to`, which may overlap, within the buffers."""
+        """Copy rows `live` to rows `to` within the buffers. They may overlap."""
         if not len(to):
             return
         w, device = self.window, self.starts.device

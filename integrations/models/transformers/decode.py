@@ -1,7 +1,7 @@
-"""One decode step of the usual kind of decoder on the CPU, where what lies between its products takes most of the time.
+"""One decode step of common decoders on the CPU, where the code between matrix products takes most of the time.
 
-The model library's layers take any shapes, masks and caches; this takes one token of every row. Weights are the
-library's own, and so are the modules, but for norms; adapters are included.
+The model library's layers accept any shapes, masks and caches, and this step accepts only one token per row. It uses
+the library's weights and, except for norms, its modules, to which adapters are applied.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.lora import LoraRows, Projection
 
 USUAL = ("llama", "mistral", "qwen2", "qwen3")
-"""Kinds of models whose layers are normalised attention with rotary positions, then a gated MLP, and nothing else."""
+"""Kinds of models whose layers have only attention with rotary positions and a gated MLP, with a norm before each."""
 
 
 def is_usual(model: Any) -> bool:
-    """Whether `DecodeStep` computes the same as this model, if all its layers attend to everything."""
+    """Whether `DecodeStep` computes the same as this model, if all its layers attend to all tokens."""
     kind = type(model)
-    library = any(kind.__module__ == f"transformers.models.{name}.modeling_{name}" for name in USUAL)
-    return library and kind.__name__.endswith("ForCausalLM")
+    usual_modules = {f"transformers.models.{name}.modeling_{name}" for name in USUAL}
+    return kind.__module__ in usual_modules and kind.__name__.endswith("ForCausalLM")
 
 
 class _Layer(NamedTuple):
@@ -41,7 +41,7 @@ class _Layer(NamedTuple):
 
 
 class DecodeStep:
-    """The next step of all rows of a model that `is_usual`."""
+    """Computes the next step of all rows, for a model that `is_usual`."""
 
     def __init__(self, model: Any, lora: LoraRows) -> None:
         self._head, self._decoder = model.lm_head, model.model
@@ -64,20 +64,20 @@ class DecodeStep:
         ]
 
     def __call__(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
-        """Logits [rows, vocabulary] after `tokens` [rows], whose keys and values are kept in the cache."""
+        """Compute logits [rows, vocabulary] after `tokens` [rows], and write their keys and values to the cache."""
         rows, dim, half = len(tokens), self._head_dim, self._head_dim // 2
         x = self._decoder.embed_tokens(tokens)
         cos, sin = self._decoder.rotary_emb(x, cache.positions())  # [rows, 1, head_dim]
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         mask: Tensor | None = None
-        for layer, kept in zip(self._layers, cache.layers, strict=True):
+        for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
             query, key, value = (part.view(rows, -1, dim) for part in layer.qkv(layer.input_norm(x)))
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = layer.query_norm(query), layer.key_norm(key)
             turned = torch.cat((query, key), 1)
             turned = (turned * cos).addcmul_(turned.roll(half, -1), sin)
             query, key = turned.split_with_sizes((query.shape[1], key.shape[1]), 1)
-            keys, values = kept.write(key, value)
+            keys, values = layer_cache.write(key, value)
             query = query.reshape(rows, keys.shape[1], -1, dim)
             if mask is None:
                 mask = cache.mask().expand(*query.shape[:3], -1).flatten(0, 1)
@@ -89,7 +89,7 @@ class DecodeStep:
 
 
 def _rms_norm(norm: Any) -> Any:
-    """The same as the module in half its calls, where it is of float32."""
+    """A function that computes a float32 norm with half as many calls of torch; other modules as they are."""
     if norm is None or norm.weight.dtype != torch.float32:
         return norm
     return partial(_normed, norm.weight, torch.full((1,), norm.variance_epsilon))

@@ -1,5 +1,5 @@
-"""Draws the next token of every row of a batch, each with its own parameters and random stream, once a grammar, token
-biases and penalties have changed its logits."""
+"""Draws the next token of every row of a batch. Each row has its parameters and its random stream, and a grammar, token
+biases and penalties may change its logits before."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cotune.sampling.protocol import SamplingParams
 
 
 def is_shaped(params: SamplingParams) -> bool:
-    """Whether anything but temperature and truncation changes the distribution."""
+    """Whether a parameter other than temperature and truncation changes the distribution."""
     plain = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
     return not plain or bool(params.logit_bias or params.grammar)
 
 
 class Shaped:
-    """One row: where its reply stands in its grammar, and how often it has said each token."""
+    """A row whose logits are changed: the state of its grammar, and the number of times that each token was drawn."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, grammars: Grammars | None) -> None:
         self.matcher: Matcher | None = grammars.start(params.grammar) if grammars and params.grammar else None
@@ -35,7 +35,7 @@ class Shaped:
         self._prompt = frozenset(prompt) if self.repetition != 1.0 else frozenset()
 
     def consume(self, token: int) -> bool:
-        """Go on by the token that was drawn; False where the grammar's matcher refuses it, which had allowed it."""
+        """Record a drawn token. Returns False if the grammar's matcher refuses it, although it had allowed it."""
         self._counts[token] += 1
         return self.matcher is None or self.matcher.consume(token)
 
@@ -44,9 +44,10 @@ class Shaped:
         if self.bias:
             biased = [token for token, _ in self.bias]
             logits[biased] += torch.tensor([v for _, v in self.bias], dtype=logits.dtype, device=logits.device)
-        if self.repetition != 1.0 and (said := sorted(self._prompt | set(self._counts))):
-            value = logits[said]
-            logits[said] = torch.where(value > 0, value / self.repetition, value * self.repetition)
+        present = sorted(self._prompt | set(self._counts)) if self.repetition != 1.0 else []
+        if present:
+            value = logits[present]
+            logits[present] = torch.where(value > 0, value / self.repetition, value * self.repetition)
         if (self.frequency or self.presence) and self._counts:
             tokens, counts = list(self._counts), list(self._counts.values())
             penalty = self.frequency * torch.tensor(counts, dtype=torch.float32) + self.presence
@@ -54,7 +55,7 @@ class Shaped:
 
 
 def shape(logits: Tensor, rows: Sequence[Shaped | None]) -> None:
-    """Change `logits` [rows, vocabulary] in place, each row by its own; what a grammar forbids becomes -inf."""
+    """Change `logits` [rows, vocabulary] in place by the rows' parameters. Tokens that a grammar forbids get -inf."""
     matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
     if matchers:
         bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
@@ -80,42 +81,42 @@ BLOCK = 64
 
 
 class RowParams(NamedTuple):
-    """Sampling parameters by row, in tensors [rows, 1]; None where no row needs it."""
+    """Sampling parameters of the rows, in tensors [rows, 1]; None if no row needs the parameter."""
 
     temperature: Tensor
-    """1 for greedy rows, whose log-probabilities are the model's own."""
+    """It is 1 for greedy rows, whose log-probabilities are those of the unchanged model."""
     greedy: Tensor | None
     all_greedy: bool
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None = None
     top: npt.NDArray[np.int64] | None = None
-    """How many of the likeliest tokens are told, [rows]."""
+    """The number of likeliest tokens that are reported, [rows]."""
 
     def rows(self, which: slice | Tensor) -> RowParams:
-        """The parameters of some rows, which tell of no other tokens than those drawn."""
+        """The parameters of some rows, without the likeliest tokens."""
         parts = (None if t is None else t[which] for t in (self.greedy, self.top_k, self.top_p, self.min_p))
         greedy, top_k, top_p, min_p = parts
         return RowParams(self.temperature[which], greedy, self.all_greedy, top_k, top_p, min_p)
 
 
 def streams(seed: int, n: int) -> npt.NDArray[np.uint64]:
-    """One random stream per candidate of a request."""
+    """Make one random stream for each candidate of a request."""
     root = _mix(np.array([seed % 2**64], np.uint64))
     return _mix(root ^ (np.arange(n, dtype=np.uint64) * _GAMMA))
 
 
 def uniforms(stream: npt.NDArray[np.uint64], position: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
-    """The number in [0, 1) of each stream at a token position: a function of nothing else (splitmix64)."""
+    """The number in [0, 1) of each stream at a token position. It depends only on these two (splitmix64)."""
     bits = _mix(stream + (position.astype(np.uint64) + np.uint64(1)) * _GAMMA)
     return ((bits >> np.uint64(41)).astype(np.float64) * 2.0**-23).astype(np.float32)
 
 
 def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-    """Token ids [rows] and their log-probabilities [rows], fp32, under the distribution drawn from.
+    """Draw token ids [rows], and give their log-probabilities [rows], fp32, in the distribution after truncation.
 
-    `logits` [rows, vocabulary], `uniform` [rows, 1] in [0, 1). Inverse transform sampling: the first token whose
-    cumulative probability exceeds `uniform`, found by block and then within it.
+    `logits` are [rows, vocabulary], and `uniform` [rows, 1] is in [0, 1). By inverse transform sampling, the first
+    token is drawn whose cumulative probability exceeds `uniform`. Its block is searched first, then the token in it.
     """
     if params.all_greedy:
         x = logits.float()
@@ -134,8 +135,8 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
 
 
 def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Tensor]:
-    """The `most` likeliest tokens of each row and their log-probabilities, [rows, most], as `draw` reckons them; -inf
-    where fewer can be drawn."""
+    """The `most` likeliest tokens of each row and their log-probabilities, [rows, most], in the same distribution as in
+    `draw`. Tokens that cannot be drawn have -inf."""
     most = min(most, logits.shape[1])
     if params.all_greedy:
         x = logits.float()
@@ -148,8 +149,8 @@ def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Ten
 
 
 def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
-    """What each token is drawn by, fp32 with zeros up to whole blocks, and the likeliest tokens [rows, 1] where some
-    rows are greedy."""
+    """The weights in proportion to which tokens are drawn, fp32, with zeros up to whole blocks; and the likeliest
+    tokens [rows, 1] if some rows are greedy."""
     rows, size = logits.shape
     weight = logits.new_empty((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
     weight[:, size:] = 0.0
@@ -165,10 +166,10 @@ def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
 
 
 def _search(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """First column by row at which the cumulative weight exceeds the threshold, and the threshold left within it.
+    """Find in each row the first column whose cumulative weight exceeds the threshold, and the threshold within it.
 
-    Rounding never leads to a column of weight zero: the threshold is kept in [0, total), and such a column stands where
-    the greatest before it does, as a GPU, which adds in another order, rounds its sums up and down.
+    Rounding must never lead to a column with weight zero, so the threshold is limited to [0, total). A GPU adds in
+    another order and rounds its sums up and down, so a column with weight zero gets the greatest sum before it.
     """
     cumulative = weight.cumsum(dim=-1).masked_fill_(weight == 0, 0.0).cummax(dim=-1).values
     threshold = threshold.clamp(min=0).minimum(cumulative[:, -1:] * (1 - 2.0**-23))
@@ -177,8 +178,8 @@ def _search(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncate(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set what top-k and then top-p leave out to -inf. `top_k` [rows, 1] (0: all), `top_p` [rows, 1] (1: all). The
-    likeliest token always stays."""
+    """Set the logits of tokens that top-k and then top-p exclude to -inf. The likeliest token is never excluded.
+    `top_k` is [rows, 1] (0 for all tokens), and `top_p` [rows, 1] (1 for all)."""
     ordered, index = x.sort(dim=-1, descending=True)
     if top_k is not None:
         rank = torch.arange(x.shape[-1], device=x.device)

@@ -1,4 +1,4 @@
-"""Where the engine runs: a process of its own, or a thread of the application."""
+"""The child process or the thread of the application in which the engine runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cotune.integrations.models.transformers.wire import ModelSource
 log = logging.getLogger(__name__)
 
 PAGES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
-"""Of glibc: a decode step uses the pages of the step before again, instead of asking the system for others."""
+"""Variables of glibc. With them, a decode step uses the memory pages of the previous step again."""
 _LOADING = threading.Lock()
-"""transformers loads a model under settings of the whole process: two at once spoil each other."""
+"""transformers changes settings of the whole process while it loads a model, so only one may be loaded at once."""
 
 
 class ThreadHost:
@@ -51,7 +51,7 @@ class ThreadHost:
             self._thread.join()
 
     def kill(self) -> None:
-        """End the engine, if it has started, without waiting for it."""
+        """End the engine if it has started, but do not wait for its end."""
         if self._engine is not None:
             self.send(CLOSE)
 
@@ -64,19 +64,19 @@ class ThreadHost:
 
 
 class TransformersProcess(ProcessHost):
-    """As `ThreadHost`, with the engine in a process of its own."""
+    """The engine in a child process."""
 
     body = __name__
     environment: Mapping[str, str] = PAGES
 
 
 def serve(pipe: Connection) -> None:
-    """Body of the sampler's process."""
+    """Run the engine in the sampler's process."""
     threading.Thread(target=_end_with_application, args=(pipe.fileno(),), daemon=True).start()
     try:
         source = pipe.recv()
     except (EOFError, OSError):
-        return  # the application has ended before all of it was sent
+        return  # the application has ended before it had sent all of the source
     from cotune.integrations.models.transformers.engine import load
 
     try:
@@ -87,7 +87,7 @@ def serve(pipe: Connection) -> None:
     pipe.send(None)
 
     def feed() -> None:
-        with contextlib.suppress(EOFError, OSError):  # the application is gone
+        with contextlib.suppress(EOFError, OSError):  # the application has ended
             while True:
                 for command in receive(pipe):
                     engine.submit(command)
@@ -101,7 +101,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _end_with_application(pipe: int) -> None:
-    """End this process once the other end of the pipe is closed, whatever it is doing."""
+    """End this process at once when the other end of the pipe is closed."""
     wait_for_hangup(pipe)
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""LoRA adapters of many policies in one forward pass: each row of a batch goes through its own adapter.
+"""LoRA adapters of many policies in one forward pass: each row of a batch has its adapter.
 
-Rows are sorted by adapter, so every target module adds (x A^T) B^T * scale on one contiguous slice per adapter. Modules
-of one input share the first product.
+Rows are sorted by adapter, so a target module adds (x A^T) B^T * scale to one contiguous slice per adapter. Modules
+with the same input share the first product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cotune.integrations.models.siblings import Joint, siblings
 
 
 class LoraRows:
-    """Adds adapters to the layers of one model. `route` says which rows use which adapter in the next passes."""
+    """Adds adapters to the layers of one model. `route` sets the adapters of the rows for the next passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -27,7 +27,7 @@ class LoraRows:
         self._adapters: dict[int, Adapter] = {}
 
     def projection(self, name: str) -> Projection:
-        """The module of this name and its siblings, with what adapters add to them from now on."""
+        """The module of this name and its siblings, to which adapters can be added from now on."""
         if name not in self._projections:
             names = self._siblings[name]
             self._projections |= dict.fromkeys(names, Projection({name: self._modules[name] for name in names}))
@@ -43,7 +43,7 @@ class LoraRows:
         self._adapters.pop(key, None)
 
     def route(self, segments: Sequence[tuple[int, int, int]]) -> None:
-        """Rows [low, high) go through adapter `key`, for each (key, low, high); other rows through the base."""
+        """Use adapter `key` in rows [low, high) for each (key, low, high), and only the base in all other rows."""
         for projection in self._projections.values():
             projection.added = []
         for key, low, high in segments:
@@ -52,7 +52,7 @@ class LoraRows:
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
-        """Leave the model's own layers while it is copied."""
+        """Restore the original methods of the model's layers while the model is copied."""
         for projection in set(self._projections.values()):
             projection.detach()
         try:
@@ -63,8 +63,8 @@ class LoraRows:
 
 
 class _Added(NamedTuple):
-    """What an adapter adds to rows [low, high): the first products of its modules, and by its number in a projection
-    each module's place among them and its second factor."""
+    """The addition of an adapter to rows [low, high): the first products of its modules, and for the number of each
+    module in the projection its place among these products and its second factor."""
 
     low: int
     high: int
@@ -73,16 +73,16 @@ class _Added(NamedTuple):
 
 
 class Projection:
-    """Modules of one input, in the order in which the model asks, and what adapters add to them."""
+    """Modules with the same input, in the order in which the model calls them, and the additions of adapters."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.added: list[_Added] = []
         self._modules = modules
-        self._own: list[Callable[[Tensor], Tensor]] = [module.forward for module in modules.values()]
+        self._base_forwards: list[Callable[[Tensor], Tensor]] = [module.forward for module in modules.values()]
         self.attach()
 
     def attach(self) -> None:
-        """Add to what each module gives by itself."""
+        """Make each module add the adapters to its output."""
         for number, module in enumerate(self._modules.values()):
             module.forward = partial(self._forward, number)
 
@@ -91,26 +91,26 @@ class Projection:
             del module.forward
 
     def add(self, low: int, high: int, factors: Factors) -> None:
-        """Rows [low, high) go through these factors."""
+        """Use these factors in rows [low, high)."""
         downs = Joint(partial(_down, low, high, factors.down), [len(up) for up in factors.ups.values()])
         numbers = list(self._modules)
         ups = {numbers.index(name): (place, up) for place, (name, up) in enumerate(factors.ups.items())}
         self.added.append(_Added(low, high, downs, ups))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """What all modules make of x [rows, in]: [rows, out] each."""
-        outs = [own(x) for own in self._own]
+        """The outputs of all modules for x [rows, in]: [rows, out] each."""
+        outs = [forward(x) for forward in self._base_forwards]
         for low, high, downs, ups in self.added:
             for down, (number, (_, up)) in zip(downs.parts(x), ups.items(), strict=True):
                 _add_product(_rows(outs[number], low, high), down, up)
         return outs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
-        y = self._own[number](x)
+        y = self._base_forwards[number](x)
         for low, high, downs, ups in self.added:
             if number in ups:
                 place, up = ups[number]
-                part = _rows(y, low, high).view(-1, y.shape[-1])  # an error where it would be a copy
+                part = _rows(y, low, high).view(-1, y.shape[-1])  # unlike reshape, view never copies
                 _add_product(part, downs.part(place, x), up)
         return y
 
@@ -118,7 +118,7 @@ class Projection:
 def _add_product(y: Tensor, down: Tensor, up: Tensor) -> None:
     if y.dtype == down.dtype:
         y.addmm_(down, up)
-    else:  # logits, which are float32 in every model
+    else:  # y are logits, which are float32 in every model
         y.add_(down @ up)
 
 

@@ -1,4 +1,4 @@
-"""Prefill of prompts whose beginnings may be known: which go together, and the pass that computes the rest."""
+"""Prefill of prompts whose beginnings may be known: the division of prompts into passes, and the pass itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from transformers.cache_utils import DynamicCache
 from cotune.integrations.models.transformers.prefixes import Ids, Prefix, States, common
 
 WORTH = 256
-"""Tokens that a pass over what several prompts begin with must save, as it reads all weights once more."""
+"""The number of tokens that a pass over a common beginning must save, as each pass reads all weights once more."""
 
 
 def like_lengths(rest: Sequence[int]) -> list[list[int]]:
-    """Numbers of the prompts, by passes: in none is one padded to more than twice what it has to compute, and 32."""
+    """Divide the prompts, given by their numbers of unknown tokens, into passes. No pass pads a prompt to more than
+    twice its unknown tokens plus 32."""
     groups: list[list[int]] = []
     for number in sorted(range(len(rest)), key=rest.__getitem__):
         if not groups or rest[number] > 2 * rest[groups[-1][0]] + 32:
@@ -28,29 +29,30 @@ def like_lengths(rest: Sequence[int]) -> list[list[int]]:
 
 
 def stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
-    """What several of these distinct prompts begin with, where computing it once saves enough.
+    """Find common beginnings of several distinct prompts that are worth a pass of their own.
 
-    Of prompt i `known[i]` tokens are known already. No stem is a part of another: what fewer prompts have in common is
-    found once these are known.
+    Of prompt i, `known[i]` tokens are already known. No stem is the beginning of another stem. A longer beginning that
+    fewer prompts have in common is found in the next call, when these stems are known.
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    shared = [common(prompts[one], prompts[other]) for one, other in pairwise(order)]
+    shared = [common(prompts[left], prompts[right]) for left, right in pairwise(order)]
     shared_stems, runs = [], [(0, len(order))]
     while runs:
         low, high = runs.pop()
         if high - low < 2:
             continue
-        at = min(range(low, high - 1), key=shared.__getitem__)
+        # The pair with the least in common shows how much all prompts of the run have in common.
+        split = min(range(low, high - 1), key=shared.__getitem__)
         first = order[low]
-        if (high - low - 1) * (shared[at] - known[first]) >= WORTH:
-            shared_stems.append(prompts[first][: shared[at]])
+        if (high - low - 1) * (shared[split] - known[first]) >= WORTH:
+            shared_stems.append(prompts[first][: shared[split]])
         else:
-            runs += [(low, at + 1), (at + 1, high)]
+            runs += [(low, split + 1), (split + 1, high)]
     return shared_stems
 
 
 def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int) -> States:
-    """Copies of the states of tokens [start, stop) of a prompt of `length` tokens, from the pass over it."""
+    """Copy the states of tokens [start, stop) of a prompt with `length` tokens from the cache of its pass."""
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     first = tensors[0].shape[2] - length
     return [tensor[row, :, first + start : first + stop].clone() for tensor in tensors]
@@ -59,10 +61,10 @@ def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int)
 def prefill(
     model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], seen: Mapping[str, Any] | None = None
 ) -> tuple[DynamicCache, Tensor]:
-    """One pass over what is not known of the prompts: their cache, padded on the left, and the logits that follow.
+    """Compute the unknown tokens of prompts in one pass. Returns their cache, padded on the left, and the next logits.
 
-    All rows compute as many tokens, so that what was known and what is new have no gap between them. `seen` are the
-    images of prompts of one length, for which the model may have positions of its own.
+    All rows compute the same number of tokens, so that there is no gap between known and new tokens. `seen` has the
+    images of prompts of one length, whose positions the model may compute differently.
     """
     longest = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
     reused = [max(0, len(prompt) - longest) for prompt in prompts]
@@ -90,23 +92,23 @@ def prefill(
 
 
 def image_shift(model: Any) -> Tensor | None:
-    """[prompts] how far the positions after each of the prompts that were just prefilled are from their number: models
-    that give the rows and columns of an image positions of their own use fewer than it has tokens. None for others."""
+    """The difference between the next position and the number of tokens, for each prompt of the last prefill [prompts].
+    Models whose positions are the rows and columns of an image use fewer positions than tokens. None for others."""
     shift = getattr(model.base_model, "rope_deltas", None)
     return None if shift is None else shift.flatten()
 
 
 def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
-    """States [rows, heads, longest, width] of the first `lengths[i]` tokens of each prefix, which end in the last
-    column; zeros before. At least one length is above 0."""
+    """States [rows, heads, longest, width] of the first `lengths[i]` tokens of each prefix. They end in the last
+    column, with zeros before. At least one length must be above 0."""
     width = max(lengths)
-    some = next(prefix for prefix in prefixes if prefix.length).parts[0]
-    states_out = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in some]
+    first_part = next(prefix for prefix in prefixes if prefix.length).parts[0]
+    joined_states = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in first_part]
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
-        at = width - length
+        start = width - length
         for part in prefix.parts:
-            taken = min(part[0].shape[1], width - at)
-            for states, own in zip(states_out, part, strict=True):
-                states[row, :, at : at + taken] = own[:, :taken]
-            at += taken
-    return states_out
+            stop = min(start + part[0].shape[1], width)
+            for target, state in zip(joined_states, part, strict=True):
+                target[row, :, start:stop] = state[:, : stop - start]
+            start = stop
+    return joined_states

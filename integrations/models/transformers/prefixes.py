@@ -1,5 +1,5 @@
-"""Keys and values of what was sampled from before, by token ids: the next turn of a conversation, and other roles that
-begin with the same text, go on from them."""
+"""Keys and values of earlier prompts and replies, by token ids. The next turn of a conversation continues from them,
+and so do other roles whose prompts begin with the same text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 Ids = tuple[int, ...]
 States = list[Tensor]
-"""Keys and values of all layers in turn, each [heads, tokens, width]."""
+"""The keys and values of each layer, in the order of layers, each [heads, tokens, width]."""
 
 
 class Prefix(NamedTuple):
-    """What is known of a prompt: the states of its first `length` tokens, in parts."""
+    """The known beginning of a prompt: the states of its first `length` tokens, in parts."""
 
     length: int
     parts: tuple[States, ...]
@@ -25,7 +25,7 @@ NOTHING = Prefix(0, ())
 
 
 class _Node:
-    """Tokens after those of `parent`, and their states. The children differ in their first token."""
+    """Tokens that follow the tokens of `parent`, and their states. All children differ in their first token."""
 
     def __init__(self, tokens: Ids, states: States, parent: _Node | None) -> None:
         self.tokens = tokens
@@ -39,45 +39,45 @@ class _Node:
 
 
 class PrefixCache:
-    """Radix trees of token ids, one for each model and adapter. What was used longest ago goes first.
+    """Radix trees of token ids, one for each model and adapter. The least recently used nodes are removed first.
 
-    `computed` and `reused` count tokens of prompts: those that went through the model, and those that were known.
+    `computed` counts the tokens of prompts that the model has computed, and `reused` the tokens that were known.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit` bytes are kept at most; 0 keeps nothing."""
+        """`limit` is the most bytes that are stored; with 0, nothing is stored."""
         self.limit = limit
         self.bytes = 0
         self.computed = 0
         self.reused = 0
         self._roots: dict[Hashable, _Node] = {}
         self._used: OrderedDict[_Node, Hashable] = OrderedDict()
-        """From the one used longest ago on; a node comes after its children, so the first one has none."""
+        """Nodes, the least recently used first. A node comes after its children, so the first node has no children."""
 
     def match(self, key: Hashable, prompt: Ids) -> Prefix:
-        """The longest known beginning of a prompt, but not all of it: its last token is to be computed."""
+        """Find the longest known beginning of a prompt. It never includes the last token, which must be computed."""
         path, length = self._known(key, prompt)
-        parts, rest = [], length
+        parts, missing = [], length
         for node in path:
-            taken = min(rest, len(node.tokens))
-            parts.append([state[:, :taken] for state in node.states])
-            rest -= taken
+            count = min(missing, len(node.tokens))
+            parts.append([state[:, :count] for state in node.states])
+            missing -= count
         return Prefix(length, tuple(parts))
 
     def length(self, key: Hashable, prompt: Ids) -> int:
-        """How much of a prompt `match` would find."""
+        """The number of tokens of a prompt that `match` would find."""
         return self._known(key, prompt)[1]
 
     def insert(self, key: Hashable, tokens: Ids, read: Callable[[int, int], States]) -> None:
-        """Keep the states of these tokens; `read(start, stop)` copies those of tokens[start:stop]."""
+        """Store the states of these tokens. `read(start, stop)` copies the states of tokens[start:stop]."""
         if not self.limit:
             return
         path, length = self._walk(key, tokens)
         if length < len(tokens):
             parent = path[-1] if path else self._roots.setdefault(key, _Node((), [], None))
-            kept = sum(len(node.tokens) for node in path)
-            if kept > length:
-                parent = path[-1] = self._split(parent, len(parent.tokens) - (kept - length), key)
+            path_length = sum(len(node.tokens) for node in path)
+            if path_length > length:
+                parent = path[-1] = self._split(parent, len(parent.tokens) - (path_length - length), key)
             node = _Node(tokens[length:], read(length, len(tokens)), parent)
             parent.children[node.tokens[0]] = node
             self._used[node] = key
@@ -91,15 +91,15 @@ class PrefixCache:
             self.bytes -= node.bytes
 
     def drop(self, key: Hashable) -> None:
-        """Forget one tree."""
+        """Remove one tree."""
         if self._roots.pop(key, None) is None:
             return
-        for node in [node for node, of in self._used.items() if of == key]:
+        for node in [node for node, node_key in self._used.items() if node_key == key]:
             self.bytes -= node.bytes
             del self._used[node]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all trees."""
         self._roots.clear()
         self._used.clear()
         self.bytes = 0
@@ -110,7 +110,7 @@ class PrefixCache:
         return path, length
 
     def _walk(self, key: Hashable, tokens: Ids) -> tuple[list[_Node], int]:
-        """The nodes that hold the longest known beginning, and its length, which may end inside the last one."""
+        """The nodes with the longest known beginning, and its length. It may end inside the last node."""
         node, path, length = self._roots.get(key), [], 0
         while node is not None and length < len(tokens):
             node = node.children.get(tokens[length])
@@ -123,7 +123,7 @@ class PrefixCache:
         return path, length
 
     def _split(self, node: _Node, at: int, key: Hashable) -> _Node:
-        """Cut a node in two; returns the upper one. Both hold copies, so that one can go alone."""
+        """Divide a node into two, and return the upper one. Both have copies, so that each can be freed alone."""
         assert node.parent is not None
         upper = _Node(node.tokens[:at], [state[:, :at].clone() for state in node.states], node.parent)
         node.parent.children[upper.tokens[0]] = upper
@@ -139,7 +139,10 @@ class PrefixCache:
 
 
 def common(one: Ids, other: Ids) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens at the beginning that are equal in both."""
     if one == other:
         return len(one)
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return min(len(one), len(other))

@@ -1,4 +1,4 @@
-"""What the engine knows of its requests, and of each row of a batch outside the model."""
+"""The state of requests in the engine, and of each row of a batch outside the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotune.sampling.protocol import Completion, SamplingParams, TopTokens
 
 
 class Source(NamedTuple):
-    """A prompt to prefill, after the kind of its rows, and the encoded images that its image tokens stand for."""
+    """A prompt to prefill with the adapter `kind`, and the encoded images for its image tokens."""
 
     kind: int
     prompt: tuple[int, ...]
@@ -23,9 +23,9 @@ class Source(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate.
-    `top` are the likeliest tokens of each place so far, by candidate; empty where they are not asked for. `refused` is
-    a drawn token that the grammar did not take, and its position."""
+    """One request in the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate. `top` has
+    the likeliest tokens of each place until now by candidate; it is empty if they were not requested. `refused` is a
+    drawn token that the grammar has refused, and its position."""
 
     id: int
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class Job:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was drawn so far."""
+        """Discard all drawn tokens."""
         self.refused = None
         self.top = [[] for _ in range(self.n)] if self.params.top_logprobs else []
         self.done = [None] * self.n
@@ -51,17 +51,17 @@ class Job:
 
     @property
     def span(self) -> int:
-        """Length that a candidate can reach, with its prompt."""
+        """The greatest possible length of a candidate with its prompt."""
         return len(self.prompt) + self.limit
 
     @property
     def source(self) -> Source:
-        """What is prefilled for it."""
+        """The prompt to prefill for this request."""
         return Source(self.kind, self.prompt, self.params.images)
 
 
 class Rows:
-    """State of each row outside the model, as arrays over a capacity that grows. `count` tokens are drawn so far."""
+    """State of each row outside the model, in arrays that grow. `count` is the number of drawn tokens."""
 
     def __init__(self) -> None:
         self.columns: dict[str, npt.NDArray[Any]] = {
@@ -88,7 +88,7 @@ class Rows:
         return self.columns[name]
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Let `rows` rows of `tokens` tokens fit."""
+        """Make space for `rows` rows of `tokens` tokens."""
         for name, old in self.columns.items():
             shape = list(old.shape)
             if rows > shape[0]:
@@ -131,9 +131,9 @@ class Rows:
 def arrange(
     live: npt.NDArray[np.int64], live_kinds: npt.NDArray[np.int64], new_kinds: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions of the live rows and of the new rows in a layout without gaps, sorted by kind.
+    """The positions of the live rows and of the new rows in a layout without gaps that is sorted by kind.
 
-    A live row that already stands inside the range of its kind stays, so few rows move.
+    A live row that is already in the range of its kind does not move, so few rows move.
     """
     kinds, counts = np.unique(np.concatenate([live_kinds, new_kinds]), return_counts=True)
     slots = np.repeat(kinds, counts)

@@ -1,4 +1,4 @@
-"""The in-process sampler: a transformers model on CPU or one GPU behind the `Sampler` protocol."""
+"""The in-process sampler: a transformers model on the CPU or on one GPU as a `Sampler`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from cotune.integrations.models.transformers.wire import ModelSource
 
 
 class TransformersSampler(HostedSampler):
-    """Any transformers causal LM as a `Sampler`; made by `open`.
+    """Any causal LM of transformers as a `Sampler`, made by `open`.
 
-    The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
+    The engine runs in a child process or a thread, and accepts requests from every event loop and thread.
     """
 
     @classmethod
     async def open(
         cls, model: str | Path | Any, *, host: Literal["process", "thread"] = "process", **settings: Any
     ) -> TransformersSampler:
-        """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
+        """Load a model folder or Hub id and serve it. A model that is already loaded needs the host "thread".
 
         `settings` are fields of `ModelSource`. Raises ConfigError for a model that cannot be loaded.
         """
@@ -46,8 +46,8 @@ class TransformersSampler(HostedSampler):
 
 
 async def open_engine(config: EngineConfig) -> TransformersSampler:
-    """As a row of `models.engines`: in a process of its own, or in a thread where this process has nothing else."""
-    own: dict[str, Any] = {"dtype": config.dtype, "threads": config.threads, "prefix_cache": config.prefix_cache}
+    """Start the engine for `models.engines`: in a thread if this process is only there for it, else in a process."""
+    options: dict[str, Any] = {"dtype": config.dtype, "threads": config.threads, "prefix_cache": config.prefix_cache}
     if config.alone:
-        own["host"] = "thread"
-    return await TransformersSampler.open(config.model, **own | dict(config.arguments))
+        options["host"] = "thread"
+    return await TransformersSampler.open(config.model, **options | dict(config.arguments))

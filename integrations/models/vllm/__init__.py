@@ -1,1 +1,1 @@
-"""vLLM as a sampler: in this process's charge, or a server by its address."""
+"""vLLM as a sampler: an engine that this process starts, or a running server."""

@@ -1,4 +1,4 @@
-"""Adapters as PEFT folders that vLLM loads: in shared memory where it has room, else on disk."""
+"""Adapters as PEFT folders that vLLM loads, in shared memory if it has enough space and otherwise on disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ _OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
 class SharedFolders:
-    """Folders that engine and publisher both see; removed with `close`, or after the owner was killed.
+    """Folders that both the publisher and the engine can read. They are removed by `close`, or after this process was
+    killed.
 
-    `parent` is where they go (default: /dev/shm where it has twice the room that is needed, else the temporary folder).
+    They are made in `parent`. Its default is /dev/shm if twice the required space is free there, and otherwise the
+    temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -36,15 +38,17 @@ class SharedFolders:
         self._owned = ExitStack()
 
     def make(self, name: str, size: int) -> Path:
-        """A fresh folder for `size` bytes."""
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-        parent = self._parent or (SHARED_MEMORY if roomy else Path(tempfile.gettempdir()))
+        """Make a new folder for `size` bytes."""
+        parent = self._parent
+        if parent is None:
+            fits_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+            parent = SHARED_MEMORY if fits_memory else Path(tempfile.gettempdir())
         folder = self._in(parent) / file_name(name)
         folder.mkdir()
         return folder
 
     def adopt(self, files: Sequence[Path]) -> None:
-        """Remove these files too, in the end or after this process was killed."""
+        """Also remove these files in `close`, or after this process was killed."""
         if files:
             goes_with(self._in(self._parent or SHARED_MEMORY), files)
 
@@ -63,14 +67,14 @@ class SharedFolders:
 
 
 def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Path:
-    """Write an adapter in PEFT's form, or full weights, into a fresh folder. Raises SamplerError when the disk or
+    """Write an adapter in PEFT's format, or full weights, into a new folder. Raises SamplerError if the disk or the
     shared memory is full."""
     folder = folders.make(name, sum(array.nbytes for array in weights.values()))
     try:
         if lora is None:
             model_folder.write_tensors(folder, weights)
         else:
-            # `q_proj` of `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`
+            # PEFT wants names of modules: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` is `q_proj`.
             modules = tuple({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in weights})
             model_folder.write_adapter(folder, weights, msgspec.structs.replace(lora, targets=modules), "")
     except OSError as error:
@@ -80,14 +84,14 @@ def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: 
 
 
 def read_weights(folder: Path) -> Weights:
-    """What stands in a folder, as the engine reads it: arrays by name."""
+    """Read the weights in a folder as the engine reads them: arrays by name."""
     from safetensors.numpy import load_file
 
     return load_file(folder / model_folder.ADAPTER_FILE)
 
 
 def left_in_shared_memory() -> list[Path]:
-    """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
+    """Files in shared memory that vLLM's processes have open. They remain if vLLM is killed."""
     import psutil
 
     files = set()

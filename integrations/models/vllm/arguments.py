@@ -1,4 +1,4 @@
-"""The arguments that vLLM's engine starts with. The user's `engine_args` replace any of them."""
+"""The arguments with which vLLM's engine starts. The user's `engine_args` replace any of them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ BACKEND = "cotune-folder"
 LEAST_SEQUENCES = 128
 """An application may make several calls of an episode at once, so an engine takes at least this many sequences."""
 MOST_SEQUENCES = 1024
-"""vLLM's own figure for an H100: logits and sampling of more take several GB at large vocabularies."""
+"""vLLM's default on an H100. With more sequences, logits and sampling take several GB for large vocabularies."""
 AS_MEMORY_ALLOWS = -1
-"""As vLLM's `max_model_len`: the model's own length, or as many tokens as one sequence can have in the cache."""
+"""The `max_model_len` with which vLLM takes the model's length, or fewer tokens if the cache cannot hold so many."""
 
 
 class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine must hold at once."""
+    """The size for which an engine is started."""
 
     sequences: int = 0
-    """Sequences decoded at once; 0: not known."""
+    """The number of sequences that are decoded at once; 0 if it is not known."""
     adapters: int = 1
+    """The number of adapters that are loaded at once."""
     rank: int = 8
-    """Of the largest adapter: one of the ranks that vLLM has kernels for."""
+    """The largest rank of an adapter: one of the ranks for which vLLM has kernels."""
     full: bool = False
-    """Whether it serves full weights instead of adapters."""
+    """Whether the engine serves full weights instead of adapters."""
     sleeps: bool = False
+    """Whether the engine gives its memory to a learner from time to time."""
 
 
 def engine_arguments(
     model: str, size: EngineSize, user: Mapping[str, Any], *, gpu: bool, bfloat16: bool = True
 ) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs`; those in `user` win. `bfloat16` says whether the GPU multiplies it."""
+    """Arguments of `AsyncEngineArgs`. The arguments in `user` have precedence. `bfloat16` says whether the GPU can
+    multiply it."""
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": "bfloat16" if gpu and bfloat16 else "float32",
@@ -44,13 +47,13 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER,
-        # The one whose grammars the learner makes again from what was recorded.
+        # The learner compiles recorded grammars with the same library.
         "structured_outputs_config": {"backend": "guidance"},
         "max_num_seqs": min(MOST_SEQUENCES, max(LEAST_SEQUENCES, size.sequences)),
         "max_model_len": AS_MEMORY_ALLOWS,
     }
     if not gpu:
-        # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.
+        # The engine dies of a request with a seed whose prompt is computed in parts: CPU generators have no offset.
         arguments["enable_chunked_prefill"] = False
     elif size.sleeps:
         arguments["enable_sleep_mode"] = True
@@ -58,15 +61,15 @@ def engine_arguments(
         arguments["weight_transfer_config"] = {"backend": BACKEND}
     else:
         arguments["enable_lora"] = True
-        # The last slot stays empty: on CPUs, vLLM gives requests of the base what stands in it.
+        # The last slot must be empty: on CPUs, vLLM applies it to requests of the base.
         arguments["max_loras"] = arguments["max_cpu_loras"] = size.adapters + 1
         arguments["max_lora_rank"] = size.rank
     parallel = user.get("tensor_parallel_size", 1) * user.get("pipeline_parallel_size", 1)
     if parallel > 1:
-        # Inside a Ray actor vLLM might take Ray for its own workers; they belong to this actor's GPUs.
+        # Inside a Ray actor, vLLM might start its workers with Ray, which could give them other GPUs.
         arguments["distributed_executor_backend"] = "mp"
 
-    # Logits in float32, as in the learner: vLLM rounds them to the model's precision otherwise.
+    # The learner computes logits in float32. vLLM would round them to the model's precision.
     overrides = user.get("hf_overrides", {})
     if isinstance(overrides, Mapping):
         user = {**user, "hf_overrides": {"head_dtype": "float32", **overrides}}

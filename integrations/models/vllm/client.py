@@ -12,14 +12,14 @@ from cotune.integrations.versions import check
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
-"""How long a connection may be idle and still be used: vLLM closes one after 5 s, and a request that arrives in that
-moment is lost (ReadError)."""
+"""How long a connection may be idle before it is given up. vLLM closes idle connections after 5 s, and a request that
+arrives at that moment is lost (ReadError)."""
 CONTROL_SECONDS = 60.0
-"""How long the server may take for anything but sampling."""
+"""How long the server may take for any request except sampling."""
 
 
 class Card(msgspec.Struct):
-    """One model of the server: the base, or an adapter (which has a `parent`)."""
+    """One model of the server: the base or an adapter. Only adapters have a `parent`."""
 
     id: str
     root: str | None = None
@@ -36,7 +36,7 @@ class _Version(msgspec.Struct):
 
 
 class VllmClient:
-    """Requests to a vLLM server, from one event loop. `field` is the setting that named `url`, for errors."""
+    """Requests to a vLLM server, from one event loop. Errors name `field`, the setting with the `url`."""
 
     def __init__(self, url: str, field: str, key: str | None) -> None:
         import httpx
@@ -50,28 +50,29 @@ class VllmClient:
         )
 
     def refused(self, fault: str, remedy: str) -> ConfigError:
-        """The error of a server that cannot be used."""
+        """Make the error for a server that cannot be used."""
         return ConfigError(self._field, self.url, fault, remedy)
 
     async def open(self) -> list[Card]:
-        """The models of the server. Raises ConfigError where it is no vLLM server, UnsupportedVersion, SamplerError."""
+        """Check the server and list its models. Raises ConfigError if it is not a vLLM server, UnsupportedVersion,
+        SamplerError."""
         check("vllm", (await self._get("/version", _Version)).version)
         return await self.models()
 
     async def models(self) -> list[Card]:
-        """Raises ConfigError, SamplerError."""
+        """List the models of the server. Raises ConfigError, SamplerError."""
         models: _Models = await self._get("/v1/models", _Models)
         return models.data
 
     async def takes_adapters(self) -> bool:
-        """Whether adapters can be loaded while it runs. Raises SamplerError."""
+        """Whether the server can load adapters while it runs. Raises SamplerError."""
         return bool((await self._request("GET", "/v1/load_lora_adapter")).status_code != 404)
 
     async def post(
         self, path: str, body: Mapping[str, Any], kind: type[Any] | None = None, *, seconds: float | None
     ) -> Any:
-        """The answer as a `kind` (None: as it is). Raises RequestRefused where the request is at fault, SamplerError
-        where another try may succeed, or the answer has another form."""
+        """Send a request and decode its answer as `kind`; without a kind, return its bytes. Raises RequestRefused if
+        the request is wrong, and SamplerError if a repetition may succeed or the answer has another form."""
         answer = await self._request("POST", path, seconds, body)
         if not answer.is_success:
             cause = f"{self.url}{path} answered {answer.status_code}: {_message(answer.content)}"
@@ -114,7 +115,7 @@ class VllmClient:
 
 
 def _message(content: bytes) -> str:
-    """The message of an error response, in whichever of vLLM's forms."""
+    """The message of an error response, in any of the forms that vLLM uses."""
     try:
         body = msgspec.json.decode(content)
         return str(body.get("error", body).get("message", body))

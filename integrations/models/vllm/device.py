@@ -1,4 +1,4 @@
-"""What vLLM computes on: it was built for GPUs, or for the CPU."""
+"""The devices of vLLM, which was built either for GPUs or for the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def on_gpu() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Whether the GPU multiplies bfloat16. vLLM refuses to start with it on others, such as a T4."""
+    """Whether the GPU can multiply bfloat16. vLLM refuses to start with bfloat16 on other GPUs, for example a T4."""
     import torch
     from vllm.platforms import current_platform
 
@@ -20,10 +20,10 @@ def has_bfloat16() -> bool:
 
 
 def check_gpu(gpus: int = 0) -> None:
-    """Compare what vLLM was built for with the GPUs that it is given, of which the run asked for `gpus`.
+    """Check that vLLM was built for the devices of this process. The run has requested `gpus` of them.
 
-    Raises ConfigError if vLLM was built for GPUs and this process has none, as it would fail later and not say why, and
-    if it was built for the CPU and GPUs were asked for, as it would leave them idle.
+    Raises ConfigError if vLLM was built for GPUs and this process has none: vLLM would fail later without a clear
+    reason. Raises it also if vLLM was built for the CPU and the run has requested GPUs, which would be idle.
     """
     import torch
     from vllm.platforms import current_platform

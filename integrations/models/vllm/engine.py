@@ -1,4 +1,4 @@
-"""vLLM behind the `Sampler` protocol, in this process's charge: many adapters, or one policy's full weights."""
+"""A vLLM engine that this process starts, as a `Sampler`: it serves many adapters, or one policy's full weights."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    **NO_ACTIVATION,  # for vLLM's processes, which import our worker
+    **NO_ACTIVATION,  # vLLM's processes import cotune's worker
 }
-# Small helpers of vLLM's sampler are compiled at the first request, which takes a minute and gains nothing on a CPU.
+# Otherwise the first request compiles small functions of vLLM's sampler, which takes a minute and gains nothing here.
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 _REOPEN = "Read vLLM's log, then open a new sampler."
 
 
 def slots(policies: int, staleness: int) -> int:
-    """How many adapters an engine must hold: every policy in all versions that may be sampled from, and a new one."""
+    """How many adapters an engine must hold: each policy in all versions that may be sampled from, and a new one."""
     return policies * (staleness + 1) + 1
 
 
 def prepare() -> None:
-    """Set what vLLM reads from the environment. Raises ConfigError without vLLM, UnsupportedVersion."""
+    """Set the environment variables of vLLM. Raises ConfigError if vLLM is not installed, UnsupportedVersion."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     check_installed()
 
 
 def check_installed() -> None:
-    """Raises ConfigError without vLLM, UnsupportedVersion."""
+    """Raises ConfigError if vLLM is not installed, UnsupportedVersion."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("engine", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
     require("vllm")
 
 
 class VllmSampler(LoopSampler):
-    """vLLM's AsyncLLM as a `Sampler`; made by `open`. The engine runs in processes of its own."""
+    """vLLM's AsyncLLM as a `Sampler`, made by `open`. The engine runs in other processes."""
 
     name = "vllm"
 
@@ -83,11 +83,11 @@ class VllmSampler(LoopSampler):
         self._slots = size.adapters
         self._rank = size.rank
         self._asleep: str | None = None
-        """Digest of the weights that went to sleep."""
+        """Digest of the weights when the engine began to sleep."""
         self._weights_stay = False
-        """Whether the weights are on the GPU while it sleeps."""
+        """Whether the weights remain on the GPU while the engine sleeps."""
         self._published_slots: dict[int, list[str]] = {}
-        """Digests of the slots of adapters, of each worker, as they were published."""
+        """Digests of the adapters' slots in each worker, computed when they were published."""
         self._warned_of_slots = False
         self._folders = SharedFolders()
         self._requests_made = itertools.count(1)
@@ -108,15 +108,15 @@ class VllmSampler(LoopSampler):
         sleeps: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
-        """Start an engine on a model folder or hub id and wait until it serves.
+        """Start an engine with a model folder or Hub id, and wait until it serves.
 
-        An engine serves adapters over the base (`weights` "lora"), as many as `policies` whose versions may be
-        `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
-        `sequences` is how many candidates the run asks for at once, 0 if that is not known. With `sleeps` it can
-        `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to give, it only pauses.
-        `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...) and
-        replace those that cotune sets. Raises ConfigError for a model or arguments that vLLM does not take,
-        UnsupportedVersion, SamplerError when it does not start.
+        With `weights` "lora", the engine serves adapters over the base, up to the rank `max_lora_rank`. It has enough
+        slots for `policies` whose versions may be `staleness` steps old. With "full", it serves one version of one
+        policy's full weights. `sequences` is the number of candidates that the run requests at once, 0 if it is not
+        known. With `sleeps`, a learner can share the GPU: the engine can `sleep` and `wake`. On a CPU it only pauses.
+        `engine_args` are arguments of vLLM (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...)
+        and replace cotune's. Raises ConfigError for a model or arguments that vLLM does not accept,
+        UnsupportedVersion, and SamplerError if the engine does not start.
         """
         if weights not in ("lora", "full"):
             raise ConfigError("weights", weights, "must be lora or full")
@@ -161,7 +161,7 @@ class VllmSampler(LoopSampler):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # vLLM's figures for throughput: 8,192 batched tokens or more on a GPU, where its default is 2,048.
+        # With this context, vLLM batches 8,192 tokens or more on a GPU. Its default of 2,048 has a lower throughput.
         context = UsageContext.LLM_CLASS if gpu else UsageContext.ENGINE_CONTEXT
         self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context)
         self.max_model_len = self._llm.model_config.max_model_len
@@ -181,10 +181,10 @@ class VllmSampler(LoopSampler):
         from vllm.inputs.engine import tokens_input
 
         id = str(next(self._requests_made))
-        asked = tokens_input(list(prompt))
+        inputs = tokens_input(list(prompt))
         if params.images:
-            asked = await image_prompt(self._llm.renderer, prompt, params.images)
-        answer = self._llm.generate(asked, python_params(n, params), id, lora_request=target)
+            inputs = await image_prompt(self._llm.renderer, prompt, params.images)
+        answer = self._llm.generate(inputs, python_params(n, params), id, lora_request=target)
         final: Any = None
         try:
             async for output in answer:
@@ -197,17 +197,19 @@ class VllmSampler(LoopSampler):
         return [python_completion(output, params.top_logprobs) for output in outputs]
 
     def _locate(self, policy: PolicyRef) -> Version:
-        held = next((version.policy for version in self._versions.all()), None) if self._full else None
-        if held is not None and held != policy:
-            raise RequestRefused(
-                f"{policy} is not served: the engine holds the full weights of {held}, and of no other version.",
-                "Sample from the version that was published last.",
-            )
+        if self._full:
+            for version in self._versions.all():
+                if version.policy != policy:
+                    raise RequestRefused(
+                        f"{policy} is not served: the engine holds the full weights of {version.policy}, and of no "
+                        "other version.",
+                        "Sample from the version that was published last.",
+                    )
         return super()._locate(policy)
 
     async def _retire(self, policy: PolicyRef) -> None:
         if policy in self._replaced:
-            self._replaced.discard(policy)  # its successor took its place already
+            self._replaced.discard(policy)  # a newer version has already replaced it
         else:
             await super()._retire(policy)
 
@@ -226,7 +228,7 @@ class VllmSampler(LoopSampler):
             )
         await self._room()
         number = next(self._adapters_made)
-        # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
+        # vLLM caches prefixes by the adapter's name, so a version that is loaded again needs another name.
         name = f"{policy}#{number}"
         folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         return await self._add(policy, name, number, folder)
@@ -249,9 +251,9 @@ class VllmSampler(LoopSampler):
             raise failed from error
 
     async def _room(self) -> None:
-        """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
-        while len(held := self._versions.all()) >= self._slots:
-            if not any(version.retired for version in held):
+        """Wait until a slot is free. Raises RequestRefused if no retired version will free one."""
+        while len(versions := self._versions.all()) >= self._slots:
+            if not any(version.retired for version in versions):
                 raise RequestRefused(
                     f"The engine has room for {self._slots} adapters, and serves {sorted(self._versions.served())}.",
                     "Retire versions that are not sampled from any more, or open it with more policies or staleness.",
@@ -275,7 +277,7 @@ class VllmSampler(LoopSampler):
 
         folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
         try:
-            # refuse the version that is served, the base at first, and wait until nobody uses it
+            # Refuse new requests of the current version or the base, and wait until its last request has ended.
             self._replaced |= {version.policy for version in self._versions.all()}
             old = self._versions.clear()
             while any(version.running for version in old):
@@ -338,7 +340,7 @@ class VllmSampler(LoopSampler):
         raise lost
 
     async def _wake_cache(self) -> None:
-        """Take the cache's memory back, and answer requests again."""
+        """Allocate the memory of the cache again, and answer requests again."""
         if on_gpu() and not self._weights_stay:
             await self._llm.wake_up(tags=["kv_cache"])
             return
@@ -361,12 +363,12 @@ class VllmSampler(LoopSampler):
         return published != await self._ask("cotune_slot", number)
 
     async def _digest(self) -> str:
-        """Of the weights of all workers, of which each has its own part where they compute together."""
+        """Digest of the weights of all workers. Each worker has only a part of the weights if several share a model."""
         return " ".join(await self._ask("cotune_model"))
 
     async def _info(self) -> SamplerInfo:
         try:
-            await self._llm.is_paused()  # a way through the engine's own loop: it answers only while it lives
+            await self._llm.is_paused()  # the engine's loop answers this, and only while the engine runs
         except Exception as error:
             raise self._failed(error) from error
         return await super()._info()
@@ -382,13 +384,13 @@ class VllmSampler(LoopSampler):
 
     async def _close(self) -> None:
         if self._llm is not None:
-            if self._llm.output_handler is not None:  # which would log the end of the engine as a failure
+            if self._llm.output_handler is not None:  # it would log the end of the engine as a failure
                 self._llm.output_handler.cancel()
             await asyncio.to_thread(self._llm.shutdown, CLOSE_SECONDS)
         self._folders.close()
 
     def _failed(self, error: Exception) -> SamplerError:
-        """What a failure of vLLM's is to the caller; a dead engine stays dead."""
+        """The error to raise for a failure of vLLM. If the engine has ended, all later requests fail too."""
         if self._llm.errored:
             gone = SamplerError(f"The sampler's engine is gone: {error_line(error)}.", _REOPEN)
             self._fail(gone)
@@ -398,7 +400,7 @@ class VllmSampler(LoopSampler):
 
 @contextlib.contextmanager
 def reported_start(gpu: bool) -> Iterator[None]:
-    """Log every `START_REPORT_SECONDS` that vLLM is still starting: it says nothing itself while it compiles."""
+    """Log every `START_REPORT_SECONDS` that vLLM is still starting. vLLM logs nothing while it compiles."""
     started, over = time.monotonic(), threading.Event()
 
     def report() -> None:
@@ -407,7 +409,7 @@ def reported_start(gpu: bool) -> Iterator[None]:
             seconds = time.monotonic() - started
             log.warning("vLLM is starting: %.0f s so far. It %s, which can take minutes.", seconds, work)
 
-    # A thread, as vLLM blocks the event loop while it starts.
+    # vLLM blocks the event loop while it starts, so the log needs a thread.
     thread = threading.Thread(target=report, name="cotune-vllm-start", daemon=True)
     thread.start()
     try:
@@ -418,7 +420,7 @@ def reported_start(gpu: bool) -> Iterator[None]:
 
 
 def _same(answers: Sequence[str]) -> str:
-    """What all workers of the engine say."""
+    """The answer of all workers. Raises RuntimeError if their answers differ."""
     if len(set(answers)) != 1:
         raise RuntimeError(f"the engine's workers hold different weights: {sorted(set(answers))}")
     return answers[0]

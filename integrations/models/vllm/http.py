@@ -1,4 +1,4 @@
-"""An external `vllm serve` behind the `Sampler` protocol, by its URL."""
+"""A running vLLM server at a URL, as a `Sampler`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, To
 log = logging.getLogger(__name__)
 
 MOST_BIASES = 1024
-"""Most entries of `logit_bias` that every model runner of vLLM takes (its MAX_NUM_LOGIT_BIAS_TOKENS)."""
+"""The most entries of `logit_bias` that every model runner of vLLM accepts (MAX_NUM_LOGIT_BIAS_TOKENS in vLLM)."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -47,7 +47,8 @@ class _Answer(msgspec.Struct):
 
 
 class VllmHttpSampler(LoopSampler):
-    """A vLLM server as a `Sampler`; made by `open`. Closing it leaves the server running, without its adapters."""
+    """A vLLM server as a `Sampler`, made by `open`. When it is closed, it unloads its adapters from the server, which
+    continues to run."""
 
     name = "vllm-url"
 
@@ -56,10 +57,10 @@ class VllmHttpSampler(LoopSampler):
         self._client = client
         self._skeleton = skeleton
         self._folders = SharedFolders(folder)
-        self._made = itertools.count(1)
-        # Names that no other user of the server, and no earlier run, has taken.
+        self._adapter_numbers = itertools.count(1)
+        # Other users of the server and earlier runs must not have the same names of adapters.
         self._mark = os.urandom(3).hex()
-        # Ids of a padded vocabulary, which stand for no token.
+        # Models with a padded vocabulary have logits for these ids, but no tokens.
         self._padding = range(skeleton.token_ids, skeleton.logits)
         self._base_name = ""
 
@@ -73,12 +74,12 @@ class VllmHttpSampler(LoopSampler):
         max_lora_rank: int = 1,
         folder: str | Path | None = None,
     ) -> VllmHttpSampler:
-        """Connect to a server that serves `model` (a folder or hub id), and check that it can be trained with.
+        """Connect to a server of `model` (a folder or Hub id), and check that it is suitable for training.
 
-        The server must take adapters of `max_lora_rank`. `folder` is where adapters are written, for the server to read
-        (default: shared memory or the temporary folder, for a server on this machine). Raises ConfigError when the
-        server is none of vLLM's, serves another model, or was started without what training needs, UnsupportedVersion,
-        SamplerError when it does not answer.
+        The server must accept adapters of `max_lora_rank`. The adapters are written to `folder`, which the server must
+        be able to read. Its default suits a server on this machine: shared memory or the temporary folder. Raises
+        ConfigError if it is not a vLLM server, serves another model or was started without an option that training
+        needs, UnsupportedVersion, and SamplerError if the server does not answer.
         """
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         sampler = cls(VllmClient(url, "url", api_key), skeleton, Path(folder) if folder else None)
@@ -110,9 +111,9 @@ class VllmHttpSampler(LoopSampler):
                 self._padding.stop - 1,
             )
         await self._load_base(rank)
-        # The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own.
-        how = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
-        (token,) = await self._generate([1, 2], 1, how, BASE, None)
+        # With top_k = 1, the sampled token has log-probability 0, unless the server reports those of the model.
+        likeliest_token = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
+        (token,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
         if abs(token.logprobs[0]) > 1e-3:
             raise client.refused(
                 "does not report the log-probabilities it sampled from",
@@ -120,8 +121,8 @@ class VllmHttpSampler(LoopSampler):
             )
 
     async def _load_base(self, rank: int) -> None:
-        """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
-        stands in its last slot, and a server's slots fill up."""
+        """Load an adapter that changes nothing, to sample from the base. On CPUs, vLLM applies the adapter in its last
+        slot to requests without an adapter, and all slots of a server can be in use."""
         name, lora = f"base#0-{self._mark}", LoraSpec(rank=rank, alpha=float(rank))
         empty = self._skeleton.empty_adapter(rank)
         folder = await asyncio.to_thread(write_shared, self._folders, name, BASE, empty, lora)
@@ -141,7 +142,7 @@ class VllmHttpSampler(LoopSampler):
         body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params, forbidden)}
         answer: _Answer = await self._client.post("/v1/completions", body, _Answer, seconds=None)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
-        # A server with more of them, or with speculative decoding, which ignores biases, can still draw one.
+        # It happens if there are too many ids to forbid, and in speculative decoding, which ignores biases.
         drawn = {id for choice in choices for id in choice.token_ids if id in self._padding}
         if drawn:
             raise SamplerError(
@@ -160,7 +161,7 @@ class VllmHttpSampler(LoopSampler):
                 f"{policy} has full weights; a vLLM server by URL takes adapters only.",
                 "Train adapters, or let the run open the engines itself.",
             )
-        name = f"{policy}#{next(self._made)}-{self._mark}"
+        name = f"{policy}#{next(self._adapter_numbers)}-{self._mark}"
         folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
         try:
             await self._put(name, folder)
@@ -199,14 +200,14 @@ class VllmHttpSampler(LoopSampler):
 
 
 def _is(model: str, card: Card) -> bool:
-    """Whether a card is the run's model: by name, or by the folder where both see it."""
+    """Whether a card describes the run's model: it has the same name, or the same folder on this machine."""
     return model in (card.id, card.root) or Path(card.root or "").resolve() == locate_model(model)
 
 
 async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str | None) -> dict[str, str]:
-    """The address of the server of each base model, as the servers tell what they serve.
+    """Find the address of a server for each base model from the servers' lists of models.
 
-    Raises ConfigError where a model has none, and as `VllmHttpSampler.open`.
+    Raises ConfigError if a model has no server, and the errors of `VllmHttpSampler.open`.
     """
     served: dict[str, list[Card]] = {}
     for url in urls:
@@ -215,20 +216,25 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
             served[url] = [card for card in await client.open() if card.parent is None]
         finally:
             await client.aclose()
-    found = {m: u for m in models for u, cards in served.items() if any(_is(m, card) for card in cards)}
+    addresses: dict[str, str] = {}
     for model in models:
-        if model not in found:
-            there = "; ".join(f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items())
-            fault = f"names no server of the base model {model}: {there}"
+        for url, cards in served.items():
+            if any(_is(model, card) for card in cards):
+                addresses[model] = url
+        if model not in addresses:
+            lists = [f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items()]
+            fault = f"names no server of the base model {model}: {'; '.join(lists)}"
             remedy = "Serve it, under its folder's path or by --served-model-name."
             raise ConfigError("engine", ", ".join(urls), fault, remedy)
-    return found
+    return addresses
 
 
-def _top(told: _Logprobs, most: int) -> list[TopTokens]:
-    """The likeliest tokens of each place, which are named "token_id:ID"."""
-    places = told.top_logprobs if most else None
-    return [
-        likeliest(((int(name.partition(":")[2]), p) for name, p in (place or {}).items()), most)
-        for place in places or ()
-    ]
+def _top(logprobs: _Logprobs, most: int) -> list[TopTokens]:
+    """The likeliest tokens of each place. The server names them "token_id:ID"."""
+    if not most:
+        return []
+    top: list[TopTokens] = []
+    for place in logprobs.top_logprobs or ():
+        pairs = [(int(name.partition(":")[2]), logprob) for name, logprob in (place or {}).items()]
+        top.append(likeliest(pairs, most))
+    return top

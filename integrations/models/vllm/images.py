@@ -1,4 +1,4 @@
-"""Prompts with images as vLLM takes them: their token ids as they are, and where among them each image stands."""
+"""Prompts with images in vLLM's form: the unchanged token ids, and the range of each image among them."""
 
 from __future__ import annotations
 
@@ -14,48 +14,56 @@ _REMEDY = 'Sample in process, with engine = "transformers".'
 
 
 async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence[bytes]) -> Any:
-    """vLLM's `MultiModalInput` of a prompt whose image tokens stand for these encoded images, in order.
+    """Make vLLM's `MultiModalInput` of a prompt with these encoded images, which are in the order of their tokens.
 
-    vLLM's processor is given the images with a text of nothing else, and what it puts in the place of each is found in
-    the prompt. `renderer` is that of its `AsyncLLM`. Raises RequestRefused for images that cannot be read, that vLLM
-    refuses, or whose tokens are not those of the prompt.
+    vLLM's processor receives the images with a text that contains nothing else. The tokens that it makes for each
+    image are then searched in the prompt. `renderer` belongs to vLLM's `AsyncLLM`. Raises RequestRefused for images
+    that cannot be read, that vLLM refuses, or whose tokens are not in the prompt.
     """
     from vllm.inputs.engine import mm_input
 
     opened = await asyncio.to_thread(lambda: [opened_image(image) for image in images])
     try:
         text = renderer.get_mm_processor().dummy_inputs.get_dummy_text({"image": len(opened)})
-        # Past vLLM's record of what its engine holds, where a prompt that is refused below would be missed.
-        (made,) = await renderer.render_cmpl_async(
+        # Without the cache: vLLM would record these images as sent to its engine, even if the prompt is refused below.
+        (processed,) = await renderer.render_cmpl_async(
             [{"prompt": text, "multi_modal_data": {"image": opened}}], skip_mm_cache=True
         )
     except (ValueError, TypeError, RuntimeError) as error:
         raise RequestRefused(f"vLLM refuses the images: {error_line(error)}.", _REMEDY) from None
-    places = _places(list(token_ids), made["prompt_token_ids"], made["mm_placeholders"]["image"])
-    return mm_input(list(token_ids), made["mm_kwargs"], made["mm_hashes"], {"image": places})
+    ranges = _moved_ranges(list(token_ids), processed["prompt_token_ids"], processed["mm_placeholders"]["image"])
+    return mm_input(list(token_ids), processed["mm_kwargs"], processed["mm_hashes"], {"image": ranges})
 
 
-def _places(prompt: list[int], made: list[int], ranges: Sequence[Any]) -> list[Any]:
-    """vLLM's ranges of a text of images, moved to where the same tokens stand in the prompt."""
+def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any]) -> list[Any]:
+    """Move vLLM's ranges in the text of images to the positions of the same tokens in the prompt."""
     moved: list[Any] = []
-    seen: set[int] = set()
-    at = 0
+    image_tokens: set[int] = set()
+    needed = 0
+    start = 0
     for range_ in ranges:
-        tokens = made[range_.offset : range_.offset + range_.length]
-        seen |= {token for token, is_seen in zip(tokens, _embedded(range_), strict=True) if is_seen}
-        at = next((i for i in range(at, len(prompt)) if prompt[i : i + len(tokens)] == tokens), -1)
-        if at < 0:
+        tokens = image_text[range_.offset : range_.offset + range_.length]
+        for token, is_embedded in zip(tokens, _embedded(range_), strict=True):
+            if is_embedded:
+                image_tokens.add(token)
+                needed += 1
+        start = next((i for i in range(start, len(prompt)) if prompt[i : i + len(tokens)] == tokens), -1)
+        if start < 0:
             raise RequestRefused(
                 f"vLLM makes {len(tokens)} tokens of image {len(moved)}, which the prompt does not hold.", _REMEDY
             )
-        moved.append(dataclasses.replace(range_, offset=at))
-        at += len(tokens)
-    places, needed = sum(token in seen for token in prompt), sum(sum(_embedded(range_)) for range_ in moved)
-    if places != needed:
-        raise RequestRefused(f"The prompt has {places} image tokens; its images take {needed}.", _REMEDY)
+        moved.append(dataclasses.replace(range_, offset=start))
+        start += len(tokens)
+
+    # A prompt with more image tokens than images would be computed without an image at some of them.
+    count = sum(token in image_tokens for token in prompt)
+    if count != needed:
+        raise RequestRefused(f"The prompt has {count} image tokens; its images take {needed}.", _REMEDY)
     return moved
 
 
 def _embedded(range_: Any) -> list[bool]:
-    """Which tokens of a range the model puts what it sees in the place of."""
-    return [True] * range_.length if range_.is_embed is None else [bool(one) for one in range_.is_embed.tolist()]
+    """For each token of a range, whether the model replaces its embedding with one of the image."""
+    if range_.is_embed is None:
+        return [True] * range_.length
+    return [bool(flag) for flag in range_.is_embed.tolist()]

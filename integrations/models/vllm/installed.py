@@ -1,4 +1,4 @@
-"""What the installed vLLM can do, read without importing it: an import takes ten seconds or more."""
+"""The abilities of the installed vLLM, read from its files. To import vLLM takes ten seconds or more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REGISTRY = Path("model_executor", "models", "registry.py")
 
 
 def vllm_build() -> Build:
-    """What the installed vLLM was built for; empty if it is not installed."""
+    """The device for which the installed vLLM was built; empty if it is not installed."""
     try:
         return build_of(version("vllm"))
     except PackageNotFoundError:
@@ -25,7 +25,7 @@ def vllm_build() -> Build:
 
 
 def build_of(version: str) -> Build:
-    """What a vLLM of this version was built for: builds for the CPU say so, as in 0.28.0+cpu."""
+    """The device for which a vLLM with this version was built. The versions of CPU builds name it: 0.28.0+cpu."""
     if not version:
         return ""
     return "cpu" if "cpu" in version.partition("+")[2] else "gpu"
@@ -34,7 +34,7 @@ def build_of(version: str) -> Build:
 def unknown_architectures(folders: Iterable[Path]) -> tuple[str, ...]:
     """Architectures of the models in `folders` that the installed vLLM does not list; empty if its list is not found.
 
-    vLLM runs some of the others through transformers, but more slowly and not all of them.
+    vLLM can run some unlisted architectures with transformers, but more slowly.
     """
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -46,11 +46,10 @@ def unknown_architectures(folders: Iterable[Path]) -> tuple[str, ...]:
     unknown: list[str] = []
     for folder in folders:
         config = folder / "config.json"
-        architectures = (
-            json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
-        )
-        for name in architectures or ():
-            # A row is `"Name": ("module", "Class")`; models that vLLM has dropped are listed as `"Name": "0.9.2"`.
+        if not config.is_file():
+            continue
+        for name in json.loads(config.read_text(encoding="utf-8")).get("architectures") or ():
+            # A row is `"Name": ("module", "Class")`. Rows of models that vLLM no longer has are `"Name": "0.9.2"`.
             if not re.search(rf'"{re.escape(name)}":\s*\(', listed):
                 unknown.append(name)
     return tuple(dict.fromkeys(unknown))

@@ -1,4 +1,4 @@
-"""vLLM's two engines as rows of `models.engines`: one that is started here, and a server that runs already."""
+"""Opens vLLM's two engines for `models.engines`: one that cotune starts, and a running server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.sampling.protocol import Sampler
 
 SHARED = 0.5
-"""Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
+"""The fraction of a GPU's memory that an awake engine takes if it shares the GPU with a learner."""
 
 
 async def open_engine(config: EngineConfig) -> Sampler:
-    """An engine of this machine: in this process if it has nothing else to do, otherwise in a child process.
+    """Start an engine on this machine, in this process if it is only there for the engine, or else in a child process.
 
     See `VllmSampler.open`. Raises ConfigError, SamplerError.
     """
@@ -39,6 +39,6 @@ async def open_engine(config: EngineConfig) -> Sampler:
 
 
 async def open_server(config: EngineConfig) -> VllmHttpSampler:
-    """A server by its address; see `VllmHttpSampler.open`."""
-    own = {"api_key": config.api_key, "max_lora_rank": config.max_lora_rank, **config.arguments}
-    return await VllmHttpSampler.open(config.url, config.model, **own)
+    """Connect to a server at its address; see `VllmHttpSampler.open`."""
+    options = {"api_key": config.api_key, "max_lora_rank": config.max_lora_rank, **config.arguments}
+    return await VllmHttpSampler.open(config.url, config.model, **options)

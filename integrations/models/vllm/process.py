@@ -1,7 +1,8 @@
-"""vLLM in a child process of this one, where no Ray hosts it: restarted when its engine dies, gone with this process.
+"""vLLM in a child process, for runs without Ray. It is restarted if its engine dies, and ends with this process.
 
-vLLM blocks the event loop for minutes while it starts, handles signals and configures logging: the application keeps
-all of these to itself. Both vLLM's front and its engine are in the child's session, so that Ctrl-C reaches neither.
+While vLLM starts, it blocks the event loop for minutes. It also handles signals and configures logging, which must not
+happen in the application's process. Both vLLM's front end and its engine are in the session of the child process, so
+that Ctrl-C reaches neither.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cotune.integrations.models.vllm.engine import CLOSE_SECONDS
 
 
 class VllmProcess(ProcessHost):
-    """The child process with vLLM's front and the processes that it starts."""
+    """The child process with vLLM's front end, and the processes that it starts."""
 
     body = serve.__name__
     environment: Mapping[str, str] = {**NO_ACTIVATION, "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -41,13 +42,13 @@ class VllmProcess(ProcessHost):
 
 async def start_vllm_process(config: EngineConfig) -> HostedSampler:
     """Start vLLM in a child process, and wait until it serves. Raises ConfigError, EngineLost, SamplerError."""
-    inside = msgspec.structs.replace(config, alone=True)
-    source = serve.SamplerSource(f"{__name__}:open_restarted", {"config": inside})
+    child_config = msgspec.structs.replace(config, alone=True)
+    source = serve.SamplerSource(f"{__name__}:open_restarted", {"config": child_config})
     return await HostedSampler(VllmProcess).start(source)
 
 
 async def open_restarted(config: EngineConfig) -> RoutedSampler:
-    """An engine that is started again when it dies, with all that is published; runs in the child process."""
+    """Open an engine in the child process. If it dies, it is started again with all published versions."""
     if not config.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or 1))
     return await RoutedSampler.open([functools.partial(open_sampler, config)])

@@ -1,4 +1,4 @@
-"""A request and its answer in the terms of vLLM's two interfaces, Python and HTTP."""
+"""Requests and answers in the forms of vLLM's two interfaces, Python and HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHAPE = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""All that shapes the distribution is named: a model's own generation_config would fill in the rest."""
+"""All parameters that shape the distribution. vLLM would take those not named from the model's generation_config."""
 
 
 def python_params(n: int, params: SamplingParams) -> Any:
@@ -30,11 +30,11 @@ def python_params(n: int, params: SamplingParams) -> Any:
 
 
 FORBID = -100.0
-"""The lowest bias that vLLM's server takes. A token with it has a probability of about exp(-100)."""
+"""The lowest bias that vLLM's server accepts. It gives a token a probability of about exp(-100)."""
 
 
 def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -> dict[str, Any]:
-    """The body of a request, under which the token ids `forbidden` are not drawn. Raises RequestRefused for images."""
+    """The body of a request that never draws the token ids `forbidden`. Raises RequestRefused for images."""
     if params.images:
         raise RequestRefused(
             "A vLLM server is sent token ids here, and no images.",
@@ -52,36 +52,43 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
 
 def _common(n: int, params: SamplingParams) -> dict[str, Any]:
     shape = {name: getattr(params, name) for name in _SHAPE}
-    shape["top_p"] = shape["top_p"] or 1e-9  # vLLM takes no 0, at which the likeliest token alone is drawn
-    ends = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    more = {**ends, "seed": spread(params.seed), "skip_special_tokens": False}
-    return {"n": n, **shape, **more, "logprobs": params.top_logprobs}
+    shape["top_p"] = shape["top_p"] or 1e-9  # 0 allows only the likeliest token, but vLLM refuses it
+    return {
+        "n": n,
+        **shape,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "seed": spread(params.seed),
+        "skip_special_tokens": False,
+        "logprobs": params.top_logprobs,
+    }
 
 
 def completion(
     ids: Sequence[int], logprobs: Sequence[float], finish_reason: str, top: Sequence[TopTokens] = ()
 ) -> Completion:
-    """Raises SamplerError for a request that vLLM ended otherwise than at its end."""
+    """Make a completion. Raises SamplerError if vLLM has not finished the request."""
     if finish_reason not in ("stop", "length"):
         raise SamplerError(f"vLLM ended a request with {finish_reason!r}.", "Read vLLM's log.")
     return Completion(tuple(ids), tuple(logprobs), finish_reason, tuple(top))
 
 
 def python_completion(output: Any, most: int) -> Completion:
-    """One candidate of vLLM's, with the `most` likeliest tokens of each place. Raises SamplerError as `completion`."""
-    top = []
-    if most:
-        places = ([(id, float(told.logprob)) for id, told in place.items()] for place in output.logprobs)
-        top = [likeliest(place, most) for place in places]
-    drawn = [float(place[id].logprob) for id, place in zip(output.token_ids, output.logprobs, strict=True)]
+    """One candidate of vLLM, with the `most` likeliest tokens of each place. Raises SamplerError as `completion`."""
+    drawn: list[float] = []
+    top: list[TopTokens] = []
+    for id, place in zip(output.token_ids, output.logprobs, strict=True):
+        drawn.append(float(place[id].logprob))
+        if most:
+            top.append(likeliest([(other, float(entry.logprob)) for other, entry in place.items()], most))
     return completion(output.token_ids, drawn, output.finish_reason, top)
 
 
 def spread(seed: int | None) -> int:
-    """What vLLM is given as a seed: in [0, 2**62) and far from those of neighbouring seeds, or else random.
+    """Map a seed to a number in [0, 2**62) that is far from the numbers of neighbouring seeds; None to a random one.
 
-    vLLM seeds the candidates of a request with seed, seed + 1, ...: unspread, candidates of the seeds 5 and 6 would be
-    the same. And on CPUs, it ignores all seeds of a batch in which one request has none.
+    vLLM seeds the candidates of a request with seed, seed + 1, ..., so requests with the seeds 5 and 6 would have equal
+    candidates. A random number replaces None because vLLM on CPUs ignores all seeds of a batch if one is missing.
     """
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
@@ -92,10 +99,10 @@ def spread(seed: int | None) -> int:
 
 
 _NEVER = -9999.0
-"""How vLLM's server writes the log-probability of what cannot be drawn."""
+"""The log-probability that vLLM's server gives for a token that cannot be drawn."""
 
 
-def likeliest(found: Iterable[tuple[int, float]], most: int) -> TopTokens:
-    """The `most` likeliest tokens of a place, of those that vLLM gives for it: the sampled one is always among them."""
-    ordered = sorted((pair for pair in found if pair[1] > _NEVER), key=lambda pair: -pair[1])
-    return tuple(ordered[:most])
+def likeliest(pairs: Iterable[tuple[int, float]], most: int) -> TopTokens:
+    """The `most` likeliest tokens of one place. vLLM lists the sampled token too, even if it is less likely."""
+    possible = [pair for pair in pairs if pair[1] > _NEVER]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:most])

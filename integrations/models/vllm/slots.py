@@ -1,4 +1,4 @@
-"""Which values an adapter has in vLLM's slots: the buffers on the device that its kernels read."""
+"""The values of adapters in vLLM's slots, which are the buffers on the device that its kernels read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 MISSING = "missing"
 """The digest of an adapter that is in no slot."""
 UNKNOWN = "unknown"
-"""The digest where this version of vLLM keeps its slots in another form."""
+"""The digest if this version of vLLM has its slots in another form."""
 
 
 def slot_digest(manager: Any, lora_id: int) -> str:
-    """Digest of the slot of an adapter in vLLM's `LoRAModelManager`, computed on the device."""
+    """Compute the digest of an adapter's slot in vLLM's `LoRAModelManager`, on the device."""
     if lora_id not in manager.lora_index_to_id:
         return MISSING
     slot = manager.lora_index_to_id.index(lora_id)
@@ -29,7 +29,7 @@ def slot_digest(manager: Any, lora_id: int) -> str:
 
 
 def _slot_tensors(manager: Any, slot: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one slot. A layer has them in attributes such as `lora_a_stacked`, by slot."""
+    """The tensors of one slot. A layer has those of all slots in attributes like `lora_a_stacked`."""
     for name, layer in sorted(manager.modules.items()):
         for attribute, stacked in sorted(vars(layer).items()):
             if not attribute.endswith("_stacked") or not isinstance(stacked, tuple | list):

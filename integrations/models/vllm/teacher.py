@@ -1,4 +1,4 @@
-"""A teacher behind a vLLM server, by its URL: what its model says of the tokens that policies have sampled."""
+"""A vLLM server at a URL as a teacher: its model gives the log-probabilities of tokens that policies have sampled."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger("cotune")
 
 FIELD = "distill.teacher"
 CHUNK = 4096
-"""Tokens of the vocabulary that are compared in one request."""
+"""The number of tokens of the vocabulary that one request compares."""
 PAUSE = 1.0
-"""Seconds before a request that failed is made again; twice as long each time."""
+"""Seconds until a failed request is repeated. Each further pause is twice as long."""
 IMPOSSIBLE = -9999.0
-"""What vLLM gives for a token that has probability 0."""
+"""The log-probability that vLLM gives for a token with probability 0."""
 NOT_OURS = "the answer is not about the tokens that were sent"
 
 
@@ -52,10 +52,10 @@ class _Text(msgspec.Struct):
 class VllmTeacher:
     """A vLLM server as a `Teacher`. `logprobs` may be called from any thread that runs no event loop.
 
-    A row is sent whole, as token ids, and the answer has the log-probability of each (`prompt_logprobs`). vLLM gives it
-    at temperature 1, without grammars and biases: rows that were drawn otherwise are not scored. It is over all logits,
-    also those of a padded vocabulary, which trained models give next to no probability. A server that
-    takes adapters is asked one row at a time: vLLM 0.28 on CPUs ends where it scores two prompts at once beside them.
+    A whole row is sent as token ids, and the answer has the log-probability of each token (`prompt_logprobs`). vLLM
+    computes it at temperature 1, without grammars and biases, so rows that were drawn otherwise are not scored. It
+    includes the logits of a padded vocabulary, but trained models give these almost no probability. A server that
+    accepts adapters gets one row at a time: vLLM 0.28 on CPUs crashes if it scores two prompts at once with adapters.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class VllmTeacher:
         concurrency: int = 16,
         retries: int = 2,
     ) -> None:
-        """Connect to a server, and prove that its model has the run's `tokenizer` and gives log-probabilities.
+        """Connect to a server, and check that its model has the run's `tokenizer` and that it gives log-probabilities.
 
-        A request fails after `timeout` seconds and is made again `retries` times; at most `concurrency` run at once.
-        Raises ConfigError for a server that does not answer, is none of vLLM's, or has another tokenizer, and
+        A request fails after `timeout` seconds and is repeated `retries` times. At most `concurrency` requests run at
+        once. Raises ConfigError if the server does not answer, is not a vLLM server or has another tokenizer, and
         UnsupportedVersion.
         """
         self._client = functools.partial(VllmClient, url, FIELD, api_key)
         self._timeout = timeout
         self._retries = retries
         self.concurrency = concurrency
-        """Most requests at once."""
+        """The most requests that run at once."""
         self._model = ""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._failed = 0
-        """Rows that got no answer since the last that got one; `_last` is why."""
+        """The number of rows without an answer since the last answer. `_last` is the latest reason."""
         self._last = ""
         self._closed = False
         self._warned: set[str] = set()
@@ -91,20 +91,20 @@ class VllmTeacher:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """`requests`, `retried`, `timeouts`, and rows that were not scored (`unscored`), so far."""
+        """The counts of `requests`, `retried` ones, `timeouts` and `unscored` rows until now."""
         return dict(self._counts)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32] | None]:
-        """As `Teacher.logprobs`. Raises LearnerError where the server no longer answers, or scores no row."""
+        """See `Teacher.logprobs`. Raises LearnerError if the server no longer answers, or scores no row."""
 
         async def score() -> list[npt.NDArray[np.float32] | str]:
             places = asyncio.Semaphore(self.concurrency)
             async with contextlib.aclosing(self._client()) as server:
                 return await asyncio.gather(*(self._scored(server, places, row) for row in rows))
 
-        with self._lock:  # the server is asked for no more at once, however many threads ask
+        with self._lock:  # otherwise each thread would make `concurrency` requests at once
             scores = asyncio.run(score())
-        faults = Counter(one for one in scores if isinstance(one, str))
+        faults = Counter(score_or_fault for score_or_fault in scores if isinstance(score_or_fault, str))
         self._counts["unscored"] += faults.total()
         if self._gone or faults.total() == len(rows):
             cause = "no longer answers" if self._gone else f"has scored none of {len(rows)} rows"
@@ -115,10 +115,10 @@ class VllmTeacher:
                 "The teacher %s has not scored %d rows, which are left out: %s.", self.url, faults[fault], fault
             )
         self._warned |= faults.keys()
-        return [None if isinstance(one, str) else one for one in scores]
+        return [None if isinstance(score_or_fault, str) else score_or_fault for score_or_fault in scores]
 
     def close(self) -> None:
-        """Make no more requests."""
+        """Make no further requests."""
         self._closed = True
 
     @property
@@ -128,7 +128,7 @@ class VllmTeacher:
     async def _scored(
         self, server: VllmClient, places: asyncio.Semaphore, row: TrainRow
     ) -> npt.NDArray[np.float32] | str:
-        """Scores of the row's response, or why there are none."""
+        """The scores of the row's response, or the reason why there are none."""
         if row.temperature != 1.0 or row.grammar or row.logit_bias:
             return "drawn at another temperature than 1, under a grammar or with biases, which a server does not score"
         if row.images:
@@ -147,7 +147,7 @@ class VllmTeacher:
                 except SamplerError as error:
                     failure = error_line(error)
                     if isinstance(error, RequestRefused) or isinstance(error.__cause__, msgspec.DecodeError):
-                        self._failed = 0  # it answers, and another try would get the same answer
+                        self._failed = 0  # the server has answered, and would repeat the same answer
                         return failure
                     if "Timeout" in type(error.__cause__).__name__:  # of httpx
                         self._counts["timeouts"] += 1
@@ -166,7 +166,8 @@ class VllmTeacher:
     async def _prompt_logprobs(
         self, server: VllmClient, ids: Sequence[int], best: int = 0
     ) -> list[dict[str, _Logprob] | None]:
-        """The log-probability of each token but the first, and of the `best` in its place. Raises SamplerError."""
+        """The log-probabilities of each token except the first, and of the `best` likeliest tokens at its place.
+        Raises SamplerError."""
         body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 1, "prompt_logprobs": best}
         self._counts["requests"] += 1
         answer: _Answer = await server.post("/v1/completions", body, _Answer, seconds=self._timeout)
@@ -175,7 +176,7 @@ class VllmTeacher:
         return answer.choices[0].prompt_logprobs
 
     async def _check(self, tokenizer: Any) -> str:
-        """The server's address. Raises ConfigError for one that cannot score what policies of the run have sampled."""
+        """Check the server and return its address. Raises ConfigError if it cannot score the samples of the run."""
         async with contextlib.aclosing(self._client()) as server:
             try:
                 cards = await server.open()
@@ -186,19 +187,19 @@ class VllmTeacher:
                 if len(bases) < len(cards) or await server.takes_adapters():
                     self.concurrency = 1
                 await self._check_tokenizer(server, tokenizer)
-                # The log-probability of the likeliest of n tokens is between -log n and 0.
+                # The likeliest of n tokens has a log-probability between -log n and 0, unless the server gives logits.
                 places = [place for place in await self._prompt_logprobs(server, [0, 1, 0], best=1) if place]
             except SamplerError as error:
                 remedy = "Check that it is running, and read its log."
                 raise server.refused(f"cannot score tokens ({error_line(error)})", remedy) from None
-            best = [max(one.logprob for one in place.values()) for place in places]
+            best = [max(entry.logprob for entry in place.values()) for place in places]
             if not all(-math.log(len(tokenizer)) - 1.0 <= logprob <= 1e-3 for logprob in best):
                 remedy = "Start it with --logprobs-mode raw_logprobs, which is vLLM's default."
                 raise server.refused("does not give log-probabilities", remedy)
             return server.url
 
     async def _check_tokenizer(self, server: VllmClient, tokenizer: Any) -> None:
-        """Raises ConfigError unless the server reads every token id as `tokenizer` does."""
+        """Raises ConfigError if the server decodes a token id differently from `tokenizer`."""
         for first in range(0, len(tokenizer), CHUNK):
             ids = list(range(first, min(first + CHUNK, len(tokenizer))))
             body = {"model": self._model, "tokens": ids}

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's worker processes: it tells what has arrived there, and receives full weights.
+"""Code that runs in vLLM's worker processes: it computes fingerprints of loaded weights, and receives full weights.
 
-vLLM imports this module itself (`worker_extension_cls`); nothing else does.
+Only vLLM imports this module (`worker_extension_cls`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cotune.integrations.models.vllm.slots import slot_digest
 from cotune.sampling.protocol import fingerprint
 
 CACHE_TAG = "kv_cache"
-"""How vLLM's allocator marks the memory of the cache."""
+"""The tag of the cache's memory in vLLM's allocator."""
 
 
 class CotuneWorker:
@@ -40,9 +40,9 @@ class CotuneWorker:
     wake_up: Any
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
-        """Fingerprint of a folder, after a check that the adapter in this engine was made from the same values.
+        """Compute the fingerprint of a folder, after a check that the adapter in this engine has the same values.
 
-        Raises RuntimeError when the adapter is not loaded, or is another one.
+        Raises RuntimeError if the adapter is not loaded or has other values.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         loaded = manager.get_adapter(lora_id)
@@ -57,17 +57,17 @@ class CotuneWorker:
         return fingerprint(weights)
 
     def cotune_mask_padding(self, token_ids: int) -> str:
-        """Give the logits of a padded vocabulary, which begin at `token_ids`, no probability from now on.
+        """Set the probability of a padded vocabulary's logits, which begin at `token_ids`, to 0 from now on.
 
-        This costs one write per pass. Parameters of a request (`logit_bias`, `allowed_token_ids`) cost the engine work
-        for every request, and logits processors of its own exclude vLLM's newer model runner.
+        This costs one write per pass. Parameters of requests (`logit_bias`, `allowed_token_ids`) would cost work in
+        each request, and vLLM's newer model runner does not support custom logits processors.
         """
         model = self.model_runner.get_model()
         compute = model.compute_logits
 
         def compute_masked(*arguments: Any, **options: Any) -> torch.Tensor | None:
             logits = compute(*arguments, **options)
-            if logits is not None:  # only one of several workers has them
+            if logits is not None:  # only one of several workers has the logits
                 logits[..., token_ids:] = -torch.inf
             return logits
 
@@ -75,13 +75,13 @@ class CotuneWorker:
         return str(token_ids)
 
     def cotune_slot(self, lora_id: int) -> str:
-        """Digest of the values that an adapter has in its slot on the device; see `slot_digest`."""
+        """Compute the digest of an adapter's values in its slot on the device; see `slot_digest`."""
         return slot_digest(self.model_runner.lora_manager._adapter_manager, lora_id)
 
     def cotune_release_cache(self) -> str:
-        """Give the memory of the cache back, and keep the weights where they are.
+        """Free the memory of the cache, but not that of the weights.
 
-        vLLM's levels of sleep free the weights too. Level 1 copies them to the host and back, which takes seconds.
+        vLLM's levels of sleep free both. Level 1 copies the weights to the host and back, which takes seconds.
         """
         from vllm.device_allocator import get_mem_allocator_instance
 
@@ -89,14 +89,14 @@ class CotuneWorker:
         return CACHE_TAG
 
     def cotune_restore_cache(self) -> str:
-        """Take memory for an empty cache again."""
+        """Allocate the memory of an empty cache again."""
         self.wake_up(tags=[CACHE_TAG])
         return CACHE_TAG
 
     def cotune_model(self) -> str:
-        """Digest of the model's weights and buffers, computed where they are; adapters aside.
+        """Compute the digest of the model's weights and buffers on their device, without adapters.
 
-        What vLLM has packed into a form of its own, as it does with some layers on CPUs, it cannot see.
+        It does not include weights that vLLM has packed into another form, as it does for some layers on CPUs.
         """
         model = self.model_runner.get_model()
         digest = hashlib.sha256()
@@ -109,12 +109,12 @@ class CotuneWorker:
         return digest.hexdigest()
 
     def cotune_weights(self) -> str:
-        """Fingerprint of the full weights that this worker loaded last."""
+        """The fingerprint of the full weights that this worker has loaded last."""
         return self.weight_transfer_engine.loaded
 
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """vLLM keeps the second factor times the scale, in the dtype of the model."""
+    """Convert a tensor as vLLM does when it loads an adapter: to the model's dtype, and lora_B times the scale."""
     tensor = torch.from_numpy(array).to(dtype)
     return tensor * scale if ".lora_B." in name and scale != 1 else tensor
 
@@ -122,7 +122,9 @@ def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch
 def _tensors(loras: dict[str, Any]) -> Iterator[torch.Tensor]:
     for layer in loras.values():
         for factor in (layer.lora_a, layer.lora_b):
-            yield from (t for t in (factor if isinstance(factor, list) else [factor]) if t is not None)
+            for tensor in factor if isinstance(factor, list) else [factor]:
+                if tensor is not None:
+                    yield tensor
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], bytes]:
@@ -132,18 +134,18 @@ def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], bytes]:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Folders need no connection."""
+    """The start of a transfer from folders, which needs no connection."""
 
 
 @dataclass
 class Folder(WeightTransferUpdateInfo):
-    """Where the weights of one update stand."""
+    """The folder with the weights of one update."""
 
     path: str
 
 
 class FolderWeights(WeightTransferEngine[NoInit, Folder]):
-    """vLLM's weight transfer from a folder that every worker sees: shared memory on one machine."""
+    """A weight transfer of vLLM from a folder that every worker can read, such as shared memory on one machine."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
@@ -166,19 +168,21 @@ class FolderWeights(WeightTransferEngine[NoInit, Folder]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Raises RuntimeError when a parameter of the model was not among the weights."""
+        """Load the weights of a folder. Raises RuntimeError if they lack a parameter of the model."""
         self.loaded = ""
         weights = read_weights(Path(update_info.path))
-        done = self.model.load_weights((name, torch.from_numpy(array)) for name, array in weights.items())
-        if done is not None and (missing := sorted(self._expected - set(done))):
-            raise RuntimeError(f"no weights for {missing[:3]}")
+        loaded_names = self.model.load_weights((name, torch.from_numpy(array)) for name, array in weights.items())
+        if loaded_names is not None:
+            missing = sorted(self._expected - set(loaded_names))
+            if missing:
+                raise RuntimeError(f"no weights for {missing[:3]}")
         self.loaded = fingerprint(weights)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        # vLLM leaves layers alone that were loaded under another name, and with them what it packed from old weights.
+        # vLLM does not process tied layers, which it loads under another name, so they would keep packed old weights.
         for name in self._tied:
             layer = self.model.get_submodule(name)
             layer.quant_method.process_weights_after_loading(layer)
