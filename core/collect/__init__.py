@@ -1,1 +1,1 @@
-"""Where records go: a store or a collector, and how much of an episode a collector gets."""
+"""The destination of records, a store or a collector, and the share of an episode that a collector gets."""

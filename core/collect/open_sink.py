@@ -1,4 +1,4 @@
-"""Where records go: a store that is opened here, or a collector."""
+"""Open the destination of records: a store, or a collector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotune.storage.protocol import Store
 
 
 def is_collector(address: object) -> bool:
-    """Whether records are to go to a collector rather than into a store."""
+    """Whether an address is a collector's and not a store's."""
     scheme = scheme_of(address) if isinstance(address, str) else ""
     return bool(scheme) and scheme in entry_points_by_scheme(COLLECTORS)
 

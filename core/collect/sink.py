@@ -1,4 +1,4 @@
-"""A collector as core sees it, and what one trace sends to it: all records, or a share of them by role."""
+"""The interface of a collector, and the records that a trace sends to it: all, or a share by role."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cotune.errors import ConfigError, RecordError
 from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
 
 Rates = float | Mapping[str, float]
-"""The share of episodes that are kept; or by role, the share in which its calls are kept, `*` for all other roles."""
+"""The share of episodes to send; or by role, the share of episodes in which its calls are sent, `*` for other roles."""
 HELD = 4 << 20
-"""Bytes of messages that are held back for later calls, about; beyond them they are sent whether a call needs them or
-not."""
+"""Approximate size of messages that are held back for later calls, in bytes. If there are more, they are sent even if
+no call needs them."""
 
 
 def check_rates(rates: Rates) -> Rates:
-    """Sampling rates. Raises ConfigError for one that is not between 0 and 1."""
+    """The sampling rates. Raises ConfigError for a rate that is not between 0 and 1."""
     for role, rate in rates.items() if isinstance(rates, Mapping) else [("", rates)]:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
             field = f"sample[{role!r}]" if role else "sample"
@@ -42,18 +42,18 @@ class Collector(Protocol):
 
 
 class CollectorRecords:
-    """Sends the records of one episode on, but for the calls that the sampling rates leave out."""
+    """Sends the records of one episode to a collector, except calls that the sampling rates leave out."""
 
     def __init__(self, collector: Collector, rates: Rates = 1.0) -> None:
         self._collector = collector
         self._all = not rates if isinstance(rates, Mapping) else random.random() < rates
         self._rates = rates if isinstance(rates, Mapping) else {}
         self._drawn: dict[str, bool] = {}
-        """By role, whether its calls are kept."""
+        """Whether the calls of a role are sent, by role."""
         self._left_out: set[str] = set()
         """Ids of calls that were left out."""
         self._held: dict[str, Message | Segment] = {}
-        """What came with them: a later call may need it."""
+        """Messages and segments that have not been sent: a later call may need them."""
         self._size = 0
         self._lock = threading.Lock()
 
@@ -64,14 +64,14 @@ class CollectorRecords:
             self._collector.write(records)
 
     def reading(self) -> AbstractContextManager[NoReturn]:
-        """Raises RecordError: what was sent cannot be read back here."""
+        """Raises RecordError: records at a collector cannot be read here."""
         raise RecordError(
             f"The records of this trace go to {self._collector.url}.",
             "Read them in the collector's store: cotune show.",
         )
 
     def close(self) -> None:
-        """Nothing waits here: the spool has it all."""
+        """Do nothing: the collector's spool has all records."""
 
     def _keeps(self, role: str) -> bool:
         if role not in self._drawn:
@@ -79,40 +79,44 @@ class CollectorRecords:
         return self._drawn[role]
 
     def _sampled(self, records: Sequence[Record]) -> list[Record]:
-        """Those of some records that are kept, after what they need of earlier ones. An episode that is left out as a
-        whole has no record."""
-        kept: list[Record] = []
+        """The records to send, each after the messages and segments that it needs. An episode that is left out as a
+        whole has no records."""
+        sampled: list[Record] = []
         with self._lock:
             calls = [record for record in records if isinstance(record, CallRecord)]
             left_out = [call.id for call in calls if not (self._rates and self._keeps(call.role))]
             self._left_out.update(left_out)
             self._collector.leave_out(len(left_out))
             if not self._rates:
-                return kept
+                return sampled
             for record in records:
                 if isinstance(record, Message | Segment):
                     self._hold(record)
                 elif isinstance(record, CallRecord):
                     if record.id not in self._left_out:
-                        kept += [*self._take(_needs(record)), *self._path(record.prompt), record]
+                        sampled += [*self._take(_needs(record)), *self._path(record.prompt), record]
                 elif isinstance(record, Episode):
-                    kept += [*self._take([*(one.value for one in record.results), record.chance]), record]
+                    bodies = [*(result.value for result in record.results), record.chance]
+                    sampled += [*self._take(bodies), record]
                 elif record.target.partition(".")[0] not in self._left_out:
-                    kept.append(record)
+                    sampled.append(record)
             if self._size > HELD:
-                kept += self._take(list(self._held))
-        return kept
+                sampled += self._take(list(self._held))
+        return sampled
 
     def _hold(self, record: Message | Segment) -> None:
         self._held[record.id] = record
         self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
 
     def _take(self, names: Iterable[str | None]) -> list[Record]:
-        """Those of these that are held; they are held no more."""
-        found: list[Record] = [self._held.pop(name) for name in dict.fromkeys(names) if name and name in self._held]
+        """Remove these messages and segments from the held ones, and return them."""
+        taken: list[Record] = []
+        for name in dict.fromkeys(names):
+            if name and name in self._held:
+                taken.append(self._held.pop(name))
         if not self._held:
             self._size = 0
-        return found
+        return taken
 
     def _path(self, prompt: str | None) -> list[Record]:
         names = []
@@ -123,7 +127,7 @@ class CollectorRecords:
 
 
 def _needs(call: CallRecord) -> list[str | None]:
-    """The ids of messages that a call names."""
+    """The ids of messages that a call refers to."""
     grammar = call.sampling.get("grammar")
     names = [*call.messages, *call.sent, call.tools, call.sent_tools, call.sent_format]
     return [*names, grammar if isinstance(grammar, str) else None]

@@ -1,1 +1,1 @@
-"""The prompts of an application's roles: found in recorded calls, kept in a file, and edited where calls pass."""
+"""The prompts of an application's roles: found in recorded calls, stored in a file, and edited in calls."""

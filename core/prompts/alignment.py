@@ -1,10 +1,12 @@
-"""Texts of one kind aligned: what they have in common, and where they differ.
+"""Align texts of one kind: their common parts, and their differences.
 
-A text is a row of words, each with the white space before it; what is known to vary is a gap, which equals nothing.
+A text is a row of words, each with the white space before it. A part that is known to vary is a gap, which equals no
+other gap and no word.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
@@ -14,27 +16,28 @@ from cotune.prompts.templates import Template
 from cotune.prompts.volatile import Span
 
 Row = list[Hashable]
-"""Words, and an object of its own for each gap."""
+"""Words, and a new object for each gap."""
 
 _WIDE = "\u2e80-\u9fff\ua000-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff\u0e00-\u0eff"
-"""Signs of scripts that put no blanks between words: each stands for itself."""
+"""Characters of scripts without spaces between words. Each counts as a word."""
 _WORD = re.compile(rf"\s*(?:[{_WIDE}]|[^\s{_WIDE}]+)|\s+")
 _RUN, _WORDS = 12, 2
-"""Least characters and words that count as common between two differences."""
+"""Minimum characters and words of a common run between two differences."""
 _INNER = 8
-"""Least characters between two slots."""
+"""Minimum characters between two slots."""
 _EDGE, _SHORT_EDGE, _SHORT = 24, 12, 48
-"""Common characters at an end that make two texts one prompt; of texts shorter than `_SHORT`, the fewer."""
+"""Common characters at an end with which two texts count as one prompt: `_EDGE`, or `_SHORT_EDGE` for texts shorter
+than `_SHORT`."""
 LONG = 120
-"""Common characters in a row that do so anywhere."""
+"""Common characters in a row at any place with which two texts count as one prompt."""
 _KEPT = 0.6
-"""The share of what texts had in common that stays when more join them."""
+"""The share of a prompt's common characters that must stay when another text joins it."""
 _MANY = 1_500
-"""Words from which on lines are compared first, and words that come often are left out at first."""
+"""Number of words from which lines are compared first, and frequent words are ignored at first."""
 
 
 class Block(NamedTuple):
-    """A run of words that two rows have in common: where it starts in each, and how many words it has."""
+    """A run of words that two rows have in common: its start in each row, and its number of words."""
 
     a: int
     b: int
@@ -42,23 +45,23 @@ class Block(NamedTuple):
 
 
 def row_of(text: str, gaps: Sequence[Span]) -> Row:
-    """The words of a text, cut at its gaps, which are a union of spans."""
+    """The words of a text, cut at its gaps. Gaps are in order and do not overlap."""
     row: Row = []
-    at = 0
+    position = 0
     for start, end in gaps:
-        row += _WORD.findall(text, at, start)
+        row += _WORD.findall(text, position, start)
         row.append(object())
-        at = end
-    return row + _WORD.findall(text, at)
+        position = end
+    return row + _WORD.findall(text, position)
 
 
 def size(row: Sequence[Hashable]) -> int:
-    """The constant characters of a row."""
+    """The number of constant characters of a row."""
     return sum(len(word) for word in row if isinstance(word, str))
 
 
 def blocks_of(a: Row, b: Row) -> list[Block]:
-    """The runs that count: of `_RUN` characters and `_WORDS` words, or such as start or end both rows."""
+    """The common runs that count: with `_RUN` characters and `_WORDS` words, or at the start or end of both rows."""
     return [block for block in _matching(a, b) if _counts(a, b, block)]
 
 
@@ -70,12 +73,12 @@ def _counts(a: Row, b: Row, block: Block) -> bool:
 
 
 def _width(run: Row) -> int:
-    """Characters; a sign that stands for a word counts as two."""
+    """The number of characters. A character that counts as a word counts twice."""
     return sum(len(str(word)) + (ord(str(word)[-1]) >= 0x0E00) for word in run)
 
 
 def _matching(a: Row, b: Row) -> list[Block]:
-    """Runs in common, in the order of both rows."""
+    """The common runs, in the order of both rows."""
     start = 0
     least = min(len(a), len(b))
     while start < least and a[start] == b[start]:
@@ -84,11 +87,12 @@ def _matching(a: Row, b: Row) -> list[Block]:
     while end < least - start and a[-1 - end] == b[-1 - end]:
         end += 1
     inner_a, inner_b = a[start : len(a) - end], b[start : len(b) - end]
-    found = [Block(0, 0, start)]
-    for i, j, n in (_by_lines if min(len(inner_a), len(inner_b)) > _MANY else _by_words)(inner_a, inner_b):
-        found.append(Block(start + i, start + j, n))
-    found.append(Block(len(a) - end, len(b) - end, end))
-    return _connected(found)
+    is_long = min(len(inner_a), len(inner_b)) > _MANY
+    inner = _by_lines(inner_a, inner_b) if is_long else _by_words(inner_a, inner_b)
+    blocks = [Block(0, 0, start)]
+    blocks += [Block(start + i, start + j, n) for i, j, n in inner]
+    blocks.append(Block(len(a) - end, len(b) - end, end))
+    return _connected(blocks)
 
 
 def _by_words(a: Row, b: Row) -> list[Block]:
@@ -97,18 +101,18 @@ def _by_words(a: Row, b: Row) -> list[Block]:
 
 
 def _by_lines(a: Row, b: Row) -> list[Block]:
-    """Whole lines in common first, then words between them: long texts cost no more than their lines."""
+    """Common lines first, then common words between these: comparing all words of long texts would take too long."""
     lines_a, lines_b = _lines(a), _lines(b)
-    found: list[Block] = []
+    blocks: list[Block] = []
     i = j = x = y = 0
     for block in _by_words([*lines_a], [*lines_b]):
         to_i = i + sum(map(len, lines_a[x : block.a]))
         to_j = j + sum(map(len, lines_b[y : block.b]))
-        found += [Block(i + p, j + q, n) for p, q, n in _by_words(a[i:to_i], b[j:to_j])]
+        blocks += [Block(i + p, j + q, n) for p, q, n in _by_words(a[i:to_i], b[j:to_j])]
         words = sum(map(len, lines_a[block.a : block.a + block.size]))
-        found.append(Block(to_i, to_j, words))
+        blocks.append(Block(to_i, to_j, words))
         i, j, x, y = to_i + words, to_j + words, block.a + block.size, block.b + block.size
-    return found
+    return blocks
 
 
 def _lines(row: Row) -> list[tuple[Hashable, ...]]:
@@ -121,27 +125,27 @@ def _lines(row: Row) -> list[tuple[Hashable, ...]]:
 
 
 def _connected(blocks: Sequence[Block]) -> list[Block]:
-    """Without empty runs; those that follow each other in both rows are one."""
-    found: list[Block] = []
+    """The blocks without empty ones. Blocks that follow each other in both rows are joined."""
+    joined: list[Block] = []
     for block in blocks:
         if not block.size:
             continue
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last.a + last.size == block.a and last.b + last.size == block.b:
-            found[-1] = Block(last.a, last.b, last.size + block.size)
+            joined[-1] = Block(last.a, last.b, last.size + block.size)
         else:
-            found.append(block)
-    return found
+            joined.append(block)
+    return joined
 
 
 def common(a: Row, blocks: Sequence[Block]) -> int:
-    """The characters that two rows have in common."""
+    """The number of characters that two rows have in common."""
     return sum(size(a[block.a : block.a + block.size]) for block in blocks)
 
 
 def are_one(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool) -> bool:
-    """Whether two rows are one prompt. A row that is `firm` stands for several texts or tasks: of what these have in
-    common, most must stay."""
+    """Whether two rows are one prompt. A row is `firm` if it stands for several texts or tasks: most of their common
+    characters must stay."""
     shared, smaller = common(a, blocks), min(size(a), size(b))
     if not shared:
         return False
@@ -156,7 +160,8 @@ def are_one(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool)
 
 
 def merged(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
-    """What two rows have in common. Where only one of them has words between two runs, the gap may be empty."""
+    """The common words of two rows, with gaps for their differences. If only one row has words between two runs, the
+    gap may be empty."""
     row: Row = []
     at_a = at_b = 0
     for block in blocks:
@@ -170,7 +175,7 @@ def merged(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
 
 
 def template_of(row: Row) -> Template:
-    """The row as constant text and slots. Short text between two slots belongs to them."""
+    """The row as constant text and slots. A short text between two slots becomes part of the slot."""
     pieces: list[str | None] = []
     for word in row:
         if not isinstance(word, str):
@@ -180,27 +185,29 @@ def template_of(row: Row) -> Template:
             pieces[-1] += word
         else:
             pieces.append(word)
-    inner = range(1, len(pieces) - 1)
-    short = {i for i in inner if (text := pieces[i]) is not None and len(text) < _INNER}
-    return numbered([None if i in short else piece for i, piece in enumerate(pieces)])
+    for place in range(1, len(pieces) - 1):
+        text = pieces[place]
+        if text is not None and len(text) < _INNER:
+            pieces[place] = None
+    return numbered(pieces)
 
 
 def numbered(pieces: Sequence[str | None]) -> Template:
-    """A template of texts and gaps; gaps that are neighbours become one slot."""
-    found: list[str | int] = []
+    """A template from texts and gaps (None). Adjacent gaps become one slot."""
+    with_slots: list[str | int] = []
     slots = 0
     for piece in pieces:
         if isinstance(piece, str):
-            found.append(piece)
-        elif not found or isinstance(found[-1], str):
+            with_slots.append(piece)
+        elif not with_slots or isinstance(with_slots[-1], str):
             slots += 1
-            found.append(slots)
-    return Template.of(found)
+            with_slots.append(slots)
+    return Template.of(with_slots)
 
 
 def sound(template: Template, texts: Sequence[str]) -> Template:
-    """The template with which each of the texts is read, and in one way only: its shortest texts between two slots
-    become part of these until it is so."""
+    """A template that matches each text in exactly one way. Until it does, its shortest text between two slots becomes
+    part of the slots."""
     pieces: list[str | None] = [piece if isinstance(piece, str) else None for piece in template.pieces]
     while True:
         template = numbered(pieces)
@@ -213,8 +220,8 @@ def sound(template: Template, texts: Sequence[str]) -> Template:
 
 
 def spaced(template: Template, texts: Sequence[str]) -> Template:
-    """The template with the white space that all values of a slot have at an end beside the slot."""
-    values = [found for text in texts if isinstance(found := template.match(text), tuple)]
+    """The template with white space moved out of its slots, if all values of a slot begin or end with it."""
+    values = [matched for text in texts if isinstance(matched := template.match(text), tuple)]
     pieces: list[str | int] = []
     for piece in template.pieces:
         if isinstance(piece, str):
@@ -222,13 +229,12 @@ def spaced(template: Template, texts: Sequence[str]) -> Template:
             continue
         of_slot = [row[piece - 1] for row in values]
         before = _shared([value[: len(value) - len(value.lstrip())] for value in of_slot])
-        rest = [value[len(before) :] for value in of_slot]
-        after = _shared([value[len(value.rstrip()) :][::-1] for value in rest])[::-1]
+        without_start = [value[len(before) :] for value in of_slot]
+        after = _shared([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
         pieces += [before, piece, after]
     return Template.of(pieces)
 
 
 def _shared(texts: Sequence[str]) -> str:
-    """The common start."""
-    low, high = min(texts, default=""), max(texts, default="")
-    return low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))]
+    """The common start of all texts."""
+    return os.path.commonprefix(list(texts))  # noqa: RUF071, of characters

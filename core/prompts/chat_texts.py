@@ -1,4 +1,4 @@
-"""The one walk over the texts of a chat request in OpenAI form that an application writes itself."""
+"""Visit the texts of a chat request in OpenAI form that an application writes itself. No other code does this."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 Kind = Literal["system", "user", "assistant", "tool", "format"]
-"""Where a text stands: a system or developer message, a user message, an example of an answer that the application
-gives, a tool's description, a response's schema."""
+"""The place of a text: a system or developer message, a user message, the application's example of an answer, a tool's
+description, a response's schema."""
 KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
     "system": ("system message", "system messages"),
     "user": ("user message", "user messages"),
@@ -15,20 +15,20 @@ KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
     "tool": ("tool description", "tool descriptions"),
     "format": ("schema description", "schema descriptions"),
 }
-"""What one text of a kind is called, and several."""
+"""Names for one text of a kind, and for several."""
 Said = Callable[[Kind, str, str], str | None]
-"""Told of a text (kind, key, text); what stands in its place, or None where it stays."""
+"""Called with a text (kind, key, text). Returns its replacement, or None to leave it unchanged."""
 
 _KINDS: Mapping[Any, Kind] = {"system": "system", "developer": "system", "user": "user"}
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
-"""Of a schema, the keys below which schemas stand under names."""
+"""Keys of a schema whose values are schemas by name."""
 _NESTED = ("items", "anyOf", "allOf", "oneOf", "prefixItems", "additionalProperties")
 
 
 def map_body(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A chat request with what `said` puts in place of its texts; `body` itself where nothing changes.
+    """A chat request in which `said` has replaced texts; `body` itself if nothing changes.
 
-    What does not change is shared, and nothing of `body` is. Numbers, names, roles and images are no texts.
+    Unchanged parts are shared with `body`, which is never modified. Numbers, names, roles and images are not texts.
     """
     changed: dict[str, Any] = {}
     messages = body.get("messages")
@@ -43,7 +43,7 @@ def map_body(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
 
 
 def map_message(message: Any, said: Said) -> Any:
-    """A system, developer or user message: its content, or each text of that where it is a list."""
+    """A system, developer or user message with replaced texts: its content, or each text of a content in parts."""
     kind = _KINDS.get(message.get("role")) if isinstance(message, Mapping) else None
     if kind is None:
         return message
@@ -58,8 +58,8 @@ def map_message(message: Any, said: Said) -> Any:
 
 
 def map_tool(tool: Any, said: Said) -> Any:
-    """A tool in the form of chat or of Responses: its description and those of its parameters. The key is its name,
-    and below that the path of the parameter: "search", "search/city"."""
+    """A tool in the form of chat or of Responses with replaced texts: its description and the descriptions of its
+    parameters. The key is its name, followed by the path of the parameter: "search", "search/city"."""
     if not isinstance(tool, Mapping):
         return tool
     function = tool.get("function")
@@ -70,7 +70,7 @@ def map_tool(tool: Any, said: Said) -> Any:
 
 
 def map_format(form: Any, said: Said) -> Any:
-    """The response format of chat, or the `text.format` of Responses: the descriptions in its schema."""
+    """The response format of chat, or the `text.format` of Responses, with replaced descriptions in its schema."""
     if not isinstance(form, Mapping):
         return form
     schema = form.get("json_schema")
@@ -94,7 +94,8 @@ def _described(named: Mapping[str, Any], below: str, kind: Kind, said: Said) -> 
 
 
 def _schema(schema: Any, kind: Kind, key: str, said: Said) -> Any:
-    """The descriptions of a schema and of those below it; `key` is that of its own."""
+    """A schema with replaced descriptions in it and in the schemas below it. `key` is the key of its own
+    description."""
     below = key if key.endswith("/") else f"{key}/"
     if isinstance(schema, list | tuple):
         numbers = iter(range(len(schema)))
@@ -128,7 +129,7 @@ def _new(said: Said, kind: Kind, key: str, text: str) -> str:
 
 
 def each(values: Any, one: Callable[[Any], Any]) -> Any:
-    """The list with each value as `one` gives it; itself where nothing changes."""
+    """The list with `one` applied to each value; the list itself if nothing changes."""
     new = [one(value) for value in values]
     return values if all(a is b for a, b in zip(new, values, strict=True)) else new
 

@@ -1,4 +1,4 @@
-"""Edited prompts, and the edit of one call: right, or left alone."""
+"""Edited prompts, and the edits of one call. A call is edited completely, or not at all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cotune.records.ids import canonical
 Outcome = Literal["edited", "prompt_unmatched", "prompt_ambiguous"]
 FORMAT = 1
 AS_WRITTEN = "as written"
-"""In place of an id: the application's own prompts."""
+"""Stands for the application's own prompts instead of an id."""
 
 
 class Support(msgspec.Struct, frozen=True):
-    """On how much a part rests: the recorded calls in which it stood, and the different tasks of these."""
+    """The number of recorded calls with a part, and of their different tasks."""
 
     calls: int = 0
     tasks: int = 0
 
 
 class PromptPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One text of the prompts of one role, or of several that have the same.
+    """One text in the prompts of a role, or of several roles with the same text.
 
-    `key` is "" or names the tool or the schema, and the place in it. `new` is None where the text is as it was.
+    `key` is "" or the name of the tool or schema and the path in it. `new` is None if the text is unchanged.
     """
 
     name: str
@@ -41,19 +41,19 @@ class PromptPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def edited(self) -> bool:
-        """Whether it says something else than before."""
+        """Whether the text was changed."""
         return self.new is not None and self.new != self.old
 
     @property
     def now(self) -> Template:
-        """What it says."""
+        """The present text."""
         return self.old if self.new is None else self.new
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of an application, with their edits: what `prompts.json` holds.
+    """The prompts of an application with their edits: the content of `prompts.json`.
 
-    Parts that are not edited belong to it: a text that is one of them is known, and left alone.
+    Parts without an edit belong to it too: a text that matches one of them is recognized and not changed.
     """
 
     parts: tuple[PromptPart, ...]
@@ -64,13 +64,13 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     provenance: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     trained_with: str = ""
-    """The id of the prompts that the weights were trained under, for which these were found, or `AS_WRITTEN`; "" where
-    a provider or an untrained model answered."""
+    """The id of the prompts with which the weights were trained that answered in the search for these prompts, or
+    `AS_WRITTEN`; "" if a provider or an untrained model answered."""
     format: int = FORMAT
 
     @property
     def id(self) -> str:
-        """SHA-256 over what is edited; "" where nothing is."""
+        """SHA-256 of the edits; "" without edits."""
         edited = [
             [part.roles, part.kind, part.key, part.old.pieces, part.now.pieces] for part in self.parts if part.edited
         ]
@@ -78,11 +78,15 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have an edited part."""
-        return tuple(dict.fromkeys(role for part in self.parts if part.edited for role in part.roles))
+        """The roles with an edited part."""
+        roles: dict[str, None] = {}
+        for part in self.parts:
+            if part.edited:
+                roles.update(dict.fromkeys(part.roles))
+        return tuple(roles)
 
     def edits(self, role: str) -> RoleEdits | None:
-        """The edits of a role's calls; None where none of its parts is edited."""
+        """The edits of a role's calls; None if none of its parts is edited."""
         parts = tuple(part for part in self.parts if role in part.roles)
         return RoleEdits(parts) if any(part.edited for part in parts) else None
 
@@ -97,59 +101,60 @@ class RoleEdits:
         self._edited = {(part.kind, part.key) for part in parts if part.edited}
 
     def begin(self) -> CallEdits:
-        """The edits of one call, which counts what it meets."""
+        """The edits of one call, which collect what happens to its texts."""
         return CallEdits(self)
 
     def text(self, kind: Kind, key: str, text: str) -> str | None:
-        """What stands in place of a text; None where it stays."""
+        """The replacement for a text; None if it stays."""
         return self.begin().text(kind, key, text)
 
     def among(self, kind: Kind, key: str) -> list[PromptPart]:
-        """The parts that a text of this place may be, those with the most constant text first."""
+        """The parts that a text at this place may match, with the most constant text first."""
         return self._parts.get((kind, key), [])
 
     def edits(self, kind: Kind, key: str | None = None) -> bool:
-        """Whether a part of this kind is edited, or of this place."""
+        """Whether a part of this kind is edited; with `key`, at this place."""
         return any(kind == place[0] and key in (None, place[1]) for place in self._edited)
 
 
 class CallEdits:
-    """The edits of one call, and what came of them. For one thread."""
+    """The edits of one call, and their result. For one thread."""
 
     def __init__(self, edits: RoleEdits) -> None:
         self._edits = edits
-        self._known: dict[tuple[Kind, str], bool] = {}
-        """The places of parts where the call has a text, and whether one of these is known."""
+        self._recognized: dict[tuple[Kind, str], bool] = {}
+        """The places of parts where the call has a text, and whether a text at the place matches a part."""
         self._missed: tuple[PromptPart, str] | None = None
         self.edited = 0
-        """Texts that were changed."""
+        """Number of texts that were changed."""
         self.ambiguous: tuple[str, ...] = ()
-        """The edited parts that a text can be read as in several ways: it stays."""
+        """The edited parts that a text matches in several ways, so that it stays."""
 
     def text(self, kind: Kind, key: str, text: str) -> str | None:
-        """What stands in place of a text; None where it stays.
+        """The replacement for a text; None if it stays.
 
-        It is taken as the part with the most constant text that it can be read as. Where that has several readings, or
-        two such parts say different things, it stays.
+        Among the parts that the text matches, the part with the most constant text counts. If the text matches it in
+        several ways, or if two such parts have different replacements, the text stays.
         """
-        among = self._edits.among(kind, key)
-        if not among:
+        candidates = self._edits.among(kind, key)
+        if not candidates:
             return None
-        found = [(part, values) for part in among if (values := part.old.match(text)) is not None]
-        found = [(part, values) for part, values in found if part.old.constant == found[0][0].old.constant]
-        self._known[kind, key] = self._known.get((kind, key), False) or bool(found)
-        if not found:
+        matches = [(part, values) for part in candidates if (values := part.old.match(text)) is not None]
+        # The parts are in the order of their constant text: the first match has the most.
+        matches = [(part, values) for part, values in matches if part.old.constant == matches[0][0].old.constant]
+        self._recognized[kind, key] = self._recognized.get((kind, key), False) or bool(matches)
+        if not matches:
             self._miss(kind, key, text)
             return None
-        edited = [part for part, _ in found if part.edited]
+        edited = [part for part, _ in matches if part.edited]
         if not edited:
             return None
-        new = {text if values is AMBIGUOUS else part.now.fill(values) for part, values in found}
-        if len(new) > 1 or any(values is AMBIGUOUS for _, values in found):
+        replacements = {text if values is AMBIGUOUS else part.now.fill(values) for part, values in matches}
+        if len(replacements) > 1 or any(values is AMBIGUOUS for _, values in matches):
             self.ambiguous = (*self.ambiguous, edited[0].name)
             return None
         self.edited += 1
-        return new.pop()
+        return replacements.pop()
 
     def _miss(self, kind: Kind, key: str, text: str) -> None:
         if not self._edits.edits(kind, key):
@@ -163,24 +168,24 @@ class CallEdits:
     def outcome(self) -> Outcome:
         """Whether the call is edited as it should be.
 
-        It is not where an edited part has several readings; where the call has a system message, a tool or a schema
-        that should be edited, and it is none that is known; nor where no text of it is known. A user message that is
-        unknown may be the task.
+        It is not if a text matches an edited part in several ways; if a system message, tool or schema should be edited
+        but matches no part; or if no text of the call matches. A user message that does not match may be the task.
         """
         if self.ambiguous:
             return "prompt_ambiguous"
-        places = {place: known for place, known in self._known.items() if self._edits.edits(*place)}
-        if any(not known and kind != "user" for (kind, _), known in places.items()):
-            return "prompt_unmatched"
+        places = {place: matched for place, matched in self._recognized.items() if self._edits.edits(*place)}
+        for (kind, _), matched in places.items():
+            if not matched and kind != "user":
+                return "prompt_unmatched"
         if any(places.values()):
             return "edited"
-        # A call without the tool, or the schema, that is edited.
+        # Only tools or schemas are edited, and this call has none of them.
         only_others = not self._edits.edits("system") and not self._edits.edits("user")
-        return "edited" if only_others and any(self._known.values()) else "prompt_unmatched"
+        return "edited" if only_others and any(self._recognized.values()) else "prompt_unmatched"
 
     @property
     def difference(self) -> str:
-        """Where the text that came nearest to an edited part first differs from it, without its content."""
+        """The first difference between an edited part and the most similar text, without its content."""
         if self._missed is None:
             return "it has no text of that kind"
         part, text = self._missed
@@ -188,5 +193,5 @@ class CallEdits:
 
 
 def rewrite_chat(edits: CallEdits, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A chat request in OpenAI form with the edits; `body` itself where nothing changes, of which nothing ever is."""
+    """A chat request in OpenAI form with the edits; `body` itself if nothing changes. `body` is never modified."""
     return map_body(body, edits.text)

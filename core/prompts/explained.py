@@ -1,4 +1,4 @@
-"""What the record of an episode explains in a text: its task, and what was answered before the text was first sent."""
+"""The parts of a text that come from the episode: from its task, and from answers before the text was first sent."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from cotune.records.images import content_text
 from cotune.records.structs import CallRecord
 
 WHOLE, PART = 8, 12
-"""Least characters of a whole answer or a text of the task, and of a part of one, that count where they are found."""
+"""Minimum characters of a whole answer or task text (WHOLE), and of a part of one (PART), that are searched for."""
 _OTHER = 20
-"""Least characters of a text of another task: a shorter one may be a label that prompts name, too."""
+"""Minimum characters of a text from another task: a shorter text may be a label that also occurs in prompts."""
 Texts = dict[str, set[str]]
 """Texts by their first characters."""
 
 
 def texts_of(tasks: Iterable[Any]) -> Texts:
-    """Long texts of all tasks: an application may remember those of earlier episodes."""
-    found: Texts = {}
+    """Long texts of all tasks: an application may remember texts from earlier episodes."""
+    texts: Texts = {}
     for task in tasks:
         for text in map(str.strip, strings(task)):
             if len(text) >= _OTHER and " " in text:
-                found.setdefault(text[:WHOLE], set()).add(text)
-    return found
+                texts.setdefault(text[:WHOLE], set()).add(text)
+    return texts
 
 
 class Explained:
-    """The texts of one episode so far, and where they stand in others."""
+    """The texts of one episode so far, and their places in other texts."""
 
     def __init__(self, task: Any, others: Texts) -> None:
         self._others = others
         self._texts: Texts = {}
         self._short: set[str] = set()
-        """Whole texts that are too short to be looked for anywhere: they count where they are a line of their own."""
+        """Whole texts that are too short to be searched for anywhere. They count if they fill a whole line."""
         for text in strings(task):
             self._add(text)
 
     def answered(self, call: CallRecord) -> None:
-        """Add what a call answered: its text, that of its parts, and what it asked of tools."""
+        """Add the answer of a call: its text, the text of its parts, and the arguments of its tool calls."""
         for candidate in call.candidates:
             self._add(candidate.text)
             self._add(content_text(candidate.message.get("content")))
@@ -51,27 +51,28 @@ class Explained:
                 self._add(function.get("arguments") if isinstance(function, Mapping) else None)
 
     def returned(self, value: Any) -> None:
-        """Add what a tool returned."""
+        """Add the result of a tool."""
         for text in strings(value):
             self._add(text)
 
     def spans(self, text: str) -> list[Span]:
         """The places in `text` of all texts so far."""
-        found: list[Span] = []
-        past = 0
-        for at in range(len(text) - WHOLE + 1):
-            start = text[at : at + WHOLE]
-            for known in (*self._texts.get(start, ()), *self._others.get(start, ())):
-                if at + len(known) > past and text.startswith(known, at):
-                    past = at + len(known)
-                    found.append((at, past))
-        at = 0
+        places: list[Span] = []
+        covered = 0
+        for begin in range(len(text) - WHOLE + 1):
+            key = text[begin : begin + WHOLE]
+            for source in (*self._texts.get(key, ()), *self._others.get(key, ())):
+                end = begin + len(source)
+                if end > covered and text.startswith(source, begin):
+                    covered = end
+                    places.append((begin, end))
+        line_start = 0
         for line in text.splitlines(keepends=True):
             if (short := line.strip()) in self._short:
-                begin = at + line.index(short)
-                found.append((begin, begin + len(short)))
-            at += len(line)
-        return union(found)
+                begin = line_start + line.index(short)
+                places.append((begin, begin + len(short)))
+            line_start += len(line)
+        return union(places)
 
     def _add(self, text: Any) -> None:
         if not isinstance(text, str):
@@ -82,9 +83,9 @@ class Explained:
         for line in text.splitlines():
             self._put(line, PART)
         if text.lstrip()[:1] in ("{", "["):
-            for one in strings(json_or_none(text)):
-                self._put(one, PART)
-                for line in one.splitlines():
+            for part in strings(json_or_none(text)):
+                self._put(part, PART)
+                for line in part.splitlines():
                     self._put(line, PART)
 
     def _put(self, text: str, least: int) -> None:
@@ -94,5 +95,5 @@ class Explained:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """The texts in a JSON value, without the names in it."""
-    return (one for one in leaves(value) if isinstance(one, str))
+    """The texts in a JSON value, without its keys."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, str))

@@ -17,12 +17,12 @@ from cotune.records.ids import canonical
 from cotune.storage.whole_file import whole_file
 
 NAME = "prompts.json"
-_REMEDY = "Write it anew: cotune prompts show RUN --out prompts.json."
-_UNTOUCHED = "Change it with cotune prompts edit, which keeps the file whole."
+_REMEDY = "Write it again: cotune prompts show RUN --out prompts.json."
+_UNTOUCHED = "Change it with cotune prompts edit, which keeps the file consistent."
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part as it stands in the file: texts as lists of constant texts and slot numbers, with nothing to escape."""
+    """A part in the file. Texts are lists of constant texts and slot numbers, so that nothing must be escaped."""
 
     name: str
     roles: tuple[str, ...]
@@ -49,25 +49,27 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts_path(path: str | Path) -> Path:
-    """The file of prompts at a path: itself, or that of a folder, such as a run or an export."""
+    """The file of prompts at a path: the path itself, or the file in a folder, for example a run or an export."""
     path = Path(path)
     return path / NAME if path.is_dir() else path
 
 
 def read_prompts(path: str | Path) -> Prompts:
-    """The prompts of a file, or of a folder that has one. Raises ConfigError for a file that cannot be read, of another
-    format, or of which a text was changed and is not what its hash says, or lost a slot."""
+    """The prompts in a file, or in a folder with such a file. Raises ConfigError for a file that cannot be read, has
+    another format, or was changed by hand: a text does not match its hash, or lost a slot."""
     file = prompts_path(path)
     if not file.is_file():
-        raise ConfigError("prompts", str(path), "has no file of prompts", f"{file} is not there.")
+        raise ConfigError("prompts", str(path), "has no file of prompts", f"{file} does not exist.")
     try:
         raw = msgspec.json.decode(file.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("prompts", str(file), f"is not valid JSON ({error})", _REMEDY) from None
-    found = raw.get("format") if isinstance(raw, dict) else None
-    if found != FORMAT:
-        fault = "is no file of prompts" if found is None else f"is of format {found!r}, and this cotune reads {FORMAT}"
-        raise ConfigError("prompts", str(file), fault, _REMEDY if found is None else "Read it with a newer cotune.")
+    format = raw.get("format") if isinstance(raw, dict) else None
+    if format is None:
+        raise ConfigError("prompts", str(file), "is not a file of prompts", _REMEDY)
+    if format != FORMAT:
+        fault = f"has format {format!r}, and this cotune reads {FORMAT}"
+        raise ConfigError("prompts", str(file), fault, "Read it with a newer cotune.")
     try:
         read = msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
@@ -87,12 +89,12 @@ def read_prompts(path: str | Path) -> Prompts:
     if twice := [name for name, count in names.items() if count > 1]:
         raise ConfigError("prompts", str(file), f"has two parts with the name {twice[0]}", _REMEDY)
     if prompts.id != read.id:
-        raise ConfigError("prompts", str(file), "was changed: its parts are not those of its id", _UNTOUCHED)
+        raise ConfigError("prompts", str(file), "was changed: its parts do not match its id", _UNTOUCHED)
     return prompts
 
 
 def write_prompts(path: str | Path, prompts: Prompts) -> Path:
-    """Write a file of prompts whole, or not at all; its path. Raises OSError."""
+    """Write a file of prompts completely, or not at all. Returns its path. Raises OSError."""
     file = prompts_path(path)
     with whole_file(file) as out:
         out.write(as_json(prompts))
@@ -132,9 +134,9 @@ def _written(part: PromptPart) -> _Part:
 
 def _read(file: Path, part: _Part) -> PromptPart:
     old, new = Template(part.old), None if part.new is None else Template(part.new)
-    for name, template, said in (("old", old, part.old_sha256), ("new", new, part.new_sha256)):
-        if template is not None and text_sha256(template) != said:
-            fault = f"was changed: the {name} text of {part.name} is not that of its {name}_sha256"
+    for name, template, sha256 in (("old", old, part.old_sha256), ("new", new, part.new_sha256)):
+        if template is not None and text_sha256(template) != sha256:
+            fault = f"was changed: the {name} text of {part.name} does not match its {name}_sha256"
             raise ConfigError("prompts", str(file), fault, _UNTOUCHED)
     if fault := fault_of(old, new):
         raise ConfigError("prompts", str(file), f"cannot be used: in {part.name}, {fault}", _UNTOUCHED)

@@ -1,11 +1,12 @@
-"""Which texts of one place are one prompt."""
+"""Group the texts of one place into prompts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from cotune.prompts.alignment import (
@@ -25,43 +26,43 @@ from cotune.prompts.recorded import SeenText
 from cotune.prompts.templates import Template
 
 _FIRST = 16
-"""Texts that are compared each with each; further ones join the prompts of these, or begin new ones."""
+"""Number of texts of which all pairs are compared. Other texts join the prompts of these, or begin new ones."""
 _AT_ONCE = 128
-"""Further texts that are compared with the prompts in a round; the others wait for what the round shows."""
+"""Number of other texts that are compared with the prompts in a round. The others wait for its result."""
 _ROUNDS = 8
-"""Rounds at most: texts that no prompt reads by then stay apart."""
+"""Maximum number of rounds. Texts that match no prompt after them stay separate."""
 
 
 @dataclass
 class Group:
-    """Texts that are one prompt, and the words that they have in common."""
+    """Texts of the same prompt, and their common words."""
 
     row: Row
     texts: list[SeenText]
 
     @property
     def firm(self) -> bool:
-        """Whether it stands for several texts, or several tasks."""
+        """Whether the prompt is based on several texts or several tasks."""
         return len(self.texts) > 1 or len(self.tasks) > 1
 
     @property
     def tasks(self) -> set[str]:
-        """The tasks in which it was sent."""
-        return {task for text in self.texts for task in text.tasks}
+        """The tasks in which the prompt was sent."""
+        return set[str]().union(*(text.tasks for text in self.texts))
 
     @property
     def calls(self) -> set[str]:
-        """The calls that sent it."""
-        return {call for text in self.texts for call in text.calls}
+        """The calls that sent the prompt."""
+        return set[str]().union(*(text.calls for text in self.texts))
 
     @cached_property
     def size(self) -> int:
-        """Its constant characters."""
+        """The number of constant characters."""
         return size(self.row)
 
     @cached_property
     def pairs(self) -> set[tuple[Hashable, Hashable]]:
-        """Words that are neighbours."""
+        """Pairs of adjacent words."""
         return set(pairwise(self.row))
 
     @cached_property
@@ -69,7 +70,8 @@ class Group:
         return template_of(self.row)
 
     def reads(self, text: SeenText) -> int:
-        """The constant characters of the prompt where it reads a text as it is, whose gaps stand in slots; else -1."""
+        """The number of constant characters of the prompt if it matches a text and all gaps of the text are in slots;
+        else -1."""
         template = self._rough
         values = template.match(text.text)
         if not isinstance(values, tuple):
@@ -83,7 +85,7 @@ class Group:
         return template.constant
 
     def template(self) -> Template:
-        """Its constant text and slots, which read each of its texts in one way."""
+        """The constant text and slots of the prompt, which match each of its texts in one way."""
         return sound(self._rough, [text.text for text in self.texts])
 
 
@@ -93,69 +95,77 @@ class _Fit(NamedTuple):
 
 
 def grouped(texts: Iterable[SeenText]) -> list[Group]:
-    """The prompts of a place: texts that are nothing but what the records explain belong to none."""
-    alone = [Group(row, [text]) for text in texts if size(row := row_of(text.text, text.gaps))]
-    step = max(1, len(alone) // _FIRST)
-    first = alone[::step][:_FIRST]
+    """The prompts of a place. Texts that consist only of gaps belong to no prompt."""
+    singles = [Group(row, [text]) for text in texts if size(row := row_of(text.text, text.gaps))]
+
+    # 1. Compare all pairs of a few texts, from all over the records.
+    step = max(1, len(singles) // _FIRST)
+    first = singles[::step][:_FIRST]
     groups = _merged(first)
-    waiting = [one for one in alone if not any(one is other for other in first)]
-    apart: list[Group] = []
+
+    # 2. In rounds, some of the other texts join a prompt or begin a new one.
+    waiting = [single for single in singles if not any(single is other for other in first)]
+    separate: list[Group] = []
     for _ in range(_ROUNDS):
         if not waiting:
             break
-        # A part of them, from all over the records, joins prompts or begins new ones.
-        step = -(-len(waiting) // _AT_ONCE)
-        known = {id(group) for group in groups if group.firm}
-        for one in waiting[::step]:
-            _join(groups, one)
-        waiting = [one for number, one in enumerate(waiting) if number % step]
+        step = math.ceil(len(waiting) / _AT_ONCE)
+        firm_before = {id(group) for group in groups if group.firm}
+        for single in waiting[::step]:
+            _join(groups, single)
+        waiting = [single for number, single in enumerate(waiting) if number % step]
         if not waiting:
             break
-        # The rest need no alignment if a prompt reads them as they are. Single texts are compared no more: so many
-        # texts that are all unlike are input, and comparing each with each would take hours.
+        # Texts that match a prompt need no alignment. Prompts with a single text are not compared any more: many texts
+        # that are all different are input, and comparing all pairs would take hours.
         firm = [group for group in groups if group.firm]
-        apart += [group for group in groups if not group.firm]
-        groups, waiting = firm, [one for one in waiting if not _read_by(firm, one)]
-        if known.issuperset(id(group) for group in firm):
+        separate += [group for group in groups if not group.firm]
+        groups, waiting = firm, [single for single in waiting if not _add_to_match(firm, single)]
+        if firm_before.issuperset(id(group) for group in firm):
             break
-    groups = [*groups, *apart, *waiting]
-    # Late texts may have taken from a prompt what kept it apart from another.
-    return _merged(groups) if len(alone) > len(first) and len(groups) <= 2 * _FIRST else groups
+
+    # 3. Later texts may have removed the words in which two prompts differed.
+    groups = [*groups, *separate, *waiting]
+    return _merged(groups) if len(singles) > len(first) and len(groups) <= 2 * _FIRST else groups
 
 
 def _merged(groups: Sequence[Group]) -> list[Group]:
-    """The groups, those that share most as one."""
-    left = dict(enumerate(groups))
-    fits = {(i, j): fit for i in left for j in left if i < j and (fit := _fit(left[i], left[j]))}
-    number = len(left)
+    """The groups after joining those that are one prompt. Pairs that share most are joined first."""
+    remaining = dict(enumerate(groups))
+    fits: dict[tuple[int, int], _Fit] = {}
+    for i, j in combinations(remaining, 2):
+        if fit := _fit(remaining[i], remaining[j]):
+            fits[i, j] = fit
+    number = len(remaining)
     while fits:
         i, j = max(fits, key=lambda pair: (fits[pair].shared, -pair[0], -pair[1]))
-        new = _one(left[i], left[j], fits[i, j])
+        joined = _joined(remaining[i], remaining[j], fits[i, j])
         fits = {pair: fit for pair, fit in fits.items() if not {i, j} & set(pair)}
-        del left[i], left[j]
-        for other, group in left.items():
-            if fit := _fit(group, new):
+        del remaining[i], remaining[j]
+        for other, group in remaining.items():
+            if fit := _fit(group, joined):
                 fits[other, number] = fit
-        left[number] = new
+        remaining[number] = joined
         number += 1
-    return list(left.values())
+    return list(remaining.values())
 
 
-def _join(groups: list[Group], one: Group) -> None:
-    """Put a text into the prompt that reads it, or else into the one that shares most, or else by itself."""
-    if _read_by(groups, one):
+def _join(groups: list[Group], single: Group) -> None:
+    """Add a text to a prompt that it matches, or else to the prompt with which it shares most. Without one, it begins a
+    new prompt."""
+    if _add_to_match(groups, single):
         return
-    fits = {number: fit for number, group in enumerate(groups) if (fit := _fit(group, one))}
+    fits = {number: fit for number, group in enumerate(groups) if (fit := _fit(group, single))}
     if not fits:
-        groups.append(one)
+        groups.append(single)
         return
     best = max(fits, key=lambda number: fits[number].shared)
-    groups[best] = _one(groups[best], one, fits[best])
+    groups[best] = _joined(groups[best], single, fits[best])
 
 
-def _read_by(groups: Sequence[Group], one: Group) -> bool:
-    """Put a text into the prompt that reads it with the most constant text; False if none does."""
-    (text,) = one.texts
+def _add_to_match(groups: Sequence[Group], single: Group) -> bool:
+    """Add a text to the prompt that it matches, the one with the most constant text; False if it matches none."""
+    (text,) = single.texts
     constant, number = max(((group.reads(text), number) for number, group in enumerate(groups)), default=(0, 0))
     if constant <= 0:
         return False
@@ -164,7 +174,7 @@ def _read_by(groups: Sequence[Group], one: Group) -> bool:
 
 
 def _fit(a: Group, b: Group) -> _Fit | None:
-    """What two groups share, where that makes them one prompt."""
+    """The common runs of two groups if they are one prompt; else None."""
     if not _may_fit(a, b):
         return None
     blocks = blocks_of(a.row, b.row)
@@ -172,16 +182,16 @@ def _fit(a: Group, b: Group) -> _Fit | None:
 
 
 def _may_fit(a: Group, b: Group) -> bool:
-    """Whether they can be one, by a bound that costs little: a run has words that are neighbours in both, or is one
-    word at an end."""
+    """A quick check whether two groups can be one prompt: a common run has adjacent words that are adjacent in both, or
+    it is one word at an end."""
     if a.row[0] == b.row[0] or a.row[-1] == b.row[-1]:
         return True
     shared = a.pairs & b.pairs
     if not shared:
         return False
-    bound = size([word for pair in pairwise(a.row) if pair in shared for word in pair])
+    bound = sum(size(pair) for pair in pairwise(a.row) if pair in shared)
     return 2 * bound >= min(a.size, b.size) or bound >= LONG
 
 
-def _one(a: Group, b: Group, fit: _Fit) -> Group:
+def _joined(a: Group, b: Group, fit: _Fit) -> Group:
     return Group(merged(a.row, b.row, fit.blocks), [*a.texts, *b.texts])

@@ -1,5 +1,5 @@
-"""What a proposed text may not do. It is refused and counted, never repaired: a repaired prompt is one that nobody
-proposed."""
+"""Rules for proposed texts. A text that breaks a rule is refused and counted. It is never repaired: nobody proposed the
+repaired text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Rule = Literal["lost_slot", "same", "too_long", "copies_task", "new_address", "u
 
 _WORD = re.compile(r"\w+")
 _ROW = 5
-"""Words in a row that are a copy."""
+"""Number of words in a row that count as a copy."""
 _ID = re.compile(r"\b(?=[\w-]{0,100}\d{2})[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*\b")
-"""What names a thing in a text: an order, a flight, a year."""
+"""Names of things in a text: an order, a flight, a year."""
 _COMMON = 3
-"""Tasks from which on a value that they share is a label, and no task's own."""
+"""Number of tasks from which a shared value counts as a label and not as part of a task."""
 _LEAST, _LONG = 3, 8
-"""Least characters of a value that can be told from other text, and of one that is a single plain word."""
+"""Minimum characters of a value that differs from usual text, and of a value that is a plain word."""
 _ADDRESSES = (
-    # Bounded where a match may begin at many places, or a long text without any takes quadratic time.
+    # The repetitions are bounded: a match may begin at many places, and unbounded ones would take quadratic time.
     r"\b[a-z][a-z0-9+.-]{0,30}://[^\s\"'<>)\]]+",
     r"\bwww\.[\w-]{1,63}\.[^\s\"'<>)\]]+",
     r"[\w.+-]{1,64}@[\w-]{1,63}\.[\w.-]*\w",
@@ -41,18 +41,18 @@ _ADDRESSES = (
 )
 _ADDRESS = re.compile("|".join(f"(?:{one})" for one in _ADDRESSES))
 _NAME = re.compile(r"\b[A-Za-z]\w*_\w+\b|\b[A-Za-z_]\w*(?=\()|(?<=`)[A-Za-z_][\w.-]*(?=`)")
-"""How prompts name tools, roles and fields: snake_case, with a bracket behind, or between backticks."""
+"""Names of tools, roles and fields in prompts: snake_case, before a bracket, or between backticks."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a text is refused: the rule, and what in the text breaks it."""
+    """The reason why a text is refused: the rule, and the part of the text that breaks it."""
 
     rule: Rule
     detail: str
 
 
 class Known:
-    """What may not be copied into a prompt, and the names that a prompt may use."""
+    """Texts that must not be copied into a prompt, and names that a prompt may use."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -61,21 +61,22 @@ class Known:
         self._values: Counter[str] = Counter()
 
     def task(self, task: Task) -> None:
-        """Add a task: rows of its words, and each value in it that is its own."""
+        """Add a task: its rows of words, and the values that are specific to it."""
         for text in strings(task.input):
             self.text(text)
         texts = list(strings(task.input))
         values = {value.strip() for value in (task.id, *texts, *_numbers(task.input))}
-        values.update(id for text in texts for id in _ID.findall(text))
+        for text in texts:
+            values.update(_ID.findall(text))
         self._values.update(value for value in values if _telling(value))
         self.names.update(_keys(task.input))
 
     def text(self, text: str) -> None:
-        """Add an answer, or what a tool returned: rows of its words."""
+        """Add the rows of words of an answer or of a tool's result."""
         self._rows.update(_rows(text))
 
     def copied(self, new: str, old: str) -> str:
-        """The first words of `new` that are a copy, and do not stand in `old`; "" without any."""
+        """The first words of `new` that are a copy and are not in `old`; "" without a copy."""
         before = _rows(old)
         words = _WORD.findall(new)
         for start, row in enumerate(_rows_of(words)):
@@ -88,31 +89,34 @@ class Known:
 
 
 def longest(part: PromptPart) -> int:
-    """Most constant characters of a text in place of a part's: 1.5 times the old one's, and 500 more."""
+    """Maximum constant characters of a new text for a part: 1.5 times those of the old text, plus 500."""
     return int(1.5 * part.old.constant) + 500
 
 
 def refusals(part: PromptPart, new: Template, known: Known | None = None) -> list[Refusal]:
-    """Why a text may not stand in place of a part's: empty where it may. It is no longer than `longest`."""
-    if new.constant > (most := longest(part)):  # alone: the other rules take time that grows with the text
+    """The reasons why a text must not replace the text of a part; empty if it may."""
+    if new.constant > (most := longest(part)):  # checked first: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed")]
-    found: list[Refusal] = []
+    refused: list[Refusal] = []
     if fault := fault_of(part.old, new):
-        found.append(Refusal("lost_slot", fault))
+        refused.append(Refusal("lost_slot", fault))
     if " ".join(_shown(new).split()) == " ".join(_shown(part.now).split()):
-        found.append(Refusal("same", "it says what the prompt says now"))
-    old, said = "\n".join(part.old.texts), "\n".join(new.texts)
-    if hidden := next((one for one in UNSEEN.findall(said) if one not in old), ""):
-        found.append(Refusal("invisible", f"the character U+{ord(hidden):04X}, which nobody sees"))
-    if known is not None and (copy := known.copied(said, old)):
-        found.append(Refusal("copies_task", copy))
-    if address := next((one for one in _ADDRESS.findall(said) if one.rstrip(".,;:") not in old), ""):
-        found.append(Refusal("new_address", address))
+        refused.append(Refusal("same", "it is equal to the present text"))
+    old_text, new_text = "\n".join(part.old.texts), "\n".join(new.texts)
+    hidden = [character for character in UNSEEN.findall(new_text) if character not in old_text]
+    if hidden:
+        refused.append(Refusal("invisible", f"the character U+{ord(hidden[0]):04X}, which is invisible"))
+    if known is not None and (copy := known.copied(new_text, old_text)):
+        refused.append(Refusal("copies_task", copy))
+    addresses = [address for address in _ADDRESS.findall(new_text) if address.rstrip(".,;:") not in old_text]
+    if addresses:
+        refused.append(Refusal("new_address", addresses[0]))
     if known is not None:
-        words = {*_NAME.findall(old), *_WORD.findall(old)}
-        if unknown := next((name for name in _NAME.findall(said) if name not in known.names | words), ""):
-            found.append(Refusal("unknown_name", unknown))
-    return found
+        allowed = {*known.names, *_NAME.findall(old_text), *_WORD.findall(old_text)}
+        unknown = [name for name in _NAME.findall(new_text) if name not in allowed]
+        if unknown:
+            refused.append(Refusal("unknown_name", unknown[0]))
+    return refused
 
 
 def _shown(template: Template) -> str:
@@ -129,7 +133,7 @@ def _rows_of(words: list[str]) -> Iterable[int]:
 
 
 def _telling(value: str) -> bool:
-    """Whether a value can be told from the words that any prompt has."""
+    """Whether a value differs from the words that any prompt may contain."""
     if len(value) < _LEAST:
         return False
     plain = value.isalpha() and value == value.lower()
@@ -137,13 +141,13 @@ def _telling(value: str) -> bool:
 
 
 def _holds(text: str, value: str) -> bool:
-    """Whether a value stands in a text, and not inside a longer word."""
-    at = text.find(value)
-    while at >= 0:
-        before, after = text[at - 1 : at], text[at + len(value) : at + len(value) + 1]
+    """Whether a value occurs in a text, and not inside a longer word."""
+    start = text.find(value)
+    while start >= 0:
+        before, after = text[start - 1 : start], text[start + len(value) : start + len(value) + 1]
         if not (_joins(before, value[0]) or _joins(value[-1], after)):
             return True
-        at = text.find(value, at + 1)
+        start = text.find(value, start + 1)
     return False
 
 
@@ -152,14 +156,14 @@ def _joins(a: str, b: str) -> bool:
 
 
 def _numbers(value: Any) -> Iterable[str]:
-    return (str(one) for one in leaves(value) if isinstance(one, int | float) and not isinstance(one, bool))
+    return (str(leaf) for leaf in leaves(value) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 
 def _keys(value: Any) -> Iterable[str]:
     if isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, item in value.items():
             yield str(name)
-            yield from _keys(one)
+            yield from _keys(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _keys(one)
+        for item in value:
+            yield from _keys(item)

@@ -1,7 +1,7 @@
-"""Material that a prompt hands over under a label, such as a document that was retrieved.
+"""Material in a prompt under a label, for example a retrieved document.
 
-The application's own code may have looked it up, so that no recorded result explains it. While only one document was
-seen, nothing tells its text from the prompt around it.
+The application's own code may have retrieved it, so that it is in no recorded result. If all records have the same
+document, its text looks like part of the prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cotune.prompts.volatile import Span
 
 SAME = 40
-"""Least characters that all texts must have in common after a label: fewer may be a heading of each document."""
+"""Minimum characters that all texts must have in common after a label. Fewer may be a heading of each document."""
 _WORDS = (
     "context|documents?|sources?|passages?|excerpts?|articles?|snippets?|references?|knowledge(?: base)?|"
     "(?:search|retrieval) results?|retrieved (?:text|information|content)"
@@ -32,7 +32,7 @@ _NEXT = re.compile(
     r"(?:question|query|task|request|instructions?|answer|input|message|user|customer)\b[^\n:]{0,20}:",
     re.MULTILINE | re.IGNORECASE,
 )
-"""What stands below the material, as a rule."""
+"""The usual text below the material."""
 
 
 class _Block(NamedTuple):
@@ -42,7 +42,8 @@ class _Block(NamedTuple):
 
 
 def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
-    """The spans of each text where it has the same material as all others with this label: it may be no prompt."""
+    """The spans of each text with the same material as in all other texts with this label: it may not be part of the
+    prompt."""
     places: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
     for text in texts:
         count: dict[str, int] = {}
@@ -54,20 +55,20 @@ def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
         materials = [text[block.start : block.end] for text, block in alike]
         common = len(os.path.commonprefix(materials))  # noqa: RUF071, of characters
         if common < SAME:
-            continue  # several documents were seen: they become a slot as they are compared
+            continue  # the texts have several documents, which become a slot when they are compared
         for text, block in alike:
             spans.setdefault(text, []).append((block.start, block.start + common))
     return spans
 
 
 def _blocks(text: str) -> Iterator[_Block]:
-    """The material under each label: to the closing tag, or to the next label or the end."""
+    """The material under each label: up to the closing tag, or up to the next label or the end."""
     labels = list(_LABEL.finditer(text))
-    starts = sorted([*(label.start() for label in labels), *(found.start() for found in _NEXT.finditer(text))])
-    past = 0
+    starts = sorted(match.start() for match in [*labels, *_NEXT.finditer(text)])
+    last_end = 0
     for label in labels:
-        if label.start() < past:
-            continue  # inside of the material before it
+        if label.start() < last_end:
+            continue  # inside the material before it
         start, tag = label.end(), label["tag"]
         if tag:
             closing = text.find(f"</{tag}>", start)
@@ -75,7 +76,7 @@ def _blocks(text: str) -> Iterator[_Block]:
         else:
             following = bisect_left(starts, start)
             end = starts[following] if following < len(starts) else len(text)
-        past = end
+        last_end = end
         material = text[start:end]
         start += len(material) - len(material.lstrip())
         yield _Block(label[0].lower(), start, start + len(material.strip()))

@@ -21,16 +21,16 @@ from cotune.storage.protocol import Store
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TASKS = 2
-"""Least tasks from which a prompt can be told from its input."""
+"""Minimum number of tasks to distinguish a prompt from its input."""
 CONSTANT = 20
-"""Least constant characters of a part that is worth an edit."""
+"""Minimum constant characters of a part that is worth an edit."""
 _EXAMPLES = 2
 
 
 class FoundPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part as it was found. `examples` are up to two values of each slot. `why` says why it cannot be edited, and is
-    "" where it can. `first` marks what is edited unless more is asked for: system messages, and user messages of roles
-    that have none."""
+    """A part of recorded prompts. `examples` are up to two values of each slot. `why` is the reason if the part cannot
+    be edited, else "". `first` marks the parts that are edited by default: system messages, and user messages of roles
+    without system messages."""
 
     part: PromptPart
     examples: tuple[tuple[str, ...], ...] = ()
@@ -39,8 +39,8 @@ class FoundPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoundRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A role of the records: its calls, their tasks, and the texts of user messages that are in one task alone and
-    count as input. `bare`: it sends nothing but its task and what others have answered."""
+    """A role of the records: the numbers of its calls, of their tasks, and of user messages that occur in only one task
+    and count as input. `bare` is whether it sends only its task and the answers of others."""
 
     name: str
     calls: int
@@ -68,34 +68,33 @@ class FoundParts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(found for found in self.parts if not found.why)
 
     def prompts(self, **more: Any) -> Prompts:
-        """All parts as prompts that say what they said; `more` are further fields."""
+        """All parts as prompts without edits. `more` are further fields."""
         return Prompts(
             parts=tuple(found.part for found in self.parts), workflow=self.workflow, models=self.models, **more
         )
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A prompt of one place."""
+class _PlacedPrompt:
+    """A prompt at one place."""
 
     place: Place
     group: Group
     template: Template
     order: tuple[int, int]
     blocked: bool = False
-    """One of its texts also reads as another part."""
+    """Whether one of its texts also matches another part."""
 
 
 def patterns(texts: Iterable[str], field: str) -> list[re.Pattern[str]]:
-    """Regular expressions of text that stays as it is, as `find_parts` takes them. Raises ConfigError that names
-    `field`."""
-    found = []
+    """Compiled regular expressions of text that must not change, for `find_parts`. Raises ConfigError for `field`."""
+    compiled = []
     for text in texts:
         try:
-            found.append(re.compile(text))
+            compiled.append(re.compile(text))
         except re.error as error:
-            raise ConfigError(field, text, f"is no regular expression: {error}") from None
-    return found
+            raise ConfigError(field, text, f"is not a regular expression: {error}") from None
+    return compiled
 
 
 def find_parts(
@@ -107,21 +106,28 @@ def find_parts(
     keep: Sequence[re.Pattern[str]] = (),
     calls: int = CALLS,
 ) -> FoundParts:
-    """The parts of recorded prompts: of these episodes, or of all. What matches a pattern of `keep` becomes a slot, so
-    that it stays as it is. No more than `calls` calls are read.
+    """The parts of recorded prompts, from these episodes or from all. Text that matches a pattern of `keep` becomes a
+    slot, so that it cannot be changed. At most `calls` calls are read.
     """
     recorded = read_texts(store, episodes, keep=keep, calls=calls)
-    found: list[_Found] = []
+    prompts: list[_PlacedPrompt] = []
     inputs: dict[str, int] = {}
     for place, texts in recorded.texts.items():
         if (not roles or place.role in roles) and place.kind in kinds:
             many = len(recorded.roles[place.role].tasks) >= TASKS
-            ours, theirs = _of_place(place, list(texts.values()), many)
-            found += ours
-            inputs[place.role] = inputs.get(place.role, 0) + theirs
-    parts = _named(found)
-    has_system = {role for one in parts if one.part.kind == "system" and not one.why for role in one.part.roles}
-    parts = [msgspec.structs.replace(one, first=not one.why and _is_first(one.part, has_system)) for one in parts]
+            of_place, n_inputs = _of_place(place, list(texts.values()), many)
+            prompts += of_place
+            inputs[place.role] = inputs.get(place.role, 0) + n_inputs
+
+    with_system: set[str] = set()
+    named_parts = _named(prompts)
+    for found in named_parts:
+        if found.part.kind == "system" and not found.why:
+            with_system.update(found.part.roles)
+    parts = []
+    for found in named_parts:
+        first = not found.why and _is_first(found.part, with_system)
+        parts.append(msgspec.structs.replace(found, first=first))
     return FoundParts(
         parts=tuple(parts),
         roles=tuple(_role(name, recorded, inputs, parts) for name in recorded.roles if not roles or name in roles),
@@ -135,9 +141,10 @@ def _is_first(part: PromptPart, has_system: set[str]) -> bool:
     return part.kind == "system" or (part.kind == "user" and not has_system & set(part.roles))
 
 
-def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list[_Found], int]:
-    """The prompts of a place, and how many texts are none: user messages of one task, where the role has `many`."""
-    found: list[_Found] = []
+def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list[_PlacedPrompt], int]:
+    """The prompts of a place, and the number of texts that are input: user messages in only one task, if the role has
+    `many` tasks."""
+    prompts: list[_PlacedPrompt] = []
     inputs = 0
     for group in grouped(texts):
         if place.kind in ("user", "assistant") and many and len(group.tasks) < TASKS:
@@ -145,88 +152,101 @@ def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list
             continue
         template = group.template()
         if template.constant:
-            found.append(_Found(place, group, template, min(text.order for text in group.texts)))
-    return [_apart(one, found) for one in found], inputs
+            prompts.append(_PlacedPrompt(place, group, template, min(text.order for text in group.texts)))
+    return [_check_rivals(prompt, prompts) for prompt in prompts], inputs
 
 
 def why_not(kind: Kind, old: Template, tasks: int) -> str:
-    """Why a text that was seen in so many tasks cannot be edited; "" where it can."""
+    """The reason why a text that occurs in this number of tasks cannot be edited; "" if it can."""
     if kind == "assistant":
-        return "an example of an answer stays as it is: in a request nothing tells it from a real answer"
+        return "an example of an answer cannot be changed: in a request it looks like a real answer"
     if tasks < TASKS:
-        return "seen in one task: what is constant cannot be told from its input"
+        return "seen in one task: its constant text cannot be distinguished from its input"
     if old.constant < CONSTANT:
         return f"only {old.constant} characters are constant"
     return ""
 
 
-def _apart(one: _Found, all_found: Sequence[_Found]) -> _Found:
-    """A prompt whose texts are no other's: with the most constant text, it reads each of them alone."""
-    rivals = [
-        other
-        for other in all_found
-        if other is not one and other.template.constant >= one.template.constant and other.template != one.template
-    ]
-    blocked = any(other.template.match(text.text) is not None for other in rivals for text in one.group.texts)
-    return replace(one, blocked=blocked)
+def _check_rivals(prompt: _PlacedPrompt, prompts: Sequence[_PlacedPrompt]) -> _PlacedPrompt:
+    """The prompt, blocked if another prompt with at least as much constant text matches one of its texts."""
+    for other in prompts:
+        if other is prompt or other.template == prompt.template:
+            continue
+        if other.template.constant < prompt.template.constant:
+            continue
+        if any(other.template.match(text.text) is not None for text in prompt.group.texts):
+            return replace(prompt, blocked=True)
+    return replace(prompt, blocked=False)
 
 
-def _named(found: Iterable[_Found]) -> list[FoundPart]:
-    """Parts with names, in the order of their roles, kinds and places; the same text of several roles is one part."""
-    same: dict[tuple[str, str, Template], list[_Found]] = {}
-    for one in found:
-        same.setdefault((one.place.kind, one.place.key, one.template), []).append(one)
-    roles = {role: number for number, role in enumerate(dict.fromkeys(one.place.role for one in found))}
+def _named(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
+    """Parts with names, in the order of their roles, kinds and places. The same text of several roles is one part."""
+    by_text: dict[tuple[str, str, Template], list[_PlacedPrompt]] = {}
+    for prompt in prompts:
+        by_text.setdefault((prompt.place.kind, prompt.place.key, prompt.template), []).append(prompt)
+    roles = {role: number for number, role in enumerate(dict.fromkeys(prompt.place.role for prompt in prompts))}
 
-    def base(alike: list[_Found]) -> tuple[int, int, str]:
-        place = alike[0].place
+    def base(equal: list[_PlacedPrompt]) -> tuple[int, int, str]:
+        place = equal[0].place
         return roles[place.role], KINDS.index(place.kind), place.key
 
-    ordered = sorted(same.values(), key=lambda alike: (*base(alike), alike[0].order, str(alike[0].template.pieces)))
+    ordered = sorted(by_text.values(), key=lambda equal: (*base(equal), equal[0].order, str(equal[0].template.pieces)))
     parts: list[FoundPart] = []
     for _, group in groupby(ordered, key=base):
-        parts += [_part(alike, number) for number, alike in enumerate(group, 1)]
+        parts += [_part(equal, number) for number, equal in enumerate(group, 1)]
     return parts
 
 
-def _part(alike: Sequence[_Found], number: int) -> FoundPart:
-    role, kind, key = alike[0].place
-    name = ".".join([role, kind, *([key] if key else []), *([str(number)] if number > 1 else [])])
-    template = alike[0].template
-    calls = {call for one in alike for call in one.group.calls}
-    tasks = {task for one in alike for task in one.group.tasks}
-    blocked = "one of its texts also reads as another part" if any(one.blocked for one in alike) else ""
+def _part(equal: Sequence[_PlacedPrompt], number: int) -> FoundPart:
+    """The part for prompts with the same text, the one with this number at its place."""
+    role, kind, key = equal[0].place
+    name = f"{role}.{kind}"
+    if key:
+        name += f".{key}"
+    if number > 1:
+        name += f".{number}"
+    template = equal[0].template
+    calls: set[str] = set()
+    tasks: set[str] = set()
+    texts: list[SeenText] = []
+    for prompt in equal:
+        calls |= prompt.group.calls
+        tasks |= prompt.group.tasks
+        texts += prompt.group.texts
+    blocked = "one of its texts also matches another part" if any(prompt.blocked for prompt in equal) else ""
     part = PromptPart(
         name=name,
-        roles=tuple(one.place.role for one in alike),
+        roles=tuple(prompt.place.role for prompt in equal),
         kind=kind,
         key=key,
         old=template,
         support=Support(calls=len(calls), tasks=len(tasks)),
     )
-    texts = sorted((text for one in alike for text in one.group.texts), key=lambda text: min(text.calls))
-    values = [read for text in texts if (read := _read(template, text)) is not None]
+    texts.sort(key=lambda text: min(text.calls))
+    values = [matched for text in texts if (matched := _slot_values(template, text)) is not None]
     examples = tuple(tuple(_examples(row[slot - 1] for row in values)) for slot in template.slots)
     return FoundPart(part=part, examples=examples, why=blocked or why_not(kind, template, len(tasks)))
 
 
-def _read(template: Template, text: SeenText) -> tuple[str, ...] | None:
+def _slot_values(template: Template, text: SeenText) -> tuple[str, ...] | None:
+    """The values of the slots in a text; None if it matches in several ways, or not."""
     values = template.match(text.text)
     return None if isinstance(values, Reading) else values
 
 
 def _examples(values: Iterable[str]) -> list[str]:
-    """Different values, those that are not empty first."""
+    """Different values, non-empty ones first."""
     different = list(dict.fromkeys(values))
     return sorted(different, key=lambda value: not value)[:_EXAMPLES]
 
 
 def _role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts: Sequence[FoundPart]) -> FoundRole:
-    seen = recorded.roles[name]
+    recorded_calls = recorded.roles[name]
+    of_role = [found.part for found in parts if name in found.part.roles]
     return FoundRole(
         name=name,
-        calls=len(seen.calls),
-        tasks=len(seen.tasks),
+        calls=len(recorded_calls.calls),
+        tasks=len(recorded_calls.tasks),
         inputs=inputs.get(name, 0),
-        bare=not any(name in one.part.roles and one.part.kind in ("system", "user") for one in parts),
+        bare=not any(part.kind in ("system", "user") for part in of_role),
     )

@@ -1,4 +1,4 @@
-"""The texts that recorded calls sent, each once, with what the records explain in them."""
+"""The texts of recorded calls, each once, with the parts that come from tasks and answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cotune.records.structs import JUDGING, REFLECTING, CallRecord, Episode
 from cotune.storage.protocol import Store
 
 CALLS = 1_000
-"""Most calls that are read: more tell nothing new."""
+"""Maximum number of calls that are read. More calls would hardly show new texts."""
 
 
 class Place(NamedTuple):
-    """Where a text stands."""
+    """The place of a text in a role's requests."""
 
     role: str
     kind: Kind
@@ -38,15 +38,15 @@ class SeenText:
     text: str
     changing: list[Span]
     order: tuple[int, int]
-    """Turn and place among the messages where it was first met."""
+    """Turn and position among the messages of its first occurrence."""
     explained: list[Span] | None = None
-    """What every episode that sent it explains: what one does not is the application's own."""
+    """The spans that come from the episode in every episode that sent the text. Other spans are the application's."""
     calls: set[str] = field(default_factory=set)
     tasks: set[str] = field(default_factory=set)
 
     @property
     def gaps(self) -> list[Span]:
-        """What varies, as far as the records tell."""
+        """The spans that vary, as far as the records show."""
         return union([*self.changing, *(self.explained or ())])
 
 
@@ -60,44 +60,47 @@ class RoleCalls:
 
 @dataclass
 class Recorded:
-    """All texts of the calls that were read."""
+    """The texts of the calls that were read."""
 
     texts: dict[Place, dict[str, SeenText]] = field(default_factory=dict)
     roles: dict[str, RoleCalls] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     workflows: set[str] = field(default_factory=set)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Calls that were not read, by reason."""
+    """Number of calls that were not read, by reason."""
 
 
 def read_texts(
     store: Store, episodes: Iterable[Episode] | None = None, *, keep: Sequence[re.Pattern[str]] = (), calls: int = CALLS
 ) -> Recorded:
-    """The texts of recorded calls: of these episodes, or of all that ran the application; of all tasks alike, and of at
-    most so many calls. Where it ran with its own prompts, the episodes with edited ones count only if they are named.
-    What matches `keep` stays as it is, as if it varied."""
-    found = Recorded()
-    listed = [one for one in (store.episodes() if episodes is None else episodes) if _of_application(one)]
+    """The texts of at most `calls` recorded calls, from these episodes, or from all that ran the application.
+
+    The calls are spread over all tasks. Without `episodes`, episodes with edited prompts are used only if there are no
+    others. Text that matches `keep` is treated as if it varied, so that it cannot be changed.
+    """
+    recorded = Recorded()
+    usable = [episode for episode in (store.episodes() if episodes is None else episodes) if _of_application(episode)]
     if episodes is None:
-        listed = [one for one in listed if not one.prompts] or listed
+        usable = [episode for episode in usable if not episode.prompts] or usable
     read: list[tuple[Episode, list[CallRecord]]] = []
+    roles: set[str] = set()
     count = 0
-    for episode in _in_turn(listed):
+    for episode in _in_turn(usable):
         if count >= calls:
-            found.left_out["more than are needed"] += episode.calls
+            recorded.left_out["more than are needed"] += episode.calls
             continue
-        own = store.calls(episode.id)
-        count += len(own)
-        read.append((episode, own))
-    roles = {call.role for _, own in read for call in own}
-    reading = _Reading(store, found, roles, keep, texts_of(episode.task.input for episode, _ in read))
-    for episode, own in read:
-        reading.episode(episode, own)
-    for place, texts in found.texts.items():
+        episode_calls = store.calls(episode.id)
+        count += len(episode_calls)
+        roles.update(call.role for call in episode_calls)
+        read.append((episode, episode_calls))
+    reading = _Reading(store, recorded, roles, keep, texts_of(episode.task.input for episode, _ in read))
+    for episode, episode_calls in read:
+        reading.episode(episode, episode_calls)
+    for place, texts in recorded.texts.items():
         if place.kind in ("system", "user"):
             for text, spans in single_material(texts).items():
                 texts[text].changing = union([*texts[text].changing, *spans])
-    return found
+    return recorded
 
 
 def _of_application(episode: Episode) -> bool:
@@ -114,8 +117,8 @@ def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(episode)
-    for one in rounds:
-        yield from one
+    for round_ in rounds:
+        yield from round_
 
 
 class _Reading:
@@ -179,14 +182,14 @@ class _Reading:
                 if isinstance(text := body.get("content"), str) and text:
                     read.said(position, "assistant", "", text)
             elif not (speaker == "user" and body.get("name") in self.roles - {call.role}):
-                # A user message with another role's name is that role's: frameworks relay answers so.
+                # A user message with another role's name is that role's answer: frameworks pass answers on like this.
                 map_message(body, partial(read.said, position))
         for tool in tools or ():
             map_tool(tool, partial(read.said, 0))
         map_format(call.params.get("response_format"), partial(read.said, 0))
 
     def changing(self, text: str) -> list[Span]:
-        """What of a text will be another tomorrow."""
+        """The spans of a text that change over time."""
         if text not in self._changing:
             self._changing[text] = volatile(text, self._keep)
         return self._changing[text]
@@ -199,34 +202,34 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call whose texts are taken."""
+    """A call whose texts are collected."""
 
     reading: _Reading
     call: CallRecord
     task: str
     explained: Explained
     spans: dict[str, list[Span]]
-    """What the episode explains of each of its texts so far."""
+    """The spans of each text so far that come from the episode."""
 
     def said(self, position: int, kind: Kind, key: str, text: str) -> None:
         texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
         order = (self.call.turn, position)
         seen = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
         if text not in self.spans:
-            # What was answered after a text was first sent is not where it came from.
+            # Computed only once: later answers cannot be the source of the text.
             self.spans[text] = self.explained.spans(text)
-        known, ours = seen.explained, self.spans[text]
-        seen.explained = ours if known is None else intersection(known, ours)
+        spans = self.spans[text]
+        seen.explained = spans if seen.explained is None else intersection(seen.explained, spans)
         seen.order = min(seen.order, order)
         seen.calls.add(self.call.id)
         seen.tasks.add(self.task)
 
 
 def task_key(episode: Episode, calls: Sequence[CallRecord]) -> str:
-    """What tells a task from others: its input without its id, or else the first request of the episode."""
-    given = episode.task.input
-    if given is None:
+    """The identity of a task: its input without its id, or else the first request of the episode."""
+    task_input = episode.task.input
+    if task_input is None:
         return repr([call.messages for call in calls[:1]])
-    if isinstance(given, Mapping) and len(given) > 1:
-        given = {name: value for name, value in given.items() if name != "id"}
-    return canonical(given).decode()
+    if isinstance(task_input, Mapping) and len(task_input) > 1:
+        task_input = {name: value for name, value in task_input.items() if name != "id"}
+    return canonical(task_input).decode()

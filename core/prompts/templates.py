@@ -1,4 +1,4 @@
-"""A text with slots: what is the same in each of a role's prompts, and where they differ."""
+"""A text with slots: the constant text of a role's prompts, and the places at which they differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Reading(Enum):
-    """What comes in place of the values of a text that can be read in several ways."""
+    """The result for a text that matches a template in several ways, instead of values."""
 
     AMBIGUOUS = "ambiguous"
 
@@ -20,17 +20,17 @@ AMBIGUOUS: Final = Reading.AMBIGUOUS
 
 
 class Template(msgspec.Struct, frozen=True):
-    """Constant text and the numbers of the slots between it, from 1.
+    """Constant texts and the numbers of the slots between them, from 1.
 
-    In one that is matched no two slots are neighbours, and each number comes once, in order. In one that is filled
-    slots may stand in any order.
+    In a template for matching, no two slots are adjacent, and each number occurs once, in order. In a template for
+    filling, slots may be in any order.
     """
 
     pieces: tuple[str | int, ...]
 
     @classmethod
     def of(cls, pieces: Iterable[str | int]) -> Template:
-        """A template without empty texts, and with neighbouring texts as one."""
+        """A template without empty texts. Adjacent texts are joined."""
         joined: list[str | int] = []
         for piece in pieces:
             if isinstance(piece, str) and joined and isinstance(joined[-1], str):
@@ -51,7 +51,7 @@ class Template(msgspec.Struct, frozen=True):
 
     @property
     def constant(self) -> int:
-        """How many characters are constant."""
+        """The number of constant characters."""
         return sum(map(len, self.texts))
 
     def fill(self, values: Sequence[str]) -> str:
@@ -59,11 +59,11 @@ class Template(msgspec.Struct, frozen=True):
         return "".join(piece if isinstance(piece, str) else values[piece - 1] for piece in self.pieces)
 
     def match(self, text: str) -> tuple[str, ...] | Reading | None:
-        """The values of the slots where `fill` gives the text with these alone: None where it does with none,
-        `AMBIGUOUS` where it does with several.
+        """The values of the slots for which `fill` gives the text. None if there are none, `AMBIGUOUS` if several
+        values do.
 
-        Each constant text has a first and a last place that it can stand at. Every reading lies between these two, so
-        where they are the same there is one.
+        Each constant text has a first and a last possible place. Every match lies between them, so if all first and
+        last places are equal, there is only one.
         """
         first = self._first(text)
         if first is None:
@@ -72,59 +72,74 @@ class Template(msgspec.Struct, frozen=True):
         return _values(text, first) if first == last else AMBIGUOUS
 
     def reach(self, text: str) -> int:
-        """Of a text that does not match, up to which character it could."""
-        at, slot = 0, False
+        """The number of characters at the beginning of a text that match, for a text that does not match as a whole."""
+        position, slot = 0, False
         for piece in self.pieces:
             if isinstance(piece, int):
                 slot = True
                 continue
             if slot:
-                found = text.find(piece, at)
-                if found < 0:
-                    return at
-                at = found + len(piece)
-            elif text.startswith(piece, at):
-                at += len(piece)
+                start = text.find(piece, position)
+                if start < 0:
+                    return position
+                position = start + len(piece)
+            elif text.startswith(piece, position):
+                position += len(piece)
             else:
-                return at + next((i for i, (a, b) in enumerate(zip(piece, text[at:], strict=False)) if a != b), 0)
+                for offset, (expected, actual) in enumerate(zip(piece, text[position:], strict=False)):
+                    if expected != actual:
+                        return position + offset
+                return position
             slot = False
-        return at
+        return position
 
     def _first(self, text: str) -> list[tuple[int, int]] | None:
-        """Where each constant text stands if all stand as early as they can; None where they cannot."""
+        """The places of the constant texts if each is as early as possible; None if the text does not match."""
         places: list[tuple[int, int]] = []
-        at, slot = 0, False
+        position, slot = 0, False
         for number, piece in enumerate(self.pieces):
             if isinstance(piece, int):
                 slot = True
                 continue
-            start = text.find(piece, at) if slot else at if text.startswith(piece, at) else -1
-            if slot and number == len(self.pieces) - 1:
-                start = len(text) - len(piece) if text.endswith(piece) and len(text) - len(piece) >= at else -1
+            start = -1
+            if not slot:
+                if text.startswith(piece, position):
+                    start = position
+            elif number < len(self.pieces) - 1:
+                start = text.find(piece, position)
+            elif text.endswith(piece) and len(text) - len(piece) >= position:
+                start = len(text) - len(piece)  # the last text must be at the end
             if start < 0:
                 return None
-            at, slot = start + len(piece), False
-            places.append((start, at))
-        return self._edged(places, text) if slot or at == len(text) else None
+            position, slot = start + len(piece), False
+            places.append((start, position))
+        return self._edged(places, text) if slot or position == len(text) else None
 
     def _last(self, text: str) -> list[tuple[int, int]]:
-        """The same, as late as they can, of a text of which `_first` gives places."""
+        """The places of the constant texts if each is as late as possible. The text must match (`_first`)."""
         places: list[tuple[int, int]] = []
-        at, slot = len(text), False
+        position, slot = len(text), False
         for number, piece in reversed(list(enumerate(self.pieces))):
             if isinstance(piece, int):
                 slot = True
                 continue
-            start = 0 if not number else text.rfind(piece, 0, at) if slot else at - len(piece)
+            if number == 0:
+                start = 0
+            elif slot:
+                start = text.rfind(piece, 0, position)
+            else:
+                start = position - len(piece)
             places.append((start, start + len(piece)))
-            at, slot = start, False
+            position, slot = start, False
         return self._edged(places[::-1], text)
 
     def _edged(self, places: list[tuple[int, int]], text: str) -> list[tuple[int, int]]:
-        """With empty places at the ends where a slot stands there."""
-        starts = bool(self.pieces) and isinstance(self.pieces[0], int)
-        ends = bool(self.pieces) and isinstance(self.pieces[-1], int)
-        return [*([(0, 0)] if starts else []), *places, *([(len(text), len(text))] if ends else [])]
+        """The places, with an empty place at an end that has a slot."""
+        if self.pieces and isinstance(self.pieces[0], int):
+            places = [(0, 0), *places]
+        if self.pieces and isinstance(self.pieces[-1], int):
+            places = [*places, (len(text), len(text))]
+        return places
 
 
 def _values(text: str, places: Sequence[tuple[int, int]]) -> tuple[str, ...]:
@@ -132,9 +147,9 @@ def _values(text: str, places: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 
 def fault_of(old: Template, new: Template | None = None) -> str:
-    """What is wrong with a template that is matched, or with the one that is filled in its place; "" if nothing."""
+    """The fault of a template for matching, or of the template `new` that replaces it; "" without a fault."""
     if any(isinstance(a, type(b)) for a, b in pairwise(old.pieces)):
-        return "two of its texts, or two of its slots, are neighbours"
+        return "two of its texts, or two of its slots, are adjacent"
     if "" in old.pieces:
         return "one of its texts is empty"
     if old.slots != tuple(range(1, len(old.slots) + 1)):
@@ -146,5 +161,5 @@ def fault_of(old: Template, new: Template | None = None) -> str:
         extra = sorted(set(new.slots) - set(old.slots))
         if extra:
             return f"slot {extra[0]} is unknown"
-        return f"slot {next(slot for slot in new.slots if new.slots.count(slot) > 1)} stands twice"
+        return f"slot {next(slot for slot in new.slots if new.slots.count(slot) > 1)} occurs twice"
     return ""

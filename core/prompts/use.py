@@ -1,4 +1,4 @@
-"""Which parts of edited prompts recorded calls have."""
+"""Find out which parts of edited prompts occur in recorded calls."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from cotune.storage.protocol import Store
 
 @dataclass
 class PartUse:
-    """An edited part, the calls of its roles, and those that have its old text."""
+    """An edited part, the number of calls of its roles, and of calls with its old text (`matched`)."""
 
     part: PromptPart
     calls: int = 0
     matched: int = 0
     reach: int = 0
-    """Characters after which the nearest text of the others differs from it."""
+    """Number of characters before the first difference, for the most similar text of the other calls."""
 
 
 @dataclass
 class Uses:
-    """The use of each edited part, and the calls by role that would go out without the edits of their role."""
+    """The use of each edited part, and the number of calls of each role that would be sent unedited."""
 
     parts: list[PartUse]
     unedited: dict[str, int]
 
 
 def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Uses:
-    """What these calls asked, against the edited parts. Raises RecordError for a lost message."""
-    found = Uses([PartUse(part) for part in prompts.parts if part.edited], {})
+    """Compare the requests of these calls with the edited parts. Raises RecordError for a lost message."""
+    uses = Uses([PartUse(part) for part in prompts.parts if part.edited], {})
     for call in calls:
         edits = prompts.edits(call.role)
         if edits is None:
             continue
         texts = list(_texts(store, call))
-        met = edits.begin()
+        call_edits = edits.begin()
         for kind, key, text in texts:
-            met.text(kind, key, text)
-        if met.outcome != "edited":
-            found.unedited[call.role] = found.unedited.get(call.role, 0) + 1
-        for use in found.parts:
+            call_edits.text(kind, key, text)
+        if call_edits.outcome != "edited":
+            uses.unedited[call.role] = uses.unedited.get(call.role, 0) + 1
+        for use in uses.parts:
             if call.role not in use.part.roles:
                 continue
             use.calls += 1
-            own = [text for kind, key, text in texts if (kind, key) == (use.part.kind, use.part.key)]
-            use.matched += any(use.part.old.match(text) is not None for text in own)
-            use.reach = max([use.reach, *(use.part.old.reach(text) for text in own)])
-    return found
+            own_texts = [text for kind, key, text in texts if (kind, key) == (use.part.kind, use.part.key)]
+            use.matched += any(use.part.old.match(text) is not None for text in own_texts)
+            use.reach = max([use.reach, *(use.part.old.reach(text) for text in own_texts)])
+    return uses
 
 
 def _texts(store: Store, call: CallRecord) -> Iterator[tuple[Kind, str, str]]:

@@ -1,5 +1,5 @@
-"""What changes in a text from day to day, or from one process to the next: it is never constant, however often the
-same was recorded."""
+"""Parts of a text that change from day to day or between processes. They are never constant, even if all records have
+the same value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
-"""From one character of a text up to another."""
+"""The start and the end (excluded) of a part of a text."""
 
 _ENGLISH_MONTH = (
     "(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|"
@@ -27,7 +27,7 @@ _YEAR = r"(?:,?(?: del?)? \d{4}\b)"
 _DAY_MONTH = rf"(?:{_NTH}(?: of| de)? {_MONTH}|\d{{1,2}}\. {_OTHER_MONTH})\b\.?{_YEAR}?"  # "1. May" may begin a list
 _MONTH_DAY = rf"{_ENGLISH_MONTH}\.? {{1,2}}{_NTH}(?!\w){_YEAR}?"
 
-# A weekday in full is one anywhere; one in short only before a date, as "Sat", "So" and "mar" are words too.
+# A full weekday counts anywhere; an abbreviated one only before a date, as "Sat", "So" and "mar" are words too.
 _DAY = (
     "(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day|"
     "(?:Mon|Diens|Donners|Frei|Sams|Sonn)tag|Mittwoch|Sonnabend|"
@@ -59,7 +59,7 @@ _DATED = (
     # ports of this machine
     r"(?<=localhost:)\d{2,5}\b|(?<=127\.0\.0\.1:)\d{2,5}\b|(?<=\[::1\]:)\d{2,5}\b",
 )
-"""With a digit in them."""
+"""Patterns that contain a digit."""
 _UNDATED = (
     # days of the week, with the date that follows
     rf"\b(?:{_DAY})\b\.?(?:,? (?:the |den |le |el )?(?:{_DAY_MONTH}|{_MONTH_DAY}))?",
@@ -72,19 +72,22 @@ _UNDATED = (
 )
 _WITHOUT_DIGITS = tuple(map(re.compile, _UNDATED))
 _PATTERNS = (*map(re.compile, _DATED), *_WITHOUT_DIGITS)
-"""The traces of clock, uuid, random and the machine, as prompts show them."""
+"""Texts in prompts that come from clock, uuid, random and the machine."""
 _DIGIT = re.compile(r"\d")
 
 
 def volatile(text: str, keep: Sequence[re.Pattern[str]] = ()) -> list[Span]:
-    """The places of a text that will be others tomorrow, and of what matches `keep`."""
-    # Without any digit, which is soon known, a weekday and a temporary folder are all there can be.
+    """The spans of a text that change over time, and the spans that match `keep`."""
+    # Without a digit, which a quick search shows, only a few patterns can match.
     patterns = _PATTERNS if _DIGIT.search(text) else _WITHOUT_DIGITS
-    return union(found.span() for pattern in (*patterns, *keep) for found in pattern.finditer(text))
+    spans: list[Span] = []
+    for pattern in (*patterns, *keep):
+        spans += [match.span() for match in pattern.finditer(text)]
+    return union(spans)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, without those that are empty; those that overlap or touch become one."""
+    """Spans in order, without empty ones. Spans that overlap or touch are joined."""
     joined: list[Span] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start <= joined[-1][1]:
@@ -95,5 +98,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def intersection(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What two unions have in common."""
-    return union((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    """The common parts of two unions of spans."""
+    common = []
+    for start, end in some:
+        for other_start, other_end in others:
+            common.append((max(start, other_start), min(end, other_end)))
+    return union(common)

@@ -1,4 +1,4 @@
-"""Templates as one text each, in which slots stand as marks: for people, and for models, to read and to change."""
+"""Templates as plain texts with marks for their slots, which people and models can read and change."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ _PAIRS = (("⟦", "⟧"), ("⟪", "⟫"), ("⦃", "⦄"), ("⦗", "⦘"), ("⟮"
 
 
 class Wording:
-    """Texts of templates with slots as `⟦1⟧`, in signs that none of them holds, and back."""
+    """Converts templates to texts with marks such as `⟦1⟧` for slots, and back. The brackets occur in none of the
+    texts."""
 
     def __init__(self, parts: Iterable[PromptPart]) -> None:
-        said = {sign for part in parts for text in (*part.old.texts, *part.now.texts) for sign in text}
-        pair = next((pair for pair in _PAIRS if not set(pair) & said), None)
+        characters: set[str] = set()
+        for part in parts:
+            for text in (*part.old.texts, *part.now.texts):
+                characters.update(text)
+        pair = next((pair for pair in _PAIRS if not set(pair) & characters), None)
         if pair is None:
-            raise RecordError("The prompts hold every sign that could stand for a slot.", "Change them in the source.")
+            cause = "The prompts contain all brackets that could mark a slot."
+            raise RecordError(cause, "Change them in the source.")
         self.left, self.right = pair
         self._slot = re.compile(f"{self.left}([0-9]+){self.right}")
 
     def mark(self, slot: int) -> str:
-        """What stands for a slot."""
+        """The mark of a slot."""
         return f"{self.left}{slot}{self.right}"
 
     def text(self, template: Template) -> str:
@@ -37,5 +42,5 @@ class Wording:
         return Template.of(int(piece) if place % 2 else piece for place, piece in enumerate(pieces))
 
     def fault(self, old: Template, text: str) -> str:
-        """Why a text cannot stand in place of `old`; empty where it can."""
+        """The reason why a text cannot replace `old`; empty if it can."""
         return fault_of(old, self.template(text))

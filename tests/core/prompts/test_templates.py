@@ -109,7 +109,7 @@ def test_reach_says_how_far_a_text_fits() -> None:
     [
         (["a", 1, "b"], [1, "c"], ""),
         (["a", 1], ["c"], "slot 1 is lost"),
-        (["a", 1], [1, "and", 1], "slot 1 stands twice"),
+        (["a", 1], [1, "and", 1], "slot 1 occurs twice"),
         (["a", 1], [1, 2], "slot 2 is unknown"),
         (["a", "b"], None, "neighbours"),
         ([1, 2], None, "neighbours"),

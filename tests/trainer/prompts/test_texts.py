@@ -30,7 +30,7 @@ def test_a_text_that_loses_or_repeats_a_slot_has_a_fault() -> None:
     wording = Wording([one])
     assert wording.fault(one.old, "About ⟦2⟧, to ⟦1⟧.") == ""
     assert wording.fault(one.old, "Write to ⟦1⟧.") == "slot 2 is lost"
-    assert wording.fault(one.old, "⟦1⟧⟦2⟧ and ⟦1⟧") == "slot 1 stands twice"
+    assert wording.fault(one.old, "⟦1⟧⟦2⟧ and ⟦1⟧") == "slot 1 occurs twice"
 
 
 def test_signs_that_stand_in_a_prompt_do_not_mark_its_slots() -> None:
