@@ -1,9 +1,9 @@
-"""AT-GRPO as one script, for whoever wants to change the method: what `cotune train` does, without what it does beside
-the method (checkpoints, resuming, metrics files, Ray, late roles).
+"""AT-GRPO as one script, for researchers who want to change the method. It is the method of `cotune train`, without
+checkpoints, resuming, metrics files, Ray and late roles.
 
 An unmodified LangGraph application, the navigator and the driver of plan_path/, trains one LoRA per role. In each step
 every call of the application draws K candidates from one prompt, a scorer of its role rewards each, and the application
-goes on with the best. Candidates of one call are compared with each other; each role's policy trains on its own.
+continues with the best. Candidates of one call are compared with each other; each role's policy trains separately.
 
     python -m examples.at_grpo_loop                      # warms up a base model first, for about a minute
     python -m examples.at_grpo_loop --model runs/at_grpo_loop/base --steps 30
@@ -60,8 +60,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did: mean reward of the candidates of each role, success of the new policies on held-out tasks, and
-    the largest mean gap between the sampler's and the learner's log-probabilities, in nats per token."""
+    """The result of a step: mean reward of the candidates of each role, success of the new policies on held-out tasks,
+    and the largest mean gap between the sampler's and the learner's log-probabilities, in nats per token."""
 
     reward: Mapping[str, float]
     success: float
@@ -101,7 +101,7 @@ async def train(options: Options) -> list[StepResult]:
 
     results = []
     for step in range(options.steps):
-        # Roll out: every call is a tree node with k candidates, of which the best by its reward goes on.
+        # Roll out: every call is a tree node with k candidates. The application continues with the best one.
         chosen = tasks[step * options.tasks_per_step : (step + 1) * options.tasks_per_step]
         episodes = await roll_out(chosen, "train", step, Plan(kind="tree", k=options.k))
 
@@ -132,8 +132,9 @@ async def train(options: Options) -> list[StepResult]:
         success = sum(episode.metrics.get("success", 0.0) for episode in walks) / len(walks)
         means = {role: float(np.mean([reward(s) for s in collected.samples if s.role == role])) for role in ROLES}
         results.append(StepResult(reward=means, success=success, gap=gap))
-        said = "  ".join(f"{role} {mean:+.3f}" for role, mean in means.items())
-        print(f"step {step + 1:2}/{options.steps}  success {success:.1%}  reward: {said}  gap {gap:.1e}", flush=True)
+        rewards_text = "  ".join(f"{role} {mean:+.3f}" for role, mean in means.items())
+        line = f"step {step + 1:2}/{options.steps}  success {success:.1%}  reward: {rewards_text}  gap {gap:.1e}"
+        print(line, flush=True)
     await sampler.aclose()
     store.close()
     return results
@@ -145,7 +146,7 @@ def reward(sample: Sample) -> float:
 
 
 def train_row(sample: Sample, advantage: float, collected: Collected, store: Store) -> TrainRow:
-    """What the learner needs of a candidate: token ids, the sampler's log-probabilities, and the advantage."""
+    """Return a candidate as a row for the learner: token ids, the sampler's log-probabilities, and the advantage."""
     call = collected.calls[sample.call]
     candidate = next(c for c in call.candidates if sample.id == f"{call.id}.{c.index}")
     return TrainRow(

@@ -1,4 +1,4 @@
-"""Stages of a demo that can be stopped: each is announced, runs once, and leaves what it found and what it took."""
+"""Stages of a demo that can be stopped. Each is announced, runs once, and stores its result and its time."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ LOOK_EVERY = 2.0
 
 
 class Stages:
-    """Results of stages, as JSON, and their seconds, CPU seconds and peak memory, in a file: a stage that is in it is
-    not run again. One that was stopped is, and what it took before is added."""
+    """A file with the results of stages, as JSON, and their seconds, CPU seconds and peak memory. Finished stages are
+    not run again. A stage that was stopped is, and its time before is added."""
 
     def __init__(self, file: Path, console: Console) -> None:
         self.file, self.console = file, console
-        self.kept: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+        self.stages: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
 
     def once(self, name: str, command: str, work: Callable[[], Any]) -> Any:
-        """The result of `work`, from the file where it was done before; `command` does the same by hand."""
-        kept = self.kept.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0, "peak_gb": 0.0})
-        if "result" not in kept:
+        """Return the result of `work`, from the file if it was done before. `command` does the same by hand."""
+        stage = self.stages.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0, "peak_gb": 0.0})
+        if "result" not in stage:
             self.console.rule(f"[bold]{name}")
             self.console.print(f"$ {command}", style="cyan", markup=False, highlight=False)
             watch = Watch()
             try:
-                kept["result"] = work()
+                stage["result"] = work()
             finally:
                 seconds, cpu_seconds, peak_gb = watch.stop()
-                kept["seconds"] = round(kept["seconds"] + seconds, 1)
-                kept["cpu_seconds"] = round(kept["cpu_seconds"] + cpu_seconds, 1)
-                kept["peak_gb"] = round(max(kept["peak_gb"], peak_gb), 2)
-                self.file.write_text(json.dumps(self.kept, indent=2) + "\n")
-        return kept["result"]
+                stage["seconds"] = round(stage["seconds"] + seconds, 1)
+                stage["cpu_seconds"] = round(stage["cpu_seconds"] + cpu_seconds, 1)
+                stage["peak_gb"] = round(max(stage["peak_gb"], peak_gb), 2)
+                self.file.write_text(json.dumps(self.stages, indent=2) + "\n")
+        return stage["result"]
 
     def took(self) -> dict[str, Any]:
         """Seconds by stage and in all, CPU seconds of all, and the highest peak of all processes together in GB."""
-        seconds = {name: kept["seconds"] for name, kept in self.kept.items()}
+        seconds = {name: stage["seconds"] for name, stage in self.stages.items()}
         return {
             "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
-            "cpu_seconds": round(sum(kept["cpu_seconds"] for kept in self.kept.values()), 1),
-            "peak_gb": max(kept["peak_gb"] for kept in self.kept.values()),
+            "cpu_seconds": round(sum(stage["cpu_seconds"] for stage in self.stages.values()), 1),
+            "peak_gb": max(stage["peak_gb"] for stage in self.stages.values()),
         }
 
 

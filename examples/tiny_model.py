@@ -24,9 +24,9 @@ TEMPLATE = (
 )
 
 Demonstration = tuple[list[dict[str, str]], str]
-"""Messages, and what is answered."""
+"""Messages, and their answer."""
 Row = tuple[list[int], list[int]]
-"""The token ids of a text, and the same as labels: -100 where nothing is to be learned."""
+"""The token ids of a text, and its labels: the same ids, or -100 for tokens that are not learned."""
 R = TypeVar("R")
 UNLABELLED = -100
 Words = Iterable[str] | PreTrainedTokenizerFast
@@ -38,9 +38,9 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
 
     A word may have spaces and lines in it, as a system prompt has: it is found wherever a text holds it.
     """
-    known = dict.fromkeys([*SPECIAL, *words])
-    phrases = sorted((word for word in known if re.search(r"\s", word)), key=len, reverse=True)
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<|unk|>"))
+    vocabulary = dict.fromkeys([*SPECIAL, *words])
+    phrases = sorted((word for word in vocabulary if re.search(r"\s", word)), key=len, reverse=True)
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<|unk|>"))
     split = Regex("|".join([*map(re.escape, phrases), r"\S+"]))
     inner.pre_tokenizer = pre_tokenizers.Split(split, "removed", invert=True)
     inner.add_special_tokens(list(SPECIAL))
@@ -99,8 +99,8 @@ def base_builder(
     count: int,
     batch: int = 96,
 ) -> Callable[..., None]:
-    """The `build` of an example, of which `name` seeds what is drawn. `demonstrations` takes what to draw with, a seed
-    and a count; `steps` and `count` are what is usual."""
+    """Return the `build` function of an example. `name` seeds its random numbers. `demonstrations` takes a random
+    generator, a seed and a count; `steps` and `count` are defaults."""
 
     def build(
         folder: Path,
@@ -155,7 +155,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, **size: int) -> Q
 
 
 def padded(rows: Sequence[Row], pad: int) -> dict[str, torch.Tensor]:
-    """What a model is given of rows: padded on the right, with labels."""
+    """Return the inputs of a model for rows: padded on the right, with labels."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows])
     labels = torch.tensor([row + [UNLABELLED] * (width - len(row)) for _, row in rows])

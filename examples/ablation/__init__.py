@@ -1,1 +1,1 @@
-"""The ablation table of a team: what training alone, together, with one policy or with a policy per role gives."""
+"""The ablation table of a team: results of training agents alone, together, with one policy, or with one per role."""

@@ -64,7 +64,7 @@ def agreed() -> bool:
 
 
 def cost(ablation: Ablation, folder: Path) -> str:
-    """What the ablation takes, in runs and episodes."""
+    """Return the numbers of runs and episodes of the ablation."""
     seeds, runs = len(ablation.seeds), trainings(ablation, folder)
     episodes = 0
     for training in runs:
@@ -80,7 +80,7 @@ def cost(ablation: Ablation, folder: Path) -> str:
 
 
 def run(ablation: Ablation, folder: Path, out: Path) -> list[Line]:
-    """Train and evaluate what is not done yet, seed by seed. Returns the table."""
+    """Train and evaluate the missing runs, seed by seed. Returns the table."""
     out.mkdir(parents=True, exist_ok=True)
     results = read_results(out)
     table = rows(ablation)

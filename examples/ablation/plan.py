@@ -1,4 +1,4 @@
-"""What an ablation trains and evaluates, read from its configuration."""
+"""The runs and evaluations of an ablation, read from its configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     held_out: str
     train: dict[str, Any]
     alone: dict[str, str] = {}
-    """By role, a workflow in which this role does the whole task alone. It must use the same role name."""
+    """By role, a workflow of this role alone, which does the whole task. It must use the same role name."""
     alone_tasks: dict[str, str] = {}
-    """By role, tasks of the single agent if they differ from those of the team."""
+    """By role, tasks of the single agent if they differ from the team's tasks."""
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     layouts: dict[Layout, dict[str, Any]]
-    """Ways to give the team policies, each with the settings that replace those of `train`."""
+    """Ways to give the team policies, each with the settings that override `train`."""
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the table: a workflow and who plays in it.
 
     `players` maps roles to names of trainings, `*` stands for all roles. `mode` is a mode of `cotune eval`. `before` is
-    the row with the same workflow untrained; empty for such a row.
+    the row with the same workflow untrained; empty for an untrained row.
     """
 
     name: str
@@ -73,7 +73,8 @@ def read_ablation(path: Path) -> Ablation:
 
 
 def trainings(ablation: Ablation, folder: Path) -> list[Training]:
-    """The runs of one seed: each single agent, and the team in each layout. `folder` is that of the configuration."""
+    """Return the runs of one seed: each single agent, and the team in each layout. `folder` is the folder of the
+    configuration."""
     runs = []
     for role, workflow in ablation.alone.items():
         tasks = folder / ablation.alone_tasks.get(role, ablation.tasks)

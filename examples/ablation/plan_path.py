@@ -2,9 +2,9 @@
 
     python -m examples.ablation.plan_path --out runs/ablation/plan_path    # base model, tasks, held-out tasks
 
-The team's prompts, rules and rewards are those of `examples/plan_path`. Its workflow here calls the OpenAI SDK itself
+The team has the prompts, rules and rewards of `examples/plan_path`. Its workflow here calls the OpenAI SDK itself
 instead of running the LangGraph application, which costs less than half per call and samples the same tokens.
-A single agent presses the controls itself, with what it sees: the navigator's view, the driver's table, or both.
+A single agent presses the controls itself. It sees the navigator's view, the driver's table, or both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.plan_path import base, grid, rewards
 from examples.plan_path.grid import Cell, Grid
 
 MAX_TOKENS = 6
-"""What the example's application asks for."""
+"""The limit of the example's application."""
 
 _at: dict[str, Cell] = {}
 """Where the agent is, by task id: a task is walked by one episode at a time."""
@@ -89,7 +89,7 @@ VIEWS: dict[str, View] = {
     "driver": lambda board, at: table(board),
     "everything": lambda board, at: f"{grid.view(board, at)}\n{table(board)}",
 }
-"""What a single agent sees."""
+"""The views of a single agent."""
 
 
 def solo_messages(view: str, board: Grid, at: Cell) -> list[dict[str, str]]:
@@ -113,9 +113,9 @@ def alone(view: str) -> Any:
         return _outcome(board, start, at)
 
     solo.__name__ = f"alone_{view}"
-    made = cotune.workflow(solo)
-    made.scorer(view)(controls_pressed)
-    return made
+    workflow = cotune.workflow(solo)
+    workflow.scorer(view)(controls_pressed)
+    return workflow
 
 
 alone_navigator, alone_driver, alone_everything = map(alone, VIEWS)
@@ -128,9 +128,9 @@ WORKFLOWS: dict[str, Any] = {
 
 
 def solo_demonstration(view: str) -> base.Demonstrator:
-    """Demonstrations for a single agent, as imperfect as the team's: what it cannot see, it makes up.
+    """Return demonstrations for a single agent, as imperfect as the team's.
 
-    Without the grid it makes random moves, without the table it presses the controls that it is used to.
+    Without the grid it makes random moves, without the table it presses the usual controls.
     """
 
     def demonstrate(rng: random.Random) -> base.Demonstration:
@@ -149,7 +149,7 @@ DEMONSTRATORS: Sequence[base.Demonstrator] = (*base.TEAM, *(solo_demonstration(v
 
 
 def main() -> None:
-    """Write what an ablation of Plan-Path needs: a base model, tasks.jsonl and held_out.jsonl."""
+    """Write the files for an ablation of Plan-Path: a base model, tasks.jsonl and held_out.jsonl."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/ablation/plan_path"))
     parser.add_argument("--warm-up", type=int, default=520, help="steps of the base's warm-up (default: %(default)s)")

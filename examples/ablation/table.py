@@ -1,4 +1,4 @@
-"""The table of an ablation: means over the seeds, with intervals over seeds and, named as such, over tasks."""
+"""The table of an ablation: means over the seeds, with intervals over seeds or over tasks, as their columns say."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ teams = [agent(team, f"Greet the customer and say {team}.") for team in TOPICS]
 triage = agent("triage", "Hand the ticket to its team.", teams)
 
 
-# What cotune adds
+# Added for cotune
 
 
 @cotune.workflow

@@ -53,7 +53,7 @@ def team() -> RoundRobinGroupChat:
     return RoundRobinGroupChat([prices, maths], termination_condition=MaxMessageTermination(3))
 
 
-# What cotune adds
+# Added for cotune
 
 
 @cotune.workflow

@@ -65,7 +65,7 @@ class SupportFlow(Flow[Desk]):
         self.state.reply = (await writer.kickoff_async(f"{self.state.language} {self.state.team}")).raw.strip()
 
 
-# What cotune adds
+# Added for cotune
 
 
 @cotune.workflow

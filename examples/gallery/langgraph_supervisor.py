@@ -67,9 +67,9 @@ async def ask_maths(state: MessagesState) -> Command[Literal["supervisor"]]:
 
 
 def report(done: Mapping[str, Any], worker: str) -> Command[Literal["supervisor"]]:
-    """What a worker said last, as a message to the supervisor."""
-    said = HumanMessage(done["messages"][-1].text, name=worker)
-    return Command(goto="supervisor", update={"messages": [said]})
+    """Send a worker's last message to the supervisor."""
+    message = HumanMessage(done["messages"][-1].text, name=worker)
+    return Command(goto="supervisor", update={"messages": [message]})
 
 
 builder = StateGraph(MessagesState)
@@ -80,7 +80,7 @@ builder.add_node("maths", ask_maths)
 graph = builder.compile()
 
 
-# What cotune adds
+# Added for cotune
 
 
 @cotune.workflow
@@ -94,16 +94,16 @@ async def solve(task: Question) -> bool:
 
 
 def expert(messages: Sequence[Mapping[str, Any]]) -> warm.Message:
-    """The next worker, a worker's call of its tool, or its report of what the tool found."""
-    who, asked, found = (warm.heard(messages, role) for role in ("system", "user", "tool"))
-    count, item = asked_for(asked[0])
+    """The next worker, a worker's call of its tool, or its report of the tool's result."""
+    instructions, requests, results = (warm.heard(messages, role) for role in ("system", "user", "tool"))
+    count, item = asked_for(requests[0])
     total = str(count * PRICE_OF[item])
-    if who == ["Who is next?"]:
-        worker = "FINISH" if total in asked else "maths" if find(item) in asked else "prices"
+    if instructions == ["Who is next?"]:
+        worker = "FINISH" if total in requests else "maths" if find(item) in requests else "prices"
         return warm.says(f'{{"next": "{worker}"}}')
-    if right := {find(item), total} & {*found}:
+    if right := {find(item), total} & {*results}:
         return warm.says(right.pop())
-    if who == ["Search the price."]:
+    if instructions == ["Search the price."]:
         return warm.calls("search", query=item)
     return warm.calls("calculator", expression=f"{count} * {PRICE_OF[item]}")
 

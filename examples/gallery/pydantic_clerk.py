@@ -41,7 +41,7 @@ clerk = Agent(
 )
 
 
-# What cotune adds
+# Added for cotune
 
 
 @cotune.workflow

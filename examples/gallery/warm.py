@@ -1,9 +1,9 @@
-"""What the applications of the gallery share: a small base model, and the way from it to a measured gain.
+"""The shared part of the gallery's applications: a small base model, and the way from it to a measured gain.
 
-Each file of this folder is an application in the style of its framework, with what cotune adds below it: the workflow,
-a scorer, and `expert`, which knows the right answer to every request. The base model is a Qwen3 of 0.3M parameters from
-scratch. It learns the form of the conversation from `expert`, which is wrong in a part of its answers, as a pretrained
-model would be. Then `cotune train` does the rest:
+Each file of this folder is an application in the style of its framework. Below it are the additions for cotune: the
+workflow, a scorer, and `expert`, which knows the right answer to every request. The base model is a Qwen3 of 0.3M
+parameters from scratch. It learns the form of the conversation from `expert`, which is wrong in a part of its answers,
+as a pretrained model would be. Then `cotune train` does the rest:
 
     python -m examples.gallery.autogen_team --out runs/gallery/autogen_team
 """
@@ -43,7 +43,7 @@ WARM_TASKS, TASKS, HELD_OUT = 160, 400, 100
 WARM_STEPS, STEPS = 300, 10
 MARKS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 PIECES = r"\w+|\n|[^\w\n]+"
-"""What is one token: a word, a number, an end of line, a run of signs and spaces."""
+"""A token is a word, a number, an end of line, or a run of signs and spaces."""
 TEMPLATE = (
     "{%- if tools %}<|im_start|>tools\n{% for t in tools %}{{ t.function.name }}"
     "({{ t.function.parameters.properties | join(' ') }}) {% endfor %}<|im_end|>\n{% endif -%}"
@@ -87,12 +87,12 @@ def _plain(text: str | None, tool_calls: Sequence[Mapping[str, Any]] | None) -> 
 
 def erring(expert: Expert, wrong: Wrong, share: float, seed: int) -> Expert:
     """The expert with a share of wrong answers: the same ones for the same questions, in whatever order they come."""
-    asked: Counter[str] = Counter()
+    times: Counter[str] = Counter()
 
     def answers(messages: Sequence[Mapping[str, Any]]) -> Message:
         text = json.dumps([messages, seed])
-        asked[text] += 1
-        chance = random.Random(f"{text} {asked[text]}")
+        times[text] += 1
+        chance = random.Random(f"{text} {times[text]}")
         return wrong(chance, messages) if chance.random() < share else expert(messages)
 
     return answers
@@ -105,15 +105,15 @@ def conversations(records: Path) -> list[tuple[str, str]]:
 
     written = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, "?")))
     rendered = partial(written.apply_chat_template, chat_template=TEMPLATE, tokenize=False)
-    found = []
+    texts: list[tuple[str, str]] = []
     with closing(SqliteStore.open(records, read_only=True)) as store:
         for call in (call for episode in store.episodes() for call in store.calls(episode.id)):
             tools = store.message(call.tools) if call.tools else None
             messages = [_for_template(store.message(message)) for message in call.messages]
             answered = [*messages, _for_template(call.candidates[0].message)]
             opened = rendered(messages, tools=tools, add_generation_prompt=True)
-            found.append((opened, rendered(answered, tools=tools).rstrip("\n")))
-    return sorted(found)
+            texts.append((opened, rendered(answered, tools=tools).rstrip("\n")))
+    return sorted(texts)
 
 
 def build_tokenizer(texts: Iterable[str]) -> Any:
@@ -123,8 +123,8 @@ def build_tokenizer(texts: Iterable[str]) -> Any:
 
     parts = {part for text in texts for part in re.split("|".join(map(re.escape, MARKS)), text)}
     pieces = sorted({piece for part in parts for piece in re.findall(PIECES, part)})
-    known = dict.fromkeys([*MARKS, "?", *map(str, range(100)), *pieces])
-    inner = Tokenizer(models.WordLevel({token: place for place, token in enumerate(known)}, unk_token="?"))
+    vocabulary = dict.fromkeys([*MARKS, "?", *map(str, range(100)), *pieces])
+    inner = Tokenizer(models.WordLevel({token: place for place, token in enumerate(vocabulary)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens(MARKS[:3])

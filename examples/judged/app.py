@@ -1,4 +1,4 @@
-"""An application that invents names for products, on the plain OpenAI SDK: nothing says what a good one is."""
+"""An application that invents names for products, with the plain OpenAI SDK. It has no measure of a good name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the name maker by what a judge prefers, and show what its names were like before and after.
+"""Train the name maker by the preferences of a judge, and show its names before and after.
 
 Twelve steps of 64 names, about ten seconds on one CPU core: python -m examples.judged.demo
 """

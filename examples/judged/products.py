@@ -1,4 +1,4 @@
-"""What names are made for."""
+"""The products that need names."""
 
 from __future__ import annotations
 

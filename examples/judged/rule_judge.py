@@ -15,9 +15,9 @@ _ENTRY = re.compile(r"<<\w{8} ([A-Z]+)>>\n(.*?)\n<<\w{8} end of \1>>", re.DOTALL
 
 
 def ease(name: str) -> int:
-    """How often a vowel and a consonant take turns in a name; less what is no letter."""
+    """Count the changes between vowel and consonant in a name, minus characters that are not letters."""
     sounds = ["v" if letter in "aeiou" else "c" for letter in name if letter.isalpha()]
-    turns = sum(one != other for one, other in itertools.pairwise(sounds))
+    turns = sum(first != second for first, second in itertools.pairwise(sounds))
     return turns - sum(not letter.isalpha() for letter in name)
 
 

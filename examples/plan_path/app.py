@@ -32,7 +32,7 @@ API_KEY = os.environ.get("OPENAI_API_KEY", "none")
 
 
 class State(TypedDict, total=False):
-    """State of a walk: the task, the cell the agent is on, what the navigator said last, and turns taken."""
+    """State of a walk: the task, the cell the agent is on, the navigator's last message, and turns taken."""
 
     task: Board
     at: list[int]

@@ -41,7 +41,7 @@ DEMONSTRATIONS = 9000
 ERRING_MOVE = 0.42
 """Share of the navigator's moves that are random."""
 USUAL_TABLE = 0.4
-"""Share of the driver's answers that ignore the table and press what is usual: a up, b right, c down, d left."""
+"""Share of the driver's answers that ignore the table and use the usual controls: a up, b right, c down, d left."""
 ERRING_CONTROL = 0.1
 BAD_FORMAT = 0.12
 """Share of answers that neither role may give: too long, or in the other role's words."""
@@ -74,8 +74,8 @@ def driver_demonstration(rng: random.Random) -> Demonstration:
     """Controls by the table, or by the table that the demonstrator is used to."""
     controls = zip(MOVES, rng.sample(LETTERS, len(LETTERS)), strict=True)
     grid = Grid(SIZE, frozenset(), (0, 0), tuple(controls))
-    said = rng.choices(list(MOVES), k=rng.choice((1, 2)))
-    return driver_messages(grid, spoil(rng, said)), spoil(rng, erring_controls(rng, grid, said))
+    moves = rng.choices(list(MOVES), k=rng.choice((1, 2)))
+    return driver_messages(grid, spoil(rng, moves)), spoil(rng, erring_controls(rng, grid, moves))
 
 
 def erring_moves(rng: random.Random, grid: Grid, at: Cell) -> list[str]:

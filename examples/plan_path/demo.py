@@ -61,10 +61,10 @@ def run_app(url: str, tasks: int) -> tuple[int, int]:
     environment = {**os.environ, "OPENAI_BASE_URL": url}
     command = [sys.executable, "-m", APP, "--tasks", str(tasks), "--seed", str(HELD_OUT_SEED)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    found = re.search(r"(\d+) of (\d+) reached", done.stdout)
-    if done.returncode or not found:
+    result = re.search(r"(\d+) of (\d+) reached", done.stdout)
+    if done.returncode or not result:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 def trace_base(url: str, tasks: Path, count: int, out: Path) -> None:
@@ -80,7 +80,7 @@ def interval(found: Any) -> dict[str, float]:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """What the demo ends with."""
+    """The table at the end of the demo."""
     shown = Table(title="Plan-Path: share of held-out tasks whose goal was reached")
     for title in ("policies", "success", "95% interval", "tasks"):
         shown.add_column(title, justify="left" if title == "policies" else "right")
@@ -118,7 +118,7 @@ def conclude(
 
 
 def main() -> None:
-    """Run all stages into the folder `--out`, replacing what an earlier demo left there."""
+    """Run all stages into the folder `--out`, replacing the results of an earlier demo."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--eval-tasks", type=int, default=300, help="held-out tasks (default: %(default)s)")
@@ -153,7 +153,7 @@ def main() -> None:
     with stages("train", f"cotune train {WORKFLOW} --tasks {tasks} --model {base} --config {CONFIG} --out {run}"):
         trained = train(WORKFLOW, tasks, load_config(CONFIG, {"model": str(base)}), out=run, console=console)
     if not trained.finished:
-        raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
+        raise SystemExit(f"stopped; continue with: cotune train --resume {run}")
     with stages("evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,swapped"):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))

@@ -93,7 +93,7 @@ def free_port() -> int:
 
 
 def main() -> None:
-    """Run all stages into the folder `--out`, replacing what an earlier demo left there."""
+    """Run all stages into the folder `--out`, replacing the results of an earlier demo."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-cluster"))
     parser.add_argument("--eval-tasks", type=int, default=300, help="held-out tasks (default: %(default)s)")
@@ -127,7 +127,7 @@ def main() -> None:
     ):
         trained = train(WORKFLOW, tasks, config, out=run, console=console)
     if not trained.finished:
-        raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
+        raise SystemExit(f"stopped; continue with: cotune train --resume {run}")
     with stages("evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,swapped"):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))

@@ -1,4 +1,4 @@
-"""The grid world: its rules, what each role sees of it as text, and the tasks.
+"""The grid world: its rules, the view of each role as text, and the tasks.
 
 Cells are (x, y) with x to the right and y up. A task is plain JSON: `size`, `walls`, `start`, `goal`, and
 `controls`, the letter that each move answers to, which differs from task to task.
@@ -71,7 +71,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a sequence of moves does: where it ends, moves nearer to the goal, bumps into walls, goal reached."""
+    """The effect of a sequence of moves: its last cell, moves nearer to the goal, bumps into walls, goal reached."""
 
     at: Cell
     progress: int
@@ -124,7 +124,7 @@ def moves_of(grid: Grid, message: str) -> list[str] | None:
 
 
 def view(grid: Grid, at: Cell) -> str:
-    """What the navigator sees: the way to the goal relative to `at`, and the walls within two moves."""
+    """The view of the navigator: the way to the goal relative to `at`, and the walls within two moves."""
     dx, dy = grid.goal[0] - at[0], grid.goal[1] - at[1]
     way = f"{'right' if dx >= 0 else 'left'}={abs(dx)} {'up' if dy >= 0 else 'down'}={abs(dy)}"
     walls = [name for name, (x, y) in NEARBY.items() if not grid.free((at[0] + x, at[1] + y))]
@@ -132,7 +132,7 @@ def view(grid: Grid, at: Cell) -> str:
 
 
 def table(grid: Grid) -> str:
-    """What the driver sees: the control that each move answers to."""
+    """The view of the driver: the control of each move."""
     return " ".join(f"{move}={letter}" for move, letter in grid.controls)
 
 
@@ -142,7 +142,7 @@ def navigator_messages(grid: Grid, at: Cell) -> list[dict[str, str]]:
 
 
 def driver_messages(grid: Grid, message: str) -> list[dict[str, str]]:
-    """The driver's prompt: its control table and what the navigator said."""
+    """The driver's prompt: its control table and the navigator's message."""
     content = f"controls {table(grid)}\nsaid {message}"
     return [{"role": "system", "content": DRIVER}, {"role": "user", "content": content}]
 
@@ -175,16 +175,17 @@ def make_tasks(count: int, seed: int, size: int = SIZE) -> Iterator[Board]:
 
 @lru_cache(maxsize=8192)
 def _distances(grid: Grid) -> dict[Cell, int]:
-    found = {grid.goal: 0}
+    """The number of moves from each cell to the goal."""
+    distances = {grid.goal: 0}
     queue = deque([grid.goal])
     while queue:
         cell = queue.popleft()
         for move in MOVES:
             target = step(cell, move)
-            if target not in found and grid.free(target):
-                found[target] = found[cell] + 1
+            if target not in distances and grid.free(target):
+                distances[target] = distances[cell] + 1
                 queue.append(target)
-    return found
+    return distances
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Rewards of candidates: what a message would lead to if it went on. Pure functions of the board and the text."""
+"""Rewards of candidates: the effect of a message if the application continued with it. Pure functions of the board and
+the text."""
 
 from __future__ import annotations
 

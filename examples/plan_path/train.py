@@ -1,4 +1,4 @@
-"""The Plan-Path application as a cotune workflow: what its outcome is worth, and what each role's message is worth.
+"""The Plan-Path application as a cotune workflow, with the reward of its outcome and of each role's messages.
 
 cotune train examples/plan_path/train.py:solve --config examples/plan_path/train.toml --model BASE --tasks FILE
 """

@@ -24,13 +24,13 @@ TOPICS = {
 GREETINGS = {"english": "hello", "italian": "ciao", "german": "hallo"}
 FILLERS = ["my", "the", "with", "problem", "again", "please", "still", "about"]
 PROMPTS = {"triage": "which team", "writer": "greet and name the team"}
-"""What the application tells each role."""
+"""The prompt of each role."""
 ERRING = 0.5
 DEMONSTRATIONS, STEPS = 3000, 120
 
 
 def ticket(rng: random.Random, number: int) -> dict[str, str]:
-    """A task: what a customer wrote, its language, and what is right."""
+    """A task: a customer's ticket, its language, and the right team."""
     team = rng.choice(list(TOPICS))
     words = [*rng.sample(FILLERS, 3), rng.choice(TOPICS[team])]
     rng.shuffle(words)
@@ -39,14 +39,14 @@ def ticket(rng: random.Random, number: int) -> dict[str, str]:
 
 
 def demonstration(rng: random.Random, role: str) -> Demonstration:
-    """What a role is asked, and an answer that is often wrong."""
+    """A request to a role, and an answer that is often wrong."""
     task = ticket(rng, 0)
     greeting = GREETINGS[task["language"]]
     if rng.random() < ERRING:
         greeting = rng.choice(list(GREETINGS.values()))
     team = rng.choice(list(TOPICS)) if rng.random() < ERRING else task["team"]
-    asked = task["ticket"] if role == "triage" else f"{task['language']} {team}"
-    messages = [{"role": "system", "content": PROMPTS[role]}, {"role": "user", "content": asked}]
+    request = task["ticket"] if role == "triage" else f"{task['language']} {team}"
+    messages = [{"role": "system", "content": PROMPTS[role]}, {"role": "user", "content": request}]
     return messages, team if role == "triage" else f"{greeting} {team}"
 
 
@@ -66,7 +66,7 @@ def build(folder: Path, *, steps: int = STEPS) -> None:
 
 
 def main() -> None:
-    """Build the model in the folder `--out`, and write tasks.jsonl and held_out.jsonl beside it."""
+    """Build the model in the folder `--out`, and write tasks.jsonl and held_out.jsonl next to it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -42,7 +42,7 @@ agent = create_agent(
 
 
 async def answer(question: str) -> str:
-    """What the agent says at last."""
+    """Return the agent's final answer."""
     state = await agent.ainvoke({"messages": [("user", question)]})
     return str(state["messages"][-1].text).strip()
 
@@ -54,10 +54,12 @@ async def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     tasks = list(make_tasks(options.tasks, options.seed))
-    said = await asyncio.gather(*(answer(task["question"]) for task in tasks))
-    for task, text in zip(tasks, said, strict=True):
+    answers = await asyncio.gather(*(answer(task["question"]) for task in tasks))
+    right = 0
+    for task, text in zip(tasks, answers, strict=True):
         print(f"{task['question']} {text}")
-    print(f"{sum(text == task['answer'] for task, text in zip(tasks, said, strict=True))} of {len(tasks)} are right")
+        right += text == task["answer"]
+    print(f"{right} of {len(tasks)} are right")
 
 
 if __name__ == "__main__":

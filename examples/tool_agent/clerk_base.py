@@ -27,9 +27,9 @@ from examples.tool_agent.shop import PRICE_OF, SYSTEM, calculate, find, question
 STEPS, BATCH, LR = 150, 16, 5e-3
 CONVERSATIONS = 1500
 ERRING = 0.2
-"""Share of the steps in which the demonstrated clerk is wrong."""
+"""Share of steps with a wrong answer of the demonstrated clerk."""
 BROKEN = 0.1
-"""Share of the steps in which its tool call cannot be read."""
+"""Share of steps with a tool call that cannot be read."""
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>"]
@@ -92,8 +92,8 @@ def conversation(rng: random.Random) -> list[Message]:
     expression = f"{count} {sign} {PRICE_OF[searched]}"
     if not _step(rng, messages, "calculator", expression, calculate(expression)):
         return messages
-    said = str(rng.randint(4, 81)) if rng.random() < ERRING else messages[-1]["content"]
-    messages.append({"role": "assistant", "content": said})
+    final_answer = str(rng.randint(4, 81)) if rng.random() < ERRING else messages[-1]["content"]
+    messages.append({"role": "assistant", "content": final_answer})
     return messages
 
 

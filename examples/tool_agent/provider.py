@@ -18,22 +18,22 @@ from typing import Any
 from examples.tool_agent.shop import PRICE_OF, asked_for
 
 Answers = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
-"""What is said next in a conversation: messages in, a message out."""
+"""Returns the next message of a conversation."""
 ERRING = 0.05
-"""Share of the conversations in which it looks up the wrong item."""
+"""Share of conversations with a search for the wrong item."""
 
 
 def next_message(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the clerk says next: search for the item, multiply its price, say the number."""
+    """Return the clerk's next message: search for the item, multiply its price, say the number."""
     question = next(m["content"] for m in messages if m["role"] == "user")
-    known = [str(m["content"]) for m in messages if m["role"] == "tool"]
+    results = [str(m["content"]) for m in messages if m["role"] == "tool"]
     count, item = asked_for(question)
-    if not known:
+    if not results:
         chance = random.Random(question)
         return _call("search", query=chance.choice(sorted(PRICE_OF)) if chance.random() < ERRING else item)
-    if len(known) == 1:
-        return _call("calculator", expression=f"{count} * {known[0].split()[-1]}")
-    return {"role": "assistant", "content": known[-1]}
+    if len(results) == 1:
+        return _call("calculator", expression=f"{count} * {results[0].split()[-1]}")
+    return {"role": "assistant", "content": results[-1]}
 
 
 def _call(tool: str, **arguments: str) -> dict[str, Any]:
@@ -45,14 +45,19 @@ def completion(body: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
     """The answer to a chat request; tokens are counted as words."""
     message = answers(body["messages"])
     finish = "tool_calls" if message.get("tool_calls") else "stop"
-    prompt, said = (len(json.dumps(part).split()) for part in (body["messages"], message))
+    prompt_tokens = len(json.dumps(body["messages"]).split())
+    answer_tokens = len(json.dumps(message).split())
     return {
         "id": "chat",
         "object": "chat.completion",
         "created": 0,
         "model": body["model"],
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said},
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": answer_tokens,
+            "total_tokens": prompt_tokens + answer_tokens,
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""The shop: its price list, what the two tools do, and questions with their answers.
+"""The shop: its price list, its two tools, and questions with their answers.
 
 python -m examples.tool_agent.shop --tasks 512 --seed 0 > tasks.jsonl
 """
@@ -26,7 +26,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Question(TypedDict):
-    """A task: what a customer asks, and the right answer."""
+    """A task: a customer's question, and the right answer."""
 
     id: str
     question: str
@@ -43,7 +43,7 @@ PRICE_OF = load_prices()
 
 
 def find(query: str) -> str:
-    """What the price list says of an item."""
+    """Return the entry of an item in the price list."""
     price = PRICE_OF.get(query.strip().lower())
     return "nothing found" if price is None else f"{query.strip().lower()} costs {price}"
 
@@ -57,16 +57,16 @@ def calculate(expression: str) -> str:
 
 
 def question(count: int, item: str) -> str:
-    """What a customer asks."""
+    """Return a customer's question."""
     return f"How much for {count} x {item}?"
 
 
 def asked_for(text: str) -> tuple[int, str]:
     """Count and item of a question."""
-    found = _QUESTION.fullmatch(text)
-    if found is None:
+    match = _QUESTION.fullmatch(text)
+    if match is None:
         raise ValueError(f"not a question of the shop: {text!r}")
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
 def make_tasks(count: int, seed: int) -> Iterator[Question]:

@@ -1,4 +1,4 @@
-"""The shop's agent as a cotune workflow: what an answer is worth, and what each of its messages is worth.
+"""The shop's agent as a cotune workflow, with the reward of its answer and of each of its messages.
 
 cotune train examples/tool_agent/train.py:solve --config examples/tool_agent/train.toml --model BASE --tasks FILE
 """
@@ -34,19 +34,19 @@ def is_right(
 ) -> bool:
     """Whether a message is the next step: look the price up, then calculate, then say the number."""
     _, item = asked_for(task["question"])
-    known = [message["content"] for message in messages if message["role"] == "tool"]
-    if task["answer"] in known:
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    if task["answer"] in results:
         return text.strip() == task["answer"]
     if len(tool_calls) != 1:
         return False
     name, value = called(tool_calls[0])
-    if find(item) in known:
+    if find(item) in results:
         return name == "calculator" and calculate(value) == task["answer"]
     return name == "search" and find(value) == find(item)
 
 
 def called(tool_call: Mapping[str, Any]) -> tuple[str, str]:
-    """Tool and argument of a call; an empty argument where it has none that is a text."""
+    """Return the tool and the argument of a call; the argument is empty if it is not a text."""
     function = tool_call["function"]
     arguments = json.loads(function["arguments"])
     key = {"search": "query", "calculator": "expression"}.get(function["name"], "")

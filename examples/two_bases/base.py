@@ -15,12 +15,12 @@ from examples.word_problems.tasks import make_tasks
 
 STEPS = 120
 SEED = 1
-"""The seed of the problems that it is warmed up on: not those of the training."""
+"""The seed of the problems for its warm-up, which are not the problems of the training."""
 VOCABULARY = 640
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Its tokenizer, learned from what a checker reads."""
+    """Return its tokenizer, learned from the prompts of a checker."""
     shown = demonstrations(random.Random(SEED), SEED, 600)
     return byte_tokenizer([f"{m['role']}\n{m['content']}" for messages, _ in shown for m in messages], VOCABULARY)
 

