@@ -277,10 +277,10 @@ def _every_time(
                 f" {cut} of {len(ends)} answers ended at their limit of tokens: raise sampling.max_tokens, or the "
             )
             remedy += "application's."
-    call = next((call for call in failed if call.status != "cancelled"), None)
-    if call is not None and first.cause not in str(call.error):
-        cause = cause.replace(call.error, "...") if call.error else cause
-        cause += f" The call of role {call.role!r} failed: {call.error}"
+    failed_call = next((call for call in failed if call.status != "cancelled"), None)
+    if failed_call is not None and first.cause not in str(failed_call.error):
+        cause = cause.replace(failed_call.error, "...") if failed_call.error else cause
+        cause += f" The call of role {failed_call.role!r} failed: {failed_call.error}"
     if (cause, remedy) == (first.cause, first.remedy):
         return first
     error = WorkflowError(cause, remedy)

@@ -102,8 +102,8 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
     unlisted: Counter[tuple[str, str]] = Counter()
     provider_roles: set[str] = set()
     for label, mode in evaluations.items():
-        lineup = contest.lineups.get(label)
-        others = lineup.others if lineup else None
+        lineup_of_mode = contest.lineups.get(label)
+        others = lineup_of_mode.others if lineup_of_mode else None
         stand_in = responder.others if others is None else others.player
         if stand_in is None:
             who = "the application's own provider"

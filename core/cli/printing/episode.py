@@ -40,7 +40,7 @@ def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> st
         return ""
     failed = next((call for call in reversed(calls) if call.status != "ok"), None)
     error = (episode.error or "").strip() or (failed.error if failed else None)
-    status = episode.status
+    status: str = episode.status
     if failed:
         status += f" (call {failed.step}, {failed.role}: {failed.status})"
     return f"{status}: {error if full and error else first_line(error)}"

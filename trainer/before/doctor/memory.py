@@ -211,7 +211,9 @@ def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
     if not config.policy:
         return None if config.policies == "full" else config.lora.spec
     kinds = {policy.kind: policy for policy in config.policy if policy.name in names}
-    return None if "full" in kinds else kinds["lora"].lora if "lora" in kinds else config.lora.spec
+    if "full" in kinds:
+        return None
+    return kinds["lora"].lora.spec if "lora" in kinds else config.lora.spec
 
 
 def learner_memory(
