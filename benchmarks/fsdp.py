@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.config.cluster import ClusterConfig
+from cotune.config.cluster import DividedCluster
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
@@ -96,7 +96,7 @@ def main() -> None:
         for workers in args.workers:
             started = time.perf_counter()
             name = f"{workers} worker{'s' * (workers > 1)}"
-            cluster = ClusterConfig(address="local", learners=workers, gpus_per_learner=args.gpus)
+            cluster = DividedCluster(address="local", learners=workers, gpus_per_learner=args.gpus)
             learners[name] = FsdpLearner.open(model, policies, settings, loss, cluster)
             opening[name] = time.perf_counter() - started
         found = measured(learners, rows, args.rounds)

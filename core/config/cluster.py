@@ -37,13 +37,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that sample: of each base model, and with vLLM of each policy that trains all weights. 0: one on the CPU,
     else as many as the GPUs that learners leave allow."""
     gpus_per_engine: float = 0
-    """GPUs of one engine; above 1 it is tensor parallel. 0.5: it shares a GPU with the learner and sleeps during
+    """GPUs of one engine; above 1 it is tensor parallel. 0.5: it shares a GPU with the one learner and sleeps during
     updates. 0: none on the CPU, else the fewest that hold the model."""
     learners: int = 0
-    """FSDP workers; they train all policies in turn, and a batch is divided among them. 0: one on the CPU, else a
-    quarter of the GPUs, or as many as the model needs."""
-    gpus_per_learner: float = 0
-    """GPUs of each FSDP worker, at most 1. 0.5: it shares a GPU with the engine. 0: none on the CPU, else 1."""
+    """FSDP workers, on a GPU each if there are any; they train all policies in turn, and a batch is divided among them.
+    0: one on the CPU, else a quarter of the GPUs, or as many as the model needs."""
     rollout_workers: int = 1
     """Processes that run the application; one that crashes costs its episodes only."""
     env: dict[str, str] = {}
@@ -53,31 +51,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_bounds(self, "rollout_workers", least=1, table="cluster.")
-        check_bounds(self, "engines", "learners", "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
-        for name in ("gpus_per_engine", "gpus_per_learner"):
-            value = getattr(self, name)
-            if value != SHARED and value != int(value):
-                raise ConfigError(
-                    f"cluster.{name}", value, f"is not a whole number, nor {SHARED} for an engine and a learner on one"
-                )
-        if self.gpus_per_learner > 1:
-            fault = "is more than a learner can use: it is one process on one GPU"
-            raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
-        if SHARED in (self.gpus_per_engine, self.gpus_per_learner):
-            self._check_shared()
+        check_bounds(self, "engines", "learners", "gpus_per_engine", least=0, table="cluster.")
+        if self.gpus_per_engine not in (SHARED, int(self.gpus_per_engine)):
+            fault = f"is not a whole number, nor {SHARED} for an engine and a learner on one"
+            raise ConfigError("cluster.gpus_per_engine", self.gpus_per_engine, fault)
+        if self.shares_gpu:
+            for name in ("engines", "learners"):
+                if getattr(self, name) > 1:
+                    fault = "must be 1 if engine and learner share a GPU"
+                    raise ConfigError(f"cluster.{name}", getattr(self, name), fault)
         if self.address == NO_RAY:
             self._check_without_ray()
-
-    def _check_shared(self) -> None:
-        """Raises ConfigError unless one engine and one learner share one GPU."""
-        for name in ("gpus_per_engine", "gpus_per_learner"):
-            if getattr(self, name) != SHARED:
-                raise ConfigError(
-                    f"cluster.{name}", getattr(self, name), f"must be {SHARED} if engine and learner share a GPU"
-                )
-        for name in ("engines", "learners"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), "must be 1 if engine and learner share a GPU")
 
     def _check_without_ray(self) -> None:
         """Raises ConfigError for what only Ray can do."""
@@ -99,6 +83,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the engine and the learner share a GPU."""
         return self.gpus_per_engine == SHARED
 
+    @property
+    def gpus_per_learner(self) -> float:
+        """GPUs of each learner, as far as the table tells; see `DividedCluster`."""
+        return SHARED if self.shares_gpu else 0.0
+
+    def divided(self, *, gpus_per_learner: float, **numbers: float) -> DividedCluster:
+        """This table with the GPUs of a learner, and with other `numbers`."""
+        fields = {name: getattr(self, name) for name in ClusterConfig.__struct_fields__}
+        return DividedCluster(**{**fields, **numbers}, gpus_per_learner=gpus_per_learner)
+
     def demands(self, samplers: int = 1) -> tuple[Demand, ...]:
         """What the run asks of the cluster, with this many sets of engines."""
         return (
@@ -106,3 +100,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             Demand("learner", self.learners, self.gpus_per_learner),
             Demand("rollout worker", self.rollout_workers),
         )
+
+
+class DividedCluster(ClusterConfig, frozen=True, kw_only=True):
+    """[cluster] once a run has divided the GPUs, with the number that no user sets: a learner has one GPU, half of the
+    one that it shares with an engine, or none on the CPU."""
+
+    gpus_per_learner: float = 0.0  # type: ignore[assignment]  # a field in place of the property

@@ -35,6 +35,8 @@ REMOVED: dict[str, str] = {
     "cluster.engine_timeout": "Leave it out: an engine that does not answer for 60 seconds is restarted.",
     "cluster.engine_url": 'Write the address as engine, above the tables: engine = "http://HOST:8000".',
     "engine_url": 'Write the address as engine: engine = "http://HOST:8000".',
+    "cluster.gpus_per_learner": "Leave it out: a learner has a GPU if there are any, and half of the engine's with "
+    "gpus_per_engine = 0.5.",
     "cluster.learner_timeout": "Leave it out: learners that wait for each other for 30 minutes count as lost.",
     "cluster.placement": "Leave it out: learners are placed on as few machines as possible.",
     "cluster.pools": "Leave it out: the learners train all policies in turn.",

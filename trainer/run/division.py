@@ -166,22 +166,20 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
         per_learner = 1.0 if learner_on_gpu else 0.0
     cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)  # refuses settings that need Ray
     if samples_here:
-        _check_numbers_without_ray(cluster, per_engine, per_learner)
-    cluster = msgspec.structs.replace(
-        cluster, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
-    )
+        _check_number_without_ray(cluster, per_engine)
+    cluster = cluster.divided(engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner)
     divided = msgspec.structs.replace(config, engine=engine, cluster=cluster)
     check(divided)  # an engine that sleeps, for one, does not serve every setting
     return divided, note
 
 
-def _check_numbers_without_ray(cluster: ClusterConfig, per_engine: float, per_learner: float) -> None:
-    """Raise ConfigError if the configuration sets numbers of GPUs that a run without Ray cannot have."""
-    for name, gpus in (("gpus_per_engine", per_engine), ("gpus_per_learner", per_learner)):
-        configured = getattr(cluster, name)
-        if configured and configured != gpus:
-            fault = f"needs Ray: without it, it is {gpus:g} on this machine"
-            raise ConfigError(f"cluster.{name}", configured, fault, 'Leave it out, or set cluster.address = "local".')
+def _check_number_without_ray(cluster: ClusterConfig, per_engine: float) -> None:
+    """Raise ConfigError if the configuration sets a number of GPUs that a run without Ray cannot have."""
+    configured = cluster.gpus_per_engine
+    if configured and configured != per_engine:
+        fault = f"needs Ray: without it, it is {per_engine:g} on this machine"
+        remedy = 'Leave it out, or set cluster.address = "local".'
+        raise ConfigError("cluster.gpus_per_engine", configured, fault, remedy)
 
 
 def _count_used(cluster: ClusterConfig) -> int:
@@ -210,9 +208,7 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
                 engine = "vllm"
         config = msgspec.structs.replace(config, engine=engine)
     if shares_gpu:
-        cluster = msgspec.structs.replace(
-            config.cluster, engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED
-        )
+        cluster = config.cluster.divided(engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
     else:
         cluster = _numbers(config, resources)
     if cluster.address == "local" and resources.gpus and (teacher := _local_teacher(config)):
@@ -231,21 +227,19 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
     if cluster.shares_gpu:
         return True
     several = cluster.engines > 1 or cluster.learners > 1
-    whole_gpus = cluster.gpus_per_engine > 0 or cluster.gpus_per_learner > 0
     one_for_both = resources.gpus == 1 and _samples(config) and config.learner.device != "cpu"
-    return one_for_both and not several and not whole_gpus
+    return one_for_both and not several and cluster.gpus_per_engine == 0
 
 
 def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
     """Return [cluster] with all numbers: the configured ones, and a part of the GPUs for each that it leaves open."""
     cluster, gpus = config.cluster, resources.gpus
     if not gpus:
-        return msgspec.structs.replace(cluster, engines=cluster.engines or 1, learners=cluster.learners or 1)
-    usual = 0 if config.learner.device == "cpu" else 1
-    per_learner = cluster.gpus_per_learner or usual
+        return cluster.divided(engines=cluster.engines or 1, learners=cluster.learners or 1, gpus_per_learner=0)
+    per_learner = 0 if config.learner.device == "cpu" else 1
     if not _samples(config):
         learners = cluster.learners or (gpus if per_learner else 1)
-        return msgspec.structs.replace(cluster, engines=1, learners=learners, gpus_per_learner=per_learner)
+        return cluster.divided(engines=1, learners=learners, gpus_per_learner=per_learner)
 
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
@@ -260,9 +254,7 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
         wanted = max(gpus // 4, _learners_for_weights(config, resources, sets))
         learners = max(1, min(wanted, gpus - int(sets * per_engine)))
     engines = cluster.engines or max(1, int((gpus - learners * per_learner) // (sets * per_engine)))
-    return msgspec.structs.replace(
-        cluster, engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=per_learner
-    )
+    return cluster.divided(engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=per_learner)
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:

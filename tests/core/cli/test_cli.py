@@ -479,7 +479,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
         ({"model": "m", "sampling": {"temperature": 0}}, "sampling.temperature", 0, "above 0"),
         ({"model": "m", "learner": {"lr": -1.0}}, "learner.lr", -1.0, "above 0"),
         ({"model": "m", "policy": [{"name": "p", "roles": ["a"], "lora": {"rank": 0}}]}, "lora.rank", 0, "above 0"),
-        ({"model": "m", "cluster": {"gpus_per_learner": -1}}, "cluster.gpus_per_learner", -1, "0 or more"),
+        ({"model": "m", "cluster": {"gpus_per_engine": -1}}, "cluster.gpus_per_engine", -1, "0 or more"),
         (
             {"model": "m", "evaluation": {"keep_best": True, "tasks": "none"}},
             "evaluation.keep_best",

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from cotune.config.cluster import ClusterConfig
+from cotune.config.cluster import ClusterConfig, DividedCluster
 from cotune.trainer.learner.fsdp.learner import FsdpLearner, Ranks
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 from cotune.trainer.learner.local import LocalLearner
@@ -73,7 +73,7 @@ def open_learner(*arguments, **cluster) -> FsdpLearner:
     """A learner on such ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
-        settings = ClusterConfig(address="local", **{"learners": 1, **cluster})
+        settings = DividedCluster(address="local", **{"learners": 1, **cluster})
         return FsdpLearner.open(*arguments, settings)
 
 

@@ -46,7 +46,7 @@ SHARED_IN_PROCESS = ("transformers", "none", 1, 0.5, 1, 0.5)
 ON_TWO = ("vllm", "local", 1, 1, 1, 1)
 ON_EIGHT = ("vllm", "local", 6, 1, 2, 1)
 LOCAL = {"cluster": {"address": "local"}}
-HALVES = {"cluster": {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}}
+HALVES = {"cluster": {"gpus_per_engine": 0.5}}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotune.config.cluster import ClusterConfig
+from cotune.config.cluster import DividedCluster
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.integrations.models import bfloat16
@@ -40,7 +40,7 @@ def test_a_run_without_ray_samples_from_an_engine_of_ones_own(trainer: Trainer) 
 
 
 def test_more_gpus_than_ray_has_are_refused_before_an_engine_waits_for_them() -> None:
-    settings = ClusterConfig(address="local", engines=2, gpus_per_engine=2, learners=1, gpus_per_learner=1)
+    settings = DividedCluster(address="local", engines=2, gpus_per_engine=2, learners=1, gpus_per_learner=1)
     check_gpus(settings, sets=1, present=5)
     with pytest.raises(ConfigError, match=r"cluster\.engines = 2 takes 8 GPUs, and the learners take 1: Ray has 5"):
         check_gpus(settings, sets=2, present=5)
@@ -63,7 +63,7 @@ def test_the_engine_of_a_run(address: str, engine: str, alone: bool) -> None:
 
 
 def test_an_engine_that_shares_a_gpu_sleeps() -> None:
-    shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
+    shared = {"gpus_per_engine": 0.5}
     for engine, sleeps in (("vllm", True), ("transformers", False)):
         found = engine_config(convert({"model": "m", "engine": engine, "cluster": shared}), EngineSet("m"))
         assert (found.gpus, found.sleeps) == (1, sleeps)
@@ -149,7 +149,7 @@ def test_each_base_has_engines_and_in_vllm_each_policy_of_full_weights() -> None
 
 
 def test_one_engine_beside_a_learner_has_one_base() -> None:
-    shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
+    shared = {"gpus_per_engine": 0.5}
     settings: dict[str, Any] = {"model": "m", "policy": TEAM[:2], "engine": "vllm", "cluster": shared}
     with pytest.raises(ConfigError, match=r"engine = 'vllm' cannot be used here: m, n need separate engines"):
         first_sets(convert(settings))

@@ -43,7 +43,7 @@ def config_of(base: str, **more: object) -> TrainConfig:
     [
         ("cuda", True, {}, "bfloat16"),
         ("cuda", True, {"policies": "full"}, "bfloat16"),
-        ("cuda", True, {"cluster": {"address": "local", "gpus_per_learner": 1}}, "bfloat16"),
+        ("cuda", True, {"cluster": {"address": "local", "gpus_per_engine": 0.5}}, "bfloat16"),
         ("cuda", False, {}, "float32"),
         ("cpu", True, {}, "bfloat16"),
         ("cpu", True, {"policies": "full"}, "float32"),

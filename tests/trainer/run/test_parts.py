@@ -33,7 +33,7 @@ def test_each_part_has_engine_device_and_precision(config: dict[str, Any], said:
 
 
 def test_an_engine_that_sleeps_says_so() -> None:
-    shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
+    shared = {"gpus_per_engine": 0.5}
     config = convert({"model": "m", "engine": "vllm", "cluster": {"engines": 1, "learners": 1, **shared}})
     assert where_it_runs(config) == (
         "sampler: 1 x vllm on Ray, on a GPU that both share, asleep during updates; "

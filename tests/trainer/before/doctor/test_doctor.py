@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cotune.config.cluster import ClusterConfig
+from cotune.config.cluster import ClusterConfig, DividedCluster
 from cotune.errors import ConfigError
 from cotune.trainer.before.doctor.doctor import (
     _samplers,
@@ -54,8 +54,8 @@ def blocking(findings: Any) -> list[Finding]:
         ({}, (GPU,), False),
         ({"learner": {"dtype": "float32"}}, (GPU,), True),
         ({"learner": {"device": "cpu"}}, (GPU,), False),
-        ({"learner": {"dtype": "float32"}, "cluster": {"gpus_per_learner": 0}}, (GPU,), False),
-        ({"learner": {"dtype": "float32"}, "cluster": {"gpus_per_learner": 1}}, (GPU,), True),
+        ({"learner": {"dtype": "float32"}, "cluster": {}}, (GPU,), False),
+        ({"learner": {"dtype": "float32"}, "cluster": {"gpus_per_engine": 0.5}}, (GPU,), True),
         ({}, (), False),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_framework_that_is_newer_than_the_tests_warns(monkeypatch: pytest.Monk
 
 
 def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
-    asked = ClusterConfig(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
+    asked = DividedCluster(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
     assert not blocking(judge_placement([node(64, 8)], asked))
     (finding,) = blocking(judge_placement([node(64, 8)], msgspec.structs.replace(asked, learners=3)))
     assert finding.about == "learners" and "2 fit" in finding.text
@@ -123,9 +123,9 @@ def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
 
 
 def test_an_engine_and_a_learner_share_one_gpu() -> None:
-    apart = ClusterConfig(address="auto", engines=1, gpus_per_engine=1, learners=1, gpus_per_learner=1)
+    apart = DividedCluster(address="auto", engines=1, gpus_per_engine=1, learners=1, gpus_per_learner=1)
     assert blocking(judge_placement([node(8, 1)], apart))
-    together = msgspec.structs.replace(apart, gpus_per_engine=0.5, gpus_per_learner=0.5)
+    together = ClusterConfig(address="auto", engines=1, gpus_per_engine=0.5, learners=1)
     assert not blocking(judge_placement([node(8, 1)], together))
 
 
@@ -134,13 +134,12 @@ def test_an_engine_and_a_learner_share_one_gpu() -> None:
     [
         ({"engines": 2}, r"cluster\.engines = 2 must be 1 if engine and learner share a GPU"),
         ({"learners": 2}, r"cluster\.learners = 2 must be 1"),
-        ({"gpus_per_engine": 1}, r"cluster\.gpus_per_engine = 1 must be 0.5"),
-        ({"gpus_per_learner": 0.3}, r"cluster\.gpus_per_learner = 0.3 is not a whole number, nor 0.5"),
+        ({"gpus_per_engine": 0.3}, r"cluster\.gpus_per_engine = 0.3 is not a whole number, nor 0.5"),
     ],
 )
 def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ClusterConfig(**{"address": "local", "gpus_per_engine": 0.5, "gpus_per_learner": 0.5, **changes})
+        ClusterConfig(**{"address": "local", "gpus_per_engine": 0.5, **changes})
 
 
 @pytest.mark.parametrize(
@@ -205,10 +204,3 @@ def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None
     found = json.loads(done.stdout)
     assert not found["fits"]
     assert "cluster.address = '127.0.0.1:9'" in {f["about"]: f["text"] for f in found["findings"]}["division"]
-
-
-def test_a_learner_is_one_process_on_one_gpu() -> None:
-    with pytest.raises(
-        ConfigError, match=r"cluster\.gpus_per_learner = 2 is more than a learner can use.* Set cluster\.learners"
-    ):
-        ClusterConfig(address="auto", gpus_per_learner=2)

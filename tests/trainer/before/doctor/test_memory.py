@@ -22,6 +22,7 @@ from transformers import (
 from benchmarks.forecast import compare, shape
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
+from cotune.config.cluster import DividedCluster
 from cotune.config.train import TrainConfig
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.before.doctor.doctor import judge_forecast
@@ -204,9 +205,10 @@ def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
 
 def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=7.4, free_gb=7.4),))
-    cluster = {"address": "local", "engines": 1, "gpus_per_engine": 1, "learners": 1, "gpus_per_learner": 1}
+    cluster = DividedCluster(address="local", engines=1, gpus_per_engine=1, learners=1, gpus_per_learner=1)
     alone = processes({"a": (BILLION, LOAD)}, asked(), machine)
-    apart = processes({"a": (BILLION, LOAD)}, asked(cluster=cluster), machine)
+    on_ray = msgspec.structs.replace(asked(), cluster=cluster)
+    apart = processes({"a": (BILLION, LOAD)}, on_ray, machine)
     assert [process.device for process in apart] == ["small of a learner", "small of an engine"]
     assert sum(process.bytes for process in alone) > alone[0].free > max(process.bytes for process in alone)
     assert [text.split(" ")[0] for text in shortages(alone)] == ["small"]
@@ -362,7 +364,7 @@ def test_adapters_on_a_gpu_are_counted_in_one_step_with_their_layers() -> None:
     [
         ({}, True),
         ({"learner": {"quantize": "4bit"}}, False),
-        ({"cluster": {"address": "local", "learners": 1, "gpus_per_learner": 1}}, False),
+        ({"cluster": {"address": "local", "gpus_per_engine": 0.5}}, False),
     ],
 )
 def test_the_forecast_for_a_gpu_follows_the_learner_of_the_run(
