@@ -64,7 +64,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "prompts improve --concurrency": "Use --set concurrency=N.",
     "prompts improve --timeout": "Use --set episode_timeout=SECONDS.",
     "prompts improve --temperature": "The application's own temperature is used.",
-    "prompts improve --max-tokens": "Use --set max_tokens=N.",
+    "prompts improve --max-tokens": "Use --set sampling.max_tokens=N.",
     "prompts improve --roles-by": "Use --set roles_by=WHO.",
     "prompts improve --redact": "Use --set redact=MODULE:FUNCTION.",
     "prompts edit --limit": "Pass a shorter file to --tasks.",

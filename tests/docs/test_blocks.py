@@ -102,6 +102,8 @@ async def run(text: str, names: dict[str, Any]) -> None:
     """Run a block, which may await, with these names, and add its own to them."""
     for usual, here in {**SMALLER, BACKEND: f"127.0.0.1:{names['port']}"}.items():
         text = text.replace(usual, here)
+    # A block that is a file of its own, such as a method, may name itself.
+    names.setdefault("__file__", f"{Path.cwd()}/my_method.py")
     result = eval(compile(text, "block", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
     if inspect.isawaitable(result):
         await result

@@ -364,7 +364,7 @@ def test_adapters_on_a_gpu_are_counted_in_one_step_with_their_layers() -> None:
     [
         ({}, True),
         ({"learner": {"quantize": "4bit"}}, False),
-        ({"cluster": {"address": "local", "gpus_per_engine": 0.5}}, False),
+        ({"cluster": {"address": "local", "engines": 1, "gpus_per_engine": 0.5, "learners": 1}}, False),
     ],
 )
 def test_the_forecast_for_a_gpu_follows_the_learner_of_the_run(
