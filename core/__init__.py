@@ -108,5 +108,5 @@ hooks.activators.append(_activate)
 hooks.starters.append(_be_quiet)
 hooks.freezers.append(_freeze)
 hooks.runners.append(_graph_runner)
-# Now as well: LangChain composes an agent's middleware when the agent is made, as applications do at import.
+# Also at import: LangChain composes an agent's middleware when the agent is created, which applications do at import.
 _activate_on_import()

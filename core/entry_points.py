@@ -1,7 +1,7 @@
-"""Stores and collectors by the scheme of their address, as the installed packages register them.
+"""Find the stores and collectors of installed packages by the scheme of an address.
 
-A package registers a function in its metadata, as an entry point whose name is the scheme. cotune registers its own in
-the same way, so core imports nothing from the layers to its right.
+A package registers a function in its metadata, as an entry point whose name is the scheme. cotune registers its own
+functions in the same way, so that core imports nothing from the layers to its right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scheme_of(address: object) -> str:
 
 @cache
 def entry_points_by_scheme(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """The entry points of a group. Reading the metadata of all packages takes some 30 ms, so a path never asks."""
+    """The entry points of a group. Not called for a path: to read the metadata of all packages takes about 30 ms."""
     from importlib.metadata import entry_points
 
     by_scheme: dict[str, tuple[EntryPoint, ...]] = {}
@@ -39,7 +39,8 @@ def entry_points_by_scheme(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def load_entry_point(group: str, scheme: str) -> Any:
-    """Import what is registered for a scheme. Raises RunError if two packages register it, or if it fails to import."""
+    """Import the function that is registered for a scheme. Raises RunError if two packages register one, or if the
+    import fails."""
     points = entry_points_by_scheme(group)[scheme]
     packages = " and ".join(sorted(point.dist.name if point.dist else point.value for point in points))
     if len(points) > 1:

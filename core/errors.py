@@ -30,17 +30,18 @@ class CotuneError(Exception):
 
 
 def install_extra(extra: str) -> str:
-    """How to install an extra, as a remedy. cotune is on no package index, so pip needs its source folder."""
+    """The command that installs an extra, as a remedy. cotune is not in a package index, so pip needs its source
+    folder."""
     return f"In cotune's source folder, run: pip install -e '.[{extra}]'"
 
 
 def error_text(error: BaseException) -> str:
-    """The class and the text of an error; the class alone where it has no text."""
+    """The class and the text of an error; only the class if it has no text."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def error_line(error: BaseException) -> str:
-    """An error in one line without a full stop: the cause of one of cotune's, else the class and the first line of the
+    """An error in one line without a full stop: the cause of a CotuneError, else the class and the first line of the
     text, or of the text of its cause."""
     if isinstance(error, CotuneError):
         return error.cause.rstrip(".")
@@ -51,8 +52,8 @@ def error_line(error: BaseException) -> str:
 
 
 def field_and_fault(error: Exception) -> tuple[str, str]:
-    """Dotted path of the field ("" for the whole) and what is wrong with it, of msgspec's ValidationError, which has
-    both in its text alone."""
+    """The dotted path of the field ("" for the whole value) and the fault, from msgspec's ValidationError, which has
+    both only in its text."""
     fault, _, where = str(error).partition(" - at `$")
     field = where.strip(".`")
     if named := re.search(r"(?:missing required|unknown) field `(.+)`", fault):
@@ -73,11 +74,15 @@ _KINDS = {
 
 def expected(fault: str) -> str:
     """The clause for a ConfigError from the text of msgspec's ValidationError: "must be a number, not text"."""
-    found = re.match(r"Expected `(.+)`, got `(.+)`$", fault)
-    if found is None:
+    match = re.match(r"Expected `(.+)`, got `(.+)`$", fault)
+    if match is None:
         return f"is not valid: {fault}"
-    wanted, got = (" or ".join(_KINDS.get(kind, kind) for kind in part.split(" | ")) for part in found.groups())
-    return f"must be {wanted}, not {got}"
+    return f"must be {_kinds_text(match[1])}, not {_kinds_text(match[2])}"
+
+
+def _kinds_text(kinds: str) -> str:
+    """Kinds of values in words, from msgspec's names: "int | null"."""
+    return " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | "))
 
 
 def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:
@@ -87,9 +92,9 @@ def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> 
 
 
 class ConfigError(CotuneError):
-    """A setting is wrong: names the field, its value, what is wrong with it, and the remedy.
+    """A setting is wrong. The error names the field, its value, the fault and the remedy.
 
-    `fault` is a clause that follows "field = value", or the field alone where the value is None: "must be 2 or more: a
+    `fault` is a clause that follows "field = value", or only the field if the value is None: "must be 2 or more: a
     group of one has no baseline".
     """
 
@@ -97,13 +102,13 @@ class ConfigError(CotuneError):
         self.field = field
         self.value = value
         self.fault = fault
-        given = field if value is None else f"{field} = {value!r}"
-        super().__init__(f"{given} {fault}.", remedy)
+        setting = field if value is None else f"{field} = {value!r}"
+        super().__init__(f"{setting} {fault}.", remedy)
 
 
 def check_bounds(settings: object, *names: str, least: float | None = None, table: str = "") -> None:
-    """Raise ConfigError for a field of `settings` that is a number below `least`, or without it not above 0. `table` is
-    what the error says before the name, such as "cluster."."""
+    """Raise ConfigError for a field of `settings` that is a number below `least`; without `least`, for a number that is
+    not above 0. `table` comes before the name in the error, for example "cluster."."""
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (value > 0 if least is None else value >= least):
@@ -117,13 +122,14 @@ class WorkflowError(CotuneError):
 
 
 class TooManyCalls(WorkflowError):
-    """An episode has made as many calls as one may: a failure of the policy, whose answers did not end it."""
+    """An episode has made the maximum number of calls. This is a failure of the policy, whose answers did not end
+    it."""
 
 
 class Outage(CotuneError):
-    """Raise it in a workflow or a tool where a service is down: the episode is then left out, counted as `outage`.
+    """Raise it in a workflow or a tool if a service is down. The episode is then left out and counted as `outage`.
 
-    Without it, what a tool raises is an outcome of the policy, whose arguments may be the cause.
+    Other errors of a tool count as a failure of the policy, whose arguments may be the cause.
 
     ```python
     @cotune.workflow
@@ -137,7 +143,7 @@ class Outage(CotuneError):
 
 
 class JudgeError(WorkflowError):
-    """A judge gave no usable answer, cannot be reached, or is over its budget."""
+    """A judge gave no usable answer, cannot be reached, or has used up its budget."""
 
 
 class RecordError(CotuneError):
@@ -145,7 +151,7 @@ class RecordError(CotuneError):
 
 
 class ReplayDiverged(CotuneError):
-    """An episode that is run again does not ask what was recorded: `role` and `turn` are those of the call."""
+    """A request of a repeated episode differs from the record. `role` and `turn` identify the call."""
 
     def __init__(self, role: str, turn: int, cause: str, remedy: str = "") -> None:
         self.role = role
@@ -162,11 +168,11 @@ class SamplerError(CotuneError):
 
 
 class SampleTimeout(SamplerError):
-    """A request took longer than its time-out; its partial tokens are discarded."""
+    """A request took longer than its time-out. Its partial tokens are discarded."""
 
 
 class RequestRefused(SamplerError):
-    """A healthy engine will not serve this request (too long, unknown version): asking another engine is no use."""
+    """A healthy engine refuses this request (too long, unknown version), and so would every other engine."""
 
 
 class PromptTooLong(RequestRefused):
@@ -174,7 +180,7 @@ class PromptTooLong(RequestRefused):
 
 
 class EngineLost(SamplerError):
-    """Too few engines are left and their restarts are used up: no request can be served any more."""
+    """Too few engines are left, and their restarts are used up: no request can be served."""
 
 
 class LearnerError(CotuneError):
@@ -182,15 +188,15 @@ class LearnerError(CotuneError):
 
 
 class LearnerLost(LearnerError):
-    """A learner's process died or hangs; it can be restarted, and goes on from the last checkpoint."""
+    """A learner's process died or hangs. It can be restarted and then continues from the last checkpoint."""
 
 
 class SyncError(CotuneError):
-    """Published weights did not arrive at the sampler as the learner sent them."""
+    """The weights that arrived at the sampler differ from the weights that the learner sent."""
 
 
 class GapError(SyncError):
-    """The sampler gives other log-probabilities than the learner: they differ by `gap` nats a token."""
+    """The log-probabilities of the sampler differ from the learner's by `gap` nats per token."""
 
     def __init__(self, gap: float, cause: str, remedy: str = "") -> None:
         self.gap = gap
@@ -202,7 +208,7 @@ class AdapterError(CotuneError):
 
 
 class RunError(CotuneError):
-    """The run folder cannot be used: locked by another process, broken, or of another configuration."""
+    """The run folder cannot be used: another process has locked it, it is broken, or its configuration differs."""
 
 
 class UntrustedFolderError(RunError):

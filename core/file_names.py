@@ -1,4 +1,4 @@
-"""Names that applications choose, such as roles, as names of files. They may hold anything, and be of any length."""
+"""File names for names that applications choose, such as roles. Those may hold any characters and have any length."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 from collections.abc import Collection
 
 LONGEST = 120
-"""Most bytes of a file's name without its extension. File systems take 255, and writers add extensions of their own."""
+"""Maximum bytes of a file's name without its extension. File systems allow 255, and writers add extensions."""
 
 
 def file_name(name: str) -> str:
-    """A name for a file: the name itself if it is plain and short, else what is plain of it, and a digest.
+    """A name for a file: the name itself if it is plain and short, otherwise its plain characters and a digest.
 
-    Different names give different file names, also where the file system ignores case. A name always gives the same.
+    Different names give different file names, even if the file system ignores case. The same name always gives the same
+    file name.
     """
     plain = re.sub(r"[^\w.@-]+", "_", name).lstrip(".")
     if name and plain == name == name.lower() and len(name.encode()) <= LONGEST:
@@ -23,7 +24,7 @@ def file_name(name: str) -> str:
 
 
 def readable_file_name(name: str, taken: Collection[str], default: str = "role") -> str:
-    """A name for a file that reads like the name, and is none of those `taken`, in whatever case: it gets a number."""
+    """A file name that looks like the name. It gets a number if the name is already in `taken`; case is ignored."""
     stem = _cut(re.sub(r"[^\w.-]+", "_", name).strip("."), LONGEST) or default
     lower = {other.lower() for other in taken}
     candidate, number = stem, 1
@@ -34,5 +35,5 @@ def readable_file_name(name: str, taken: Collection[str], default: str = "role")
 
 
 def _cut(text: str, size: int) -> str:
-    """The beginning of a text that has at most `size` bytes in UTF-8."""
+    """The start of a text, at most `size` bytes in UTF-8."""
     return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore")

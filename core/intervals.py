@@ -1,4 +1,4 @@
-"""Estimates with their 95% intervals, as far as they need no statistics package."""
+"""Estimates with their 95% intervals, computed without a statistics package."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate with its 95% interval. `low` and `high` are None where `n` is too small to tell; `n` is 0 where it is
-    not known."""
+    """An estimate with its 95% interval. `low` and `high` are None if `n` is too small for an interval; `n` is 0 if
+    unknown."""
 
     mean: float
     low: float | None = None
@@ -46,7 +46,7 @@ def share_over_tasks(successes: float, n: int, squares: int) -> Interval | None:
 
 
 def student_quantile(freedom: int, level: float = LEVEL) -> float:
-    """The two-sided quantile of Student's t with so many degrees of freedom, without a statistics package.
+    """The two-sided quantile of Student's t with `freedom` degrees of freedom.
 
     The distribution has a closed form for whole degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4),
     which is inverted by bisection.

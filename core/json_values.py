@@ -1,4 +1,4 @@
-"""What stands in a record for a value that JSON does not know."""
+"""Replace values that JSON does not have, for records."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ _JSON = (dict, list, str, int, float, bool, type(None))
 
 
 def plain(value: Any, text: Callable[[Any], Any] = repr) -> Any:
-    """A pydantic model, or what dumps itself as one, by its fields; anything else as `text` of it."""
+    """The fields of a pydantic model, or of another object with `model_dump`; for another value, `text` of it."""
     dump = getattr(value, "model_dump", None)
     if callable(dump) and not isinstance(value, type):
-        found = dump(mode="json")
-        if isinstance(found, _JSON):
-            return found
+        dumped = dump(mode="json")
+        if isinstance(dumped, _JSON):
+            return dumped
     return text(value)
 
 
 def plain_json(value: Any) -> Any:
-    """The value as JSON values only: an object with pydantic's `model_dump` as that gives it, any other as its text."""
+    """The value with only JSON values: an object with pydantic's `model_dump` as its dump, another object as its
+    text."""
     return msgspec.to_builtins(value, str_keys=True, enc_hook=lambda value: plain(value, str))
 
 
@@ -36,10 +37,10 @@ def json_or_none(text: str) -> Any:
 def leaves(value: Any) -> Iterator[Any]:
     """The texts, numbers and other single values in a JSON value, without the names in it."""
     if isinstance(value, Mapping):
-        for one in value.values():
-            yield from leaves(one)
+        for member in value.values():
+            yield from leaves(member)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from leaves(one)
+        for member in value:
+            yield from leaves(member)
     else:
         yield value

@@ -1,4 +1,4 @@
-"""Public names whose modules need more than the base install: opened when they are first used."""
+"""Public names whose modules need more than the base install. Each is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def opener(module: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `module`, whose further names are in the modules that `where` gives."""
+    """A `__getattr__` for `module`. `where` maps each of its lazy names to the module that defines it."""
 
     def __getattr__(name: str) -> Any:
         if name not in where:

@@ -1,4 +1,4 @@
-"""Methods of your own: the base class, what it is given, and the building blocks of the published ones.
+"""Write your own method: the base class, its inputs, and the building blocks of the published methods.
 
 A recipe is a class. Derive from `Method` or from a published method, and name your class with its file:
 `recipe = "my_method.py:Ranked"`. See docs/reference/recipes.md, A method of your own.

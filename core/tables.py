@@ -1,7 +1,8 @@
-"""The one style of all tables and lines that are printed: colours, columns, counts and rewards."""
+"""The style of all printed tables and lines: colours, columns, counts and rewards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
 GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
-"""Signs of a curve; where a run has more steps, several share one."""
+"""Maximum number of characters of a curve. In a run with more steps, several steps share a character."""
 _BETWEEN = 2
-"""Blanks between two columns."""
+"""Number of spaces between two columns."""
 _WORD = 40
-"""Signs of a word that are never broken; a longer one, such as a task's id, goes on in the next line."""
+"""Maximum length of a word that is never broken, in characters. A longer word, for example a task's id, continues in
+the next line."""
 
 
 def snippet(value: Any, size: int = 160) -> str:
-    """One line of a message or JSON value."""
+    """A message or JSON value on one line, cut to `size` characters."""
     if isinstance(value, Mapping):
         value = content_text(value.get("content")) or value
     line = " ".join(str(value).split())
@@ -37,39 +39,45 @@ def snippet(value: Any, size: int = 160) -> str:
 
 
 def first_line(text: str | None) -> str:
-    """The first line of an error that says something."""
+    """The first line of an error that is not blank."""
     return next(iter((text or "").strip().splitlines()), "no reason recorded")
 
 
 def answer_line(candidate: Candidate) -> str:
-    """One line of an answer: its text and its tool calls."""
+    """An answer on one line: its text and its tool calls."""
     functions = [tool.get("function") or {} for tool in candidate.tool_calls]
-    wanted = [f"{function.get('name')}({function.get('arguments', '')})" for function in functions]
-    return snippet(" ".join(filter(None, [candidate.text, *wanted])) or "(nothing)")
+    calls = [f"{function.get('name')}({function.get('arguments', '')})" for function in functions]
+    return snippet(" ".join(filter(None, [candidate.text, *calls])) or "(nothing)")
 
 
 def scores(rewards: Mapping[str, float | None]) -> Text:
     """Named rewards on one line."""
     line = Text()
     for name, value in sorted(rewards.items()):
-        style = GOOD if value is not None and value > 0 else BAD if value is None or value < 0 else ""
+        style = ""
+        if value is None or value < 0:
+            style = BAD
+        elif value > 0:
+            style = GOOD
         line.append(" " if line else "").append(f"{name} ", style=QUIET)
         line.append("nan" if value is None else f"{value:.3g}", style=style)
     return line
 
 
 class Grid(Table):
-    """A table whose columns never break a word: they get narrower down to their longest word, and where that is not
-    enough for the terminal, each row stands as lines of `name value`. Columns without any value are left out.
+    """A table whose columns never break a word.
 
-    `below` are texts under a row, by its number: on one line if they fit there, otherwise each on a line of its own."""
+    Columns are narrowed down to their longest word. If the terminal is still too narrow, each row becomes a line of
+    `name value`. Columns without any value are left out. `below` are texts under a row, by its number: on one line if
+    they fit, otherwise each on a separate line.
+    """
 
     below: dict[int, list[Text]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.row_count:
-            told = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
-            self.columns = [replace(column, _index=place) for place, column in enumerate(told)]
+            with_values = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
+            self.columns = [replace(column, _index=place) for place, column in enumerate(with_values)]
         widths = [_width(column, console, options) for column in self.columns]
         room = options.max_width - _BETWEEN * (len(widths) - 1)
         if sum(least for least, _ in widths) > room:
@@ -81,7 +89,7 @@ class Grid(Table):
             yield from super().__rich_console__(console, options)
             return
 
-        # A table of rich has no lines between its rows. So each row is a table of its own, with the same widths.
+        # Rich cannot print lines between the rows of a table. So each row is printed as a table with the same widths.
         for number in range(self.row_count):
             row = copy(self)
             row.columns = [replace(column, _cells=column._cells[number : number + 1]) for column in self.columns]
@@ -113,7 +121,7 @@ class Grid(Table):
 
 
 def grid(*columns: str, title: str = "") -> Grid:
-    """A table without lines inside; a name that ends in `>` is a column of numbers. Without any name it has no head."""
+    """A table without inner lines. A column whose name ends with `>` holds numbers. Without any name it has no head."""
     table = Grid(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
     table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
     table.below = {}
@@ -124,13 +132,13 @@ def grid(*columns: str, title: str = "") -> Grid:
 
 
 def _width(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
-    """The least width of a column, its longest word (of `_WORD` at most), and its full one."""
-    found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-    return min(_WORD, max(one.minimum for one in found)), max(one.maximum for one in found)
+    """The minimum width of a column, the length of its longest word (at most `_WORD`), and its full width."""
+    sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    return min(_WORD, max(size.minimum for size in sizes)), max(size.maximum for size in sizes)
 
 
 def _fitted(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """The full widths, the widest made narrower until all have room."""
+    """The widths of columns: the full ones, with the widest narrowed until all fit."""
     fitted = [full for _, full in widths]
     while sum(fitted) > room:
         spare = [width if width > least else 0 for width, (least, _) in zip(fitted, widths, strict=True)]
@@ -139,13 +147,13 @@ def _fitted(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
 
 
 def cells(values: Iterable[Any]) -> list[Any]:
-    """Table cells: rich texts as they are, the rest without markup; counts with their thousands apart."""
+    """Table cells: rich texts unchanged, other values without markup; counts with separated thousands."""
     texts = (f"{value:,}" if type(value) is int else value for value in values)
     return [text if isinstance(text, Text) else Text(str(text)) for text in texts]
 
 
 def definitions(head: str, texts: Mapping[str, str]) -> Grid:
-    """Names and what each tells, as a table."""
+    """Names and their explanations, as a table."""
     table = grid(head, "tells")
     for name, text in texts.items():
         table.add_row(Text(name), Text(text))
@@ -158,24 +166,34 @@ def warn(count: int) -> Text:
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """`count` with the right form of a noun."""
+    """`count` with the singular or plural of a noun."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """A curve on one line, from its lowest to its highest value; a blank where there is none."""
-    size = max(1, -(-len(values) // _WIDTH))
-    parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
-    means = [sum(part) / len(part) if part else None for part in parts]
-    known = [mean for mean in means if mean is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    """A curve on one line, from its lowest to its highest value; a space for a part without values."""
+    size = max(1, math.ceil(len(values) / _WIDTH))
+    means: list[float | None] = []
+    for start in range(0, len(values), size):
+        part = [value for value in values[start : start + size] if value is not None]
+        means.append(sum(part) / len(part) if part else None)
+    numbers = [mean for mean in means if mean is not None]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     span = high - low
     top = len(_BARS) - 1
-    return "".join(
-        " " if mean is None else _BARS[round((mean - low) / span * top) if span else top // 2] for mean in means
-    )
+    line = ""
+    for mean in means:
+        if mean is None:
+            line += " "
+        elif span:
+            line += _BARS[round((mean - low) / span * top)]
+        else:
+            line += _BARS[top // 2]
+    return line
 
 
 def figure(value: float, percent: bool = False) -> str:
-    """A figure with about three digits that matter."""
-    return f"{value:.1%}" if percent else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """A figure with about three significant digits."""
+    if percent:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

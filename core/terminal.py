@@ -1,4 +1,4 @@
-"""What is printed for people: text of applications and models is shown, never obeyed by the terminal."""
+"""Output for people. Text of applications and models is shown, but the terminal never acts on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 _PIPED = 200
-"""Columns of what is not printed on a terminal."""
+"""Width of output that does not go to a terminal, in columns."""
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but line ends and tabs
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
@@ -27,12 +27,12 @@ UNSEEN = re.compile(
     "|(?<![\u0600-\u08ff\u0900-\u0dff\u2600-\u27bf\ufe0f\U0001f000-\U0001faff])[\u200c\u200d]"
     "|[\u200c\u200d](?![\u0600-\u08ff\u0900-\u0dff\u2600-\u27bf\U0001f000-\U0001faff])"
 )
-"""Characters that a terminal acts on, or that nobody sees."""
+"""Characters that a terminal acts on, or that are invisible."""
 
 
 def harmless(text: str) -> str:
-    """`text` with a visible mark in place of each character that a terminal acts on or that nobody sees."""
-    return UNSEEN.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "�", text)
+    """`text` with a visible mark in place of each character that a terminal acts on or that is invisible."""
+    return UNSEEN.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 0x20 else "�", text)
 
 
 def tell(text: str) -> None:
@@ -41,19 +41,19 @@ def tell(text: str) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line on a console; into a file or pipe it stays one line."""
+    """Print a line on a console. In a file or pipe, it is not wrapped."""
     console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def suggest(*commands: str) -> None:
-    """Print the commands to go on with, the usual one first, where a person reads along: not into a pipe."""
+    """Print the commands to continue with, the usual one first. Prints nothing into a pipe."""
     if sys.stdout.isatty():
         for lead, command in zip(("next:", *("  or:" for _ in commands)), commands, strict=False):
             tell(f"{lead} {command}")
 
 
 def agrees(question: str, *, unsaid: bool) -> bool:
-    """Whether the person at the terminal says yes; an empty line is `unsaid`, and the end of the input a no."""
+    """Whether the user at the terminal answers yes. An empty line means `unsaid`, the end of the input no."""
     try:
         reply = input(question).strip().lower()
     except EOFError:
@@ -64,11 +64,11 @@ def agrees(question: str, *, unsaid: bool) -> bool:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Show what is being done, each text in place of the last, where standard error is a terminal."""
-    shown = sys.stderr.isatty()
+    """Show progress on standard error if it is a terminal. Each text replaces the previous one."""
+    is_terminal = sys.stderr.isatty()
 
     def say(text: str) -> None:
-        if shown:
+        if is_terminal:
             print(f"\r\x1b[2K{harmless(text)}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -78,9 +78,9 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def terminal(**options: Any) -> Console:
-    """A console that takes text as it is: no markup in it, and no escape sequence. `options` are those of `Console`.
+    """A console that prints text without markup and escape sequences. `options` are options of `Console`.
 
-    Into a pipe or file it prints wide lines, so that tables stay tables there; COLUMNS says otherwise."""
+    In a pipe or file it prints wide lines, so that tables stay tables, unless COLUMNS is set."""
     console = _terminal_class()(markup=False, **options)
     if not (console.is_terminal or "width" in options or "COLUMNS" in os.environ):
         console.width = _PIPED
@@ -98,7 +98,7 @@ def _terminal_class() -> type[Console]:
             return super().render_str(harmless(text), **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-            # Before lines are broken: a mark takes a column, and the character that it stands for takes none.
+            # Done before lines are broken: a mark takes a column, the character that it replaces takes none.
             if isinstance(renderable, Text) and UNSEEN.search(renderable.plain):
                 renderable = renderable.copy()
                 renderable.plain = harmless(renderable.plain)
@@ -109,7 +109,7 @@ def _terminal_class() -> type[Console]:
                     yield Segment(harmless(segment.text), segment.style)
 
         def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-            """Tables fill their lines with spaces up to the widest cell: in a pipe or file nobody wants them."""
+            """Remove spaces at the ends of lines in a pipe or file: tables fill their lines up to the widest cell."""
             text = super()._render_buffer(buffer)
             return text if self.is_terminal else re.sub(r"[ \t]+(?=\n)", "", text)
 
@@ -117,7 +117,7 @@ def _terminal_class() -> type[Console]:
 
 
 class LogFormat(logging.Formatter):
-    """`logger: message`, harmless."""
+    """The form `logger: message`, made harmless."""
 
     def __init__(self) -> None:
         super().__init__("%(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""What the user's own modules define, by name: `package.module:name` or `path/to/file.py:name`."""
+"""Load objects of the user's modules by name: `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def load_object(
 ) -> Any:
     """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
 
-    A file in a package, a folder with `__init__.py`, is imported as its module, from the folder that holds the package.
-    Raises ConfigError for `field` where the module, file or name does not exist or fails to import. It names what the
-    module has of that `kind`, as `is_one` says, and the `remedy`, in which `{source}` is the module.
+    A file in a package (a folder with `__init__.py`) is imported as a module of the package, from the folder that holds
+    the package. Raises ConfigError for `field` if the module, file or name does not exist or cannot be imported. The
+    error lists objects of this `kind` in the module (`is_one` recognizes them) and the `remedy`, in which `{source}` is
+    the module.
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ConfigError(field, spec, "must be module:name or path/to/file.py:name", f"For example: {example}.")
-    _put_first(str(Path.cwd()))  # here, not at the start: a command that loads no user code imports none from a folder
+    _put_first(str(Path.cwd()))  # only here: a command that loads no user code must not import from the current folder
     module = _load_file(field, spec, source) if source.endswith(".py") else _load_module(field, spec, source)
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            known = [name for name, value in vars(module).items() if is_one(value)]
-            fault = f"must be a name in {source}; {kind} there: {', '.join(known) or 'none'}"
-            meant = did_you_mean([f"{source}:{near}" for near in near_names(part, known or vars(module), most=1)])
-            raise ConfigError(field, spec, fault, f"{meant} {remedy.format(source=source)}".strip())
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            names = [name for name, member in vars(module).items() if is_one(member)]
+            fault = f"must be a name in {source}; {kind} there: {', '.join(names) or 'none'}"
+            similar = [f"{source}:{near}" for near in near_names(part, names or vars(module), most=1)]
+            raise ConfigError(field, spec, fault, f"{did_you_mean(similar)} {remedy.format(source=source)}".strip())
+        value = getattr(value, part)
+    return value
 
 
 def _put_first(entry: str) -> None:
@@ -54,7 +55,7 @@ def _put_first(entry: str) -> None:
 
 
 def takes(fn: Callable[..., Any], count: int) -> bool:
-    """Whether `fn` can be called with `count` positional arguments; True where Python cannot tell."""
+    """Whether `fn` can be called with `count` positional arguments; True if Python does not know its signature."""
     try:
         inspect.signature(fn).bind(*range(count))
     except ValueError:
@@ -87,11 +88,11 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     name = path.stem if loaded is None else f"{path.parent.name}_{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise _broken(field, spec, error) from error
@@ -99,7 +100,7 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
 
 
 def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
-    """The module of a file in a package, whose relative and absolute imports then work; None for any other file."""
+    """The module of a file in a package, so that its relative and absolute imports work; None for another file."""
     names, root = [path.stem], path.parent
     while (root / "__init__.py").is_file():
         names, root = [root.name, *names], root.parent
@@ -107,7 +108,7 @@ def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
     elsewhere = top is not None and str(root / names[0]) not in map(str, getattr(top, "__path__", ()))
     if len(names) == 1 or elsewhere or not all(name.isidentifier() for name in names):
         return None
-    for entry in (str(path.parent), str(root)):  # the file's own folder stays, for plain imports of its neighbours
+    for entry in (str(path.parent), str(root)):  # the file's folder too, as it may import its neighbours by plain name
         _put_first(entry)
     try:
         return importlib.import_module(".".join(names))
@@ -116,17 +117,17 @@ def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
 
 
 def _file_of(module: str) -> str:
-    """The file of a module below the current folder or its `src/`, where it is there."""
+    """The file of a module below the current folder or its `src/`; a placeholder if it does not exist."""
     file = f"{module.replace('.', '/')}.py"
-    return next((found for found in (file, f"src/{file}") if Path(found).is_file()), "path/to/app.py")
+    return next((path for path in (file, f"src/{file}") if Path(path).is_file()), "path/to/app.py")
 
 
 def remedy_of(raised: str, otherwise: str) -> str:
-    """What to do about an error of the application's, where it says that a key is missing or refused, that nobody
-    answers at an address, that there are too many requests, or that an answer was cut."""
+    """The remedy for an error of the application, from its text: a key is missing or refused, an address does not
+    answer, there are too many requests, or an answer was cut. `otherwise` for another error."""
     if _KEYLESS.search(raised):
         return _KEY
-    return next((remedy for said, remedy in _PROVIDER.items() if re.search(said, raised)), otherwise)
+    return next((remedy for pattern, remedy in _PROVIDER.items() if re.search(pattern, raised)), otherwise)
 
 
 _KEYLESS = re.compile(
@@ -149,20 +150,23 @@ _PROVIDER = {
         "answer that was cut."
     ),
 }
-"""By what an error says of a provider, what to do."""
+"""Remedies for errors of a provider, by patterns of their texts."""
 
 
 def _broken(field: str, spec: str, error: Exception) -> ConfigError:
-    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-    fault = f"must be a module that imports; this one raised {what}{_line_of(error)}"
-    return ConfigError(field, spec, fault, remedy_of(what, "Fix it first."))
+    text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    fault = f"must be a module that imports; this one raised {text}{_line_of(error)}"
+    return ConfigError(field, spec, fault, remedy_of(text, "Fix it first."))
 
 
 def _line_of(error: Exception) -> str:
-    """File and line of the user's code that an import ended at: the innermost that is in no installed package."""
+    """File and line of the user's code at which an import failed: the innermost line outside installed packages."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
     outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
-    return f" ({(outside or frames)[-1].filename}:{(outside or frames)[-1].lineno})" if frames else ""
+    if not frames:
+        return ""
+    innermost = (outside or frames)[-1]
+    return f" ({innermost.filename}:{innermost.lineno})"

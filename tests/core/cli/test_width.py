@@ -33,7 +33,7 @@ from cotune.trainer.before.findings import Finding, RoleCheck
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.report import render as evaluation
 from cotune.trainer.evaluation.statistics import Interval
-from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
+from cotune.trainer.replay.replay import EpisodeWithCalls, Repetition, ReplayReport
 from cotune.trainer.replay.report import render as replay
 from cotune.trainer.reporting.columns import explained, role_table
 
@@ -139,9 +139,9 @@ def check_report() -> RenderableType:
 
 
 def replayed(several: bool) -> RenderableType:
-    def seen(number: int, rewards: dict[str, float]) -> Seen:
+    def seen(number: int, rewards: dict[str, float]) -> EpisodeWithCalls:
         made = episode(number, latency=123.4)
-        return Seen(made, [call(made.id, role, step) for step, role in enumerate(ROLES)], rewards)
+        return EpisodeWithCalls(made, [call(made.id, role, step) for step, role in enumerate(ROLES)], rewards)
 
     old, new = {"exact_match": 0.0, "team": 0.5}, {"exact_match": 1.0, "team": -0.125}
     found = [Repetition(seen(number, old), 0, [seen(number + 3, new)]) for number in range(3 if several else 1)]
