@@ -205,7 +205,7 @@ def searched(way: str, seed: int, options: Any, model: Remembering) -> dict[str,
     shutil.rmtree(out, ignore_errors=True)
     computed, started = model.computed, time.perf_counter()
     settings = ImproveOptions(
-        reflection=way, max_calls=options.calls, rounds=options.rounds, seed=seed, minibatch=4, credit=0.0
+        reflection=way, max_calls=options.calls, rounds=options.rounds, seed=seed, minibatch=4, blame="off"
     )
     tasks = make_tasks(options.tasks, seed=7)
     report = improve(desk, tasks, settings, out=out, responder=model, reflector=Script(way, seed))

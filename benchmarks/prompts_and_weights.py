@@ -203,7 +203,7 @@ def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
                 rounds=options.rounds,
                 seed=step_seed,
                 minibatch=8,
-                credit=0.0,
+                blame="off",
                 sampling=SamplingConfig(max_tokens=3),
             )
             begun = PromptRun(out).described.is_file()

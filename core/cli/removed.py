@@ -58,7 +58,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "prompts improve --minibatch": "Use --set minibatch=N.",
     "prompts improve --validation": "Four tenths of the tasks choose between candidates.",
     "prompts improve --shown": "The reflection model sees three runs each time.",
-    "prompts improve --credit": "Use --set credit=X.",
+    "prompts improve --credit": "Use --set blame=off for --credit 0. An analysis takes a quarter at most.",
     "prompts improve --rounds": "Use --set rounds=N.",
     "prompts improve --seed": "Use --set seed=N.",
     "prompts improve --concurrency": "Use --set concurrency=N.",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+FORKS, OFF = "forks", "off"
+"""Values of `blame` that are no reference."""
+
 
 class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a search for better prompts may do and spend. It also uses these settings above the tables, as a training
@@ -28,9 +31,10 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Regular expressions of text that stays as it is."""
     minibatch: int = 4
     """Tasks on which a new text is tried first."""
-    credit: float = 0.15
-    """Most of max_calls that may go into forks, which show the reflection model other answers to the same request and
-    their outcomes; 0: no forks."""
+    blame: str = FORKS
+    """How the search finds the role to change, with at most a quarter of its limits. forks: look for the calls that
+    lost failed runs, show them to the reflection model, and change roles in turn. A reference, as `cotune blame` takes
+    it (openai:NAME, a model or run on this machine, prompts:FOLDER): change the role at fault. off: only in turn."""
     rounds: int = 1000
     """Most rounds of the search."""
     run: str | None = None

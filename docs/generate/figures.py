@@ -141,11 +141,11 @@ def precision() -> str:
     return _table(("products in", "success, mean", "by seed (sampled tokens)"), rows)
 
 
-def outcomes(name: str, **settings: int) -> str:
-    """Success by the way of training: `replay` or `credit`, of the runs with these settings."""
-    lines = [line for line in _lines(name) if settings.items() <= line["settings"].items()]
+def replay() -> str:
+    """Success by the way of training."""
+    lines = [line for line in _lines("replay") if line["settings"]["steps"] == 20]
     rows = []
-    for way in ("tree", "replay", "dr_mas", "replay_forks"):
+    for way in ("tree", "replay", "dr_mas"):
         found = [line for line in lines if line["way"] == way]
         if found:
             counts = (f"{sum(line[name] for line in found) / len(found):,.0f}" for name in ("tokens", "rows"))
@@ -262,9 +262,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refill": partial(refill, task="plan_path"),
     "refill, precision": precision,
     "refill, word problems": partial(refill, task="word_problems", dtype="float32"),
-    "replay": partial(outcomes, "replay", steps=20),
-    "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
-    "credit, 100,000 tokens": partial(outcomes, "credit", tokens=100_000),
+    "replay": replay,
     "warm_start": warm_start,
     "prompts": prompts,
     "prompts_and_weights": prompts_and_weights,

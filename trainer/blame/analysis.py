@@ -209,17 +209,7 @@ async def _analyse(
         runs.on_run = stack.enter_context(episode_bar(console, None, "runs"))
 
         analysis = Analysis(runs, tasks, references, options, say)
-        try:
-            if options.episodes is not None:
-                await analysis.find_decisive_calls(options.episodes)
-            elif not references:
-                await analysis.redraw_failures()
-            elif options.without:
-                await analysis.remove_roles()
-            else:
-                await analysis.swap_roles()
-        except BudgetReachedError as error:
-            analysis.ended = str(error)
+        await analysis.run()
         return msgspec.structs.replace(analysis.result(), path=path)
 
 
@@ -246,6 +236,21 @@ class Analysis:
         self.ended = ""
         self.notes: list[str] = []
         self.episodes: list[LostEpisode] = []
+
+    async def run(self) -> None:
+        """Make the runs that the options ask for, until they are done or a limit is reached."""
+        options = self.options
+        try:
+            if options.episodes is not None:
+                await self.find_decisive_calls(options.episodes)
+            elif not self.references:
+                await self.redraw_failures()
+            elif options.without:
+                await self.remove_roles()
+            else:
+                await self.swap_roles()
+        except BudgetReachedError as error:
+            self.ended = str(error)
 
     async def swap_roles(self) -> None:
         """Run rounds: every task once in each arm. After every second round, only the better half of the roles goes on.
@@ -310,6 +315,8 @@ class Analysis:
     async def find_decisive_calls(self, chosen: str) -> None:
         """Run each task once, and the failed ones again; then look for the calls that lost the worst failed runs."""
         await self.redraw_failures()
+        if self.runs.repeats_itself([OWN]):
+            return  # Every fork would end as its episode did.
         episodes = choose_episodes(self.runs, chosen)
         if not episodes:
             self.notes.append("No run failed, so there is no episode to look at.")

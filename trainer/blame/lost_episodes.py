@@ -109,6 +109,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     if decision.call + 1 < len(calls):
         following = calls[decision.call + 1]
         after = await _fresh(runs, script, episode, following, span) if repeatable(calls, following) else []
+    best = _best_fork(runs, episode, call)
     return msgspec.structs.replace(
         lost,
         call=call.step,
@@ -116,7 +117,8 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         role=call.role,
         loss=loss_interval(before, after, recorded),
         answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
-        redraw=_best_redraw(runs, episode, call),
+        redraw="" if best is None else best.answer,
+        redraw_call="" if best is None else best.at,
         forks=count + len(before) + len(after or ()),
     )
 
@@ -155,8 +157,7 @@ def _value(fork: FinishedFork, span: Span) -> float | None:
     return None if fork.outcome is None else _scaled(fork.outcome, span)
 
 
-def _best_redraw(runs: Runs, episode: Episode, call: CallRecord) -> str:
-    """The answer at the call in the fork with the best outcome."""
+def _best_fork(runs: Runs, episode: Episode, call: CallRecord) -> FinishedFork | None:
+    """The fork at the call with the best outcome."""
     at_call = [f for f in runs.forks if (f.trunk, f.call) == (episode.id, call.id) and f.outcome is not None]
-    best = max(at_call, key=lambda fork: fork.outcome or 0.0, default=None)
-    return "" if best is None else best.answer
+    return max(at_call, key=lambda fork: fork.outcome or 0.0, default=None)

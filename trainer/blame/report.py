@@ -10,7 +10,7 @@ from rich.text import Text
 from cotune.intervals import Interval
 from cotune.tables import BAD, QUIET, Grid, cells, grid, plural
 from cotune.trainer.blame.estimates import LEAST_TASKS
-from cotune.trainer.blame.result import Blame, shown_points
+from cotune.trainer.blame.result import Blame, loss_points, shown_points
 
 _REFERENCES = (
     "--reference openai:NAME      another model at the OpenAI-compatible address",
@@ -54,7 +54,7 @@ def _episodes(blame: Blame) -> list[RenderableType]:
         if one.call is None:
             table.add_row(*cells([one.task, one.episode, one.why, ""]))
             continue
-        loss = "not measured" if one.loss is None else _points(one.loss)
+        loss = "not measured" if one.loss is None else loss_points(one.loss)
         table.add_row(*cells([one.task, one.episode, f"{one.call} {one.role}", loss]))
         table.below[number] = [Text(f"said: {one.answer}", style=QUIET), Text(f"redraw: {one.redraw}", style=QUIET)]
     decisive = Counter(one.role for one in blame.episodes if one.call is not None)
@@ -66,13 +66,6 @@ def _episodes(blame: Blame) -> list[RenderableType]:
             Text("A redraw that wins shows luck, and not who is at fault: compare with a --reference.", style=QUIET),
         ]
     return lines
-
-
-def _points(interval: Interval) -> str:
-    """A loss in points: how much more of 100 runs succeed from before the call than from after it."""
-    if interval.low is None or interval.high is None:
-        return f"{100 * interval.mean:.0f}"
-    return f"{100 * interval.mean:.0f} ({100 * interval.low:.0f} to {100 * interval.high:.0f})"
 
 
 def _head(blame: Blame) -> str:

@@ -53,6 +53,8 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """The answer at the call."""
     redraw: str = ""
     """The answer at the same place of the best fork."""
+    redraw_call: str = ""
+    """The id of the call with that answer."""
     forks: int = 0
 
 
@@ -114,6 +116,13 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     def points(self, value: float) -> float:
         """A difference of outcomes in points: hundredths of the span."""
         return 100 * value / self.span
+
+
+def loss_points(loss: Interval) -> str:
+    """A loss in points: how many more of 100 runs succeed from before a call than from after it."""
+    if loss.low is None or loss.high is None:
+        return f"{100 * loss.mean:.0f}"
+    return f"{100 * loss.mean:.0f} ({100 * loss.low:.0f} to {100 * loss.high:.0f})"
 
 
 def shown_points(blame: Blame, interval: Interval, *, signed: bool = False) -> str:

@@ -94,6 +94,8 @@ class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool
     answer: str
     """The answer at the call."""
+    at: str
+    """The id of the fork's own call in the place of `call`."""
 
 
 @dataclass
@@ -280,6 +282,7 @@ class Runs:
             outcome=self.outcome_of(episode),
             failed=episode.status == "error" and episode.is_outcome,
             answer=answer,
+            at=episode.fork.at,
         )
         self.forks.append(fork)
         return fork

@@ -21,6 +21,7 @@ REMOVED: dict[str, str] = {
     "prompts.weight": "Leave it out: the mean of the roles' own scorers counts half as much as the outcome.",
     "prompts.validation": "Leave it out: four tenths of the tasks choose between candidates.",
     "prompts.shown": "Leave it out: the reflection model sees three runs each time.",
+    "prompts.credit": 'Use prompts.blame = "off" for credit = 0. An analysis takes at most a quarter of the limits.',
     "prompts.replay": "Leave it out: calls before the first one of a changed role are answered from the record.",
     "prompts.temperature": "Leave it out: the application's own temperature is used.",
     "lora.alpha": "Leave it out: it is twice lora.rank.",

@@ -32,7 +32,7 @@ from cotune.trainer.prompts.options import ImproveOptions
 from cotune.trainer.prompts.spending import LimitReached, Spending
 from cotune.trainer.prompts.task_result import TaskResult, read_result
 
-SEARCH, HELD_OUT, FORKS = PHASES, HELD_OUT_PHASE, f"{PHASES}-forks"
+SEARCH, HELD_OUT = PHASES, HELD_OUT_PHASE
 """Phases of the episodes of a search."""
 _ATTEMPTS = 3
 """Most attempts at an episode that fails for a reason outside the application."""
@@ -75,10 +75,10 @@ class Evaluations:
         self._recorded: dict[tuple[str, str, str], Episode] = {}
         self._gate = asyncio.Semaphore(self.options.concurrency)
         self._models_down: RunError | None = None
-        for phase in (SEARCH, HELD_OUT, FORKS):
+        for phase in (SEARCH, HELD_OUT):
             for episode in self.store.episodes(EpisodeFilters(phase=phase)):
                 self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
-                if episode.is_outcome and phase != FORKS:
+                if episode.is_outcome:
                     self._recorded.setdefault((phase, episode.prompts, episode.task.id), episode)
         for id in self.store.figures().unfinished():  # calls of a killed process were paid too
             self.spending.add(self.store.calls(id, lean=True))
@@ -121,13 +121,6 @@ class Evaluations:
             await self._score(episode, self.store.calls(episode.id), again=True)
         return episode
 
-    async def fork(self, prompts: Prompts, script: Script, fork: str, task: Task, number: int) -> Episode:
-        """Run an episode that repeats another one of these prompts up to the call `fork`, and is new from there."""
-        replay = Replay(script=_without_ids_at(script, fork), fork=fork)
-        async with self._gate:
-            self.spending.require_room()
-            return await self._episode(task, FORKS, prompts, replay, number)
-
     async def _recall(self, key: tuple[str, str, str]) -> None:
         """Read the result of a recorded episode, if there is one."""
         if key in self._recorded and key not in self._results:
@@ -169,15 +162,12 @@ class Evaluations:
         )
         raise self._models_down
 
-    async def _episode(
-        self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None, number: int = 0
-    ) -> Episode:
+    async def _episode(self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None) -> Episode:
         flow, responder = replace(self.workflow, prompts=prompts if prompts.id else None), self.responder
         if replay is not None:
             flow, responder = repeating(flow, replay, responder)
         options = EpisodeOptions(
             phase=phase,
-            rollout=number,
             timeout=self.options.episode_timeout,
             record_tools=replay is not None and bool(replay.script.results),
             freeze=replay is not None and bool(replay.script.reads),

@@ -34,7 +34,6 @@ from cotune.storage.run_code import import_from, is_trusted, remember
 from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
 from cotune.terminal import print_line, terminal
-from cotune.trainer.prompts.credit import Credit, Turns, measure
 from cotune.trainer.prompts.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompts.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompts.improved_parts import earlier_base, find_base, guard_of, improved
@@ -50,6 +49,8 @@ from cotune.trainer.prompts.options import (
 from cotune.trainer.prompts.outcome import ImproveReport, described, write_candidates
 from cotune.trainer.prompts.problem import SCORERS, Accepted, PromptProblem
 from cotune.trainer.prompts.reflection import Reflection
+from cotune.trainer.prompts.role_choice import RoleChoice, Turns, check_reference, choose_role
+from cotune.trainer.prompts.showing import describe_roles
 from cotune.trainer.prompts.spending import LimitReached, Spending
 from cotune.trainer.prompts.task_result import TaskResult
 from cotune.trainer.prompts.tasks import SearchTasks, split_for_search
@@ -86,6 +87,7 @@ def improve(
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
     check_judge(app)
+    check_reference(options)
     require()
     if reflector is None:
         key_for(options.reflection_url, options.reflection_key_env)
@@ -168,8 +170,8 @@ async def _improve(
         _check_outcomes(results, evaluations, say)
         floor = min([0.0, *(result.outcome for result in results if result.outcome is not None)])
         say(_plan(base, tasks, options, spending))
-        credit = await measure(evaluations, base, improved(base), tasks.train, floor)
-        say(f"whose calls decide: {credit.note}")
+        choice = await choose_role(evaluations, base, improved(base), tasks, folder, say)
+        say(f"which role: {choice.note}")
         problem = PromptProblem(
             evaluations=evaluations,
             reflection=reflection,
@@ -177,18 +179,19 @@ async def _improve(
             wording=Wording(base.parts),
             parts={part.name: part for part in improved(base)},
             tasks={task.id: task for task in (*tasks.train, *tasks.validation)},
-            credit=credit,
-            turns=Turns(improved(base), scored=bool(app.scorers)),
+            lost=choice.lost,
+            places=describe_roles(store, [result.episode for result in results]),
+            turns=Turns(choice.parts, scored=bool(app.scorers)),
             floor=floor,
             guard=guard_of(base, tasks, store, options),
             loop=asyncio.get_running_loop(),
         )
         problem.on_accepted = _write_pool(problem, folder, say)
-        return await _search_and_compare(problem, tasks, folder, credit, notes, say)
+        return await _search_and_compare(problem, tasks, folder, choice, notes, say)
 
 
 async def _search_and_compare(
-    problem: PromptProblem, tasks: SearchTasks, folder: PromptRun, credit: Credit, notes: list[str], say: Say
+    problem: PromptProblem, tasks: SearchTasks, folder: PromptRun, choice: RoleChoice, notes: list[str], say: Say
 ) -> ImproveReport:
     """Search, compare the best prompts with the prompts before on the held-out tasks, and write the result."""
     base, spending = problem.base, problem.evaluations.spending
@@ -212,9 +215,9 @@ async def _search_and_compare(
                 why = f"{error} The held-out tasks were not all asked."
     except BaseException:
         if problem.pool and not _has_better_file(folder, problem):
-            _write(problem, folder, credit, None)
+            _write(problem, folder, choice, None)
         raise
-    return _write(problem, folder, credit, held_out, why, notes)
+    return _write(problem, folder, choice, held_out, why, notes)
 
 
 def _has_better_file(folder: PromptRun, problem: PromptProblem) -> bool:
@@ -345,11 +348,11 @@ def _write_pool(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable
 def _write(
     problem: PromptProblem,
     folder: PromptRun,
-    credit: Credit,
+    choice: RoleChoice,
     held_out: HeldOut | None,
     why: str = "",
     notes: Iterable[str] = (),
 ) -> ImproveReport:
-    report = described(problem, credit.note, held_out, why, tuple(notes), folder)
+    report = described(problem, choice.note, held_out, why, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.config.prompts import SearchSettings
+from cotune.config.prompts import FORKS, OFF, SearchSettings
 from cotune.config.rollouts import SamplingConfig
 from cotune.config.train import NO_TASKS, EvaluationConfig
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
@@ -48,7 +48,6 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_calls", "max_cost", "minibatch", "rounds", "concurrency", "episode_timeout")
-        check_bounds(self, "credit", least=0)
         if self.run is not None and self.model is not None:
             raise ConfigError("model", self.model, "cannot be used with run", "Leave one of them out.")
         if self.max_cost is not None and not self.prices:
@@ -62,6 +61,10 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
                 f"needs a price of the reflection model {self.reflection}",
                 f"For example: --price {self.reflection}=0.25/2.00, or 0/0 for one that costs nothing.",
             )
+        model = self.blame.rpartition("openai:")[2]
+        if self.max_cost is not None and model != self.blame and model not in self.prices:
+            remedy = f"For example: --price {model}=1.25/10"
+            raise ConfigError("max_cost", self.max_cost, f"needs a price of the reference {model}", remedy)
 
     @property
     def held_out_tasks(self) -> str:
@@ -117,7 +120,10 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
     def whole(place: str | None) -> str | None:
         return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
 
-    files: dict[str, Any] = {name: whole(getattr(options, name)) for name in ("prompts_file", "run", "model")}
+    names = ["prompts_file", "run", "model"]
+    if options.blame not in (FORKS, OFF):
+        names.append("blame")
+    files: dict[str, Any] = {name: whole(getattr(options, name)) for name in names}
     evaluation = options.evaluation
     files["evaluation"] = msgspec.structs.replace(evaluation, tasks=whole(evaluation.tasks) or "")
     functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
@@ -148,6 +154,7 @@ class PromptRun:
     RUN/parts.json     the parts of the application's prompts, unchanged
     RUN/prompts.json   the best prompts so far, with their results
     RUN/candidates.json  every candidate of the search
+    RUN/blame_report.json  the analysis that chose the role to change
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -157,6 +164,7 @@ class PromptRun:
         self.parts = self.path / "parts.json"
         self.prompts = self.path / "prompts.json"
         self.candidates = self.path / "candidates.json"
+        self.blame = self.path / "blame_report.json"
         self.lock = self.path / "lock"
 
 

@@ -63,7 +63,8 @@ class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     errors: dict[str, str] = {}
     """The first error of scorers, and of the judge, by the name of the count."""
-    credit: str
+    blame: str
+    """Which role was changed, and why."""
     taken: dict[str, int]
     ended: str = ""
     """The reason if the search ended before its last round, else empty."""
@@ -72,7 +73,7 @@ class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def described(
     problem: PromptProblem,
-    credit: str,
+    blame: str,
     held_out: HeldOut | None,
     ended: str,
     notes: tuple[str, ...],
@@ -99,7 +100,7 @@ def described(
             "rounds": problem.rounds,
             "refused": dict(problem.refused),
             "counts": counts,
-            "credit": credit,
+            "blame": blame,
             "seed": options.seed,
             "gepa": versions.get("gepa"),
             "started_from": problem.base.id,
@@ -122,7 +123,7 @@ def described(
         refused=dict(problem.refused),
         counts=counts,
         errors=dict(problem.evaluations.errors),
-        credit=credit,
+        blame=blame,
         taken=dict(problem.turns.taken),
         ended=ended,
         notes=tuple(note for note in (*notes, spending.unpriced, _judges(folder)) if note),
@@ -168,7 +169,7 @@ def render(report: ImproveReport) -> Group:
         table.add_row(role, *cells((*counts, cost)))
     lines.append(table)
     taken = ", ".join(f"{name} {count}" for name, count in report.taken.items())
-    lines.append(Text(f"\nwhose calls decide: {report.credit}{f'; changed: {taken}' if taken else ''}"))
+    lines.append(Text(f"\nwhich role: {report.blame}{f' Turns: {taken}.' if taken else ''}"))
     if report.refused:
         refused = "; ".join(f"{count} {_REFUSED.get(rule, rule)}" for rule, count in report.refused.items())
         lines.append(Text(f"proposals refused: {refused}"))

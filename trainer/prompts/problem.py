@@ -16,10 +16,11 @@ from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.guards import longest
 from cotune.prompts.wording import Wording
 from cotune.records.structs import Task
-from cotune.trainer.prompts.credit import Credit, Turns
+from cotune.trainer.blame.result import LostEpisode
 from cotune.trainer.prompts.evaluations import Evaluations
 from cotune.trainer.prompts.reflection import Reflection, new_text, request
-from cotune.trainer.prompts.showing import examples, slot_values
+from cotune.trainer.prompts.role_choice import Turns
+from cotune.trainer.prompts.showing import decisive_failures, examples, slot_values
 from cotune.trainer.prompts.task_result import TaskResult
 from cotune.trainer.prompts.texts import edited
 
@@ -66,7 +67,10 @@ class PromptProblem:
     """The parts that may change, by name."""
     wording: Wording
     tasks: Mapping[str, Task]
-    credit: Credit
+    lost: Sequence[LostEpisode]
+    """Failed runs of the prompts from which the search started, each with the call that decided it."""
+    places: Mapping[str, str]
+    """By role, who calls it and who reads its answers."""
     turns: Turns
     floor: float
     guard: Guard
@@ -183,13 +187,16 @@ class PromptProblem:
         text = candidate[part.name]
         store = self.evaluations.store
         fence = self.reflection.fence(part.name, text, [result.episode for result in results])
-        shown = examples(store, part, results, self.wording, fence, shown=SHOWN, contrasts=self.credit.contrasts)
+        decisive = decisive_failures(store, self.lost, part)
+        shown = examples(store, part, results, self.wording, fence, shown=SHOWN, decisive=decisive)
         if not shown:
             self.refused["not_called"] += 1
             return None
         values = slot_values(store, part, results)
         most = longest(part)
-        reply = await self.reflection.ask(request(part, text, values, shown, self.wording, fence, most), part.name)
+        places = [self.places[role] for role in part.roles if role in self.places]
+        asked = request(part, text, values, shown, self.wording, fence, most, places)
+        reply = await self.reflection.ask(asked, part.name)
         if reply is None:
             self.refused["no_answer"] += 1
             return None
@@ -200,7 +207,12 @@ class PromptProblem:
         if fence.mark in new:
             self.refused["quotes_mark"] += 1
             return None
-        broken_rules = self.guard(part, text, new, results)
+        decisive_runs: list[TaskResult] = []
+        for failure in decisive:
+            decisive_runs.append(failure.result)
+            if failure.redraw_result is not None:
+                decisive_runs.append(failure.redraw_result)
+        broken_rules = self.guard(part, text, new, [*results, *decisive_runs])
         self.refused.update(broken_rules)
         return None if broken_rules else new
 

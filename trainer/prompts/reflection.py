@@ -54,10 +54,13 @@ def request(
     wording: Wording,
     fence: Fence,
     longest: int,
+    places: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the messages of a request for a new text of `part`; `text` is its present text."""
+    """Return the messages of a request for a new text of `part`; `text` is its present text. `places` say who calls
+    each of its roles, and who reads its answers."""
     lines = [
-        f"The text is the {_part_name(part)} of the role{'s' if len(part.roles) > 1 else ''} {', '.join(part.roles)}."
+        f"The text is the {_part_name(part)} of the role{'s' if len(part.roles) > 1 else ''} {', '.join(part.roles)}.",
+        *places,
     ]
     if part.old.slots:
         lines.append(

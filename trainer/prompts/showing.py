@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +11,18 @@ from cotune.prompts.chat_texts import map_message
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.templates import Reading
 from cotune.prompts.wording import Wording
+from cotune.reading.reads import reads
 from cotune.recording.rewards import without_middle
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.protocol import Store
-from cotune.trainer.prompts.task_result import TaskResult
+from cotune.trainer.blame.result import LostEpisode, loss_points
+from cotune.trainer.prompts.task_result import TaskResult, read_result
 
 LONGEST = 2000
 """Most characters of one text that are shown."""
-Contrasts = Mapping[str, Sequence[tuple[str, float]]]
-"""By call, other answers to its request, each with its result."""
+MOST_DECISIVE = 2
+"""Most failed runs that are shown because a single call decided them, those with the largest loss."""
 
 
 class Fence:
@@ -34,6 +37,19 @@ class Fence:
         text, left_out = without_middle(text, LONGEST)
         self.cut += left_out
         return f"<<<data {self.mark}\n{text.replace(self.mark, '')}\ndata {self.mark}>>>"
+
+
+class DecisiveFailure(NamedTuple):
+    """A failed run, and the step of the call that decided it."""
+
+    result: TaskResult
+    step: int
+    loss: str
+    """In points, for people; empty if it was not measured."""
+    redraw: str
+    """The answer at this call in the best of the repeated runs."""
+    redraw_result: TaskResult | None
+    """The result of that run."""
 
 
 class _RankedCall(NamedTuple):
@@ -53,16 +69,89 @@ def examples(
     fence: Fence,
     *,
     shown: int,
-    contrasts: Contrasts,
+    decisive: Sequence[DecisiveFailure] = (),
 ) -> list[str]:
-    """Return the `shown` worst calls with this part, and one of the best, each as text. They are ranked by the role's
-    own scorer, or else by the outcome of the run."""
+    """Return the calls with this part that decided failures, then its `shown` worst calls and one of the best, each as
+    text. They are ranked by the role's own scorer, or else by the outcome of the run."""
+    texts = []
+    for failure in decisive:
+        for ranked_call in _ranked_calls(store, part, failure.result):
+            if ranked_call.call.step == failure.step:
+                lines = [_example(store, ranked_call, wording, fence), *_why_decisive(failure, fence)]
+                texts.append("\n".join(lines))
     calls: list[_RankedCall] = []
     for result in results:
         calls += _ranked_calls(store, part, result)
     ranked = sorted(range(len(calls)), key=lambda index: (calls[index].rank, index))
     chosen = dict.fromkeys([*ranked[:shown], *ranked[-1:]])
-    return [_example(store, calls[index], wording, fence, contrasts) for index in chosen]
+    return texts + [_example(store, calls[index], wording, fence) for index in chosen]
+
+
+def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
+    by = f", by {failure.loss} of 100" if failure.loss else ""
+    lines = [
+        "This run was made before the text was changed for the first time. This answer decided it: runs that are "
+        f"repeated from before the answer succeed more often than runs that are repeated from after it{by}."
+    ]
+    if failure.redraw:
+        lines.append(f"Another answer to this very request, in the best of the repeated runs:\n{fence(failure.redraw)}")
+    return lines
+
+
+def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPart) -> list[DecisiveFailure]:
+    """Return the failures that a call with this part decided, those with the largest loss."""
+    of_part = [one for one in lost if one.role in part.roles and one.call is not None]
+    of_part.sort(key=lambda one: -(one.loss.mean if one.loss else 0.0))
+    failures = []
+    for one in of_part[:MOST_DECISIVE]:
+        assert one.call is not None
+        redraw, redraw_result = "", None
+        if one.redraw_call:
+            call = store.figures().call(one.redraw_call)
+            redraw, redraw_result = said_by(call), read_result(store, store.episode(call.episode))
+        result = read_result(store, store.episode(one.episode))
+        loss = "" if one.loss is None else loss_points(one.loss)
+        failures.append(DecisiveFailure(result, one.call, loss, redraw, redraw_result))
+    return failures
+
+
+def describe_roles(store: Store, episodes: Sequence[str]) -> dict[str, str]:
+    """Return a paragraph on the place of each role: the order of the roles, whose answers its requests hold, and who
+    reads its answers. Empty for an application of one role."""
+    order: dict[str, None] = {}
+    sources: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    readers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for id in episodes:
+        calls = store.calls(id)
+        order.update(dict.fromkeys(call.role for call in calls))
+        role_of_step = {call.step: call.role for call in calls}
+        read_by_call = reads(store, calls, (), store.episode(id).task.input)
+        for call in calls:
+            for step in read_by_call[call.id].steps:
+                source = role_of_step[step]
+                if source != call.role:
+                    sources[call.role][source] += 1
+                    readers[source][call.role] += 1
+    if len(order) < 2:
+        return {}
+    paragraphs = {}
+    for role in order:
+        holds = _names(sources[role]) or "no other role"
+        sentences = [
+            f"The application calls its roles for the first time in this order: {', '.join(order)}.",
+            f"Requests of {role} hold answers of {holds}.",
+        ]
+        if readers[role]:
+            sentences.append(f"Answers of {role} are read by {_names(readers[role])}.")
+        else:
+            sentences.append(f"No other role reads the answers of {role}: the application itself uses them.")
+        paragraphs[role] = " ".join(sentences)
+    return paragraphs
+
+
+def _names(roles: Counter[str]) -> str:
+    """Return names of roles, the most frequent one first."""
+    return ", ".join(role for role, _ in roles.most_common())
 
 
 def slot_values(store: Store, part: PromptPart, results: Iterable[TaskResult]) -> dict[int, list[str]]:
@@ -111,7 +200,7 @@ def _values(store: Store, part: PromptPart, call: CallRecord) -> tuple[str, ...]
     return matches[-1] if matches else None
 
 
-def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence, contrasts: Contrasts) -> str:
+def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence) -> str:
     """Return a call with its answer, its scores, comments and errors as text."""
     call, result = ranked.call, ranked.result
     assert call.chosen is not None
@@ -134,11 +223,11 @@ def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence, 
         lines += [f"Comment on {name}:\n{fence(text)}" for name, text in comments.items()]
     if result.error:
         lines.append(f"Error of the run:\n{fence(result.error)}")
-    lines += _contrast(store, call, fence, contrasts.get(call.id, ()))
+    lines += _contrast(store, call, fence)
     return "\n".join(lines)
 
 
-def _contrast(store: Store, call: CallRecord, fence: Fence, forks: Sequence[tuple[str, float]]) -> list[str]:
+def _contrast(store: Store, call: CallRecord, fence: Fence) -> list[str]:
     """Return the best and the worst answer to this request, if several answers have a result and the results differ."""
     answers: list[tuple[str, float]] = []  # each with its score
     if len(call.candidates) > 1:
@@ -146,7 +235,6 @@ def _contrast(store: Store, call: CallRecord, fence: Fence, forks: Sequence[tupl
         for candidate in call.candidates:
             if rewards := all_rewards.get(candidate_id(call.id, candidate.index)):
                 answers.append((_said(candidate), sum(rewards.values())))
-    answers += forks
     if len(answers) < 2:
         return []
     worst = min(answers, key=lambda answer: answer[1])

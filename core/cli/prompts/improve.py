@@ -47,7 +47,7 @@ def arguments(command: Parser) -> None:
     add_yes(command)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
-    add_repeated(command, "--set", "FIELD=VALUE", "any other field of [prompts], such as rounds=20, or credit=0")
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field of [prompts], such as rounds=20, or blame=off")
     add_trust_folder(command, "the search")
 
 

@@ -35,7 +35,7 @@ from cotune.trainer.prompts.outcome import ImproveReport, verdict_text
 from cotune.trainer.prompts.spending import LimitReached
 from tests.trainer.prompts import travel
 
-ROUNDS = ImproveOptions(rounds=16, max_calls=600, credit=0)
+ROUNDS = ImproveOptions(rounds=16, max_calls=600, blame="off")
 
 
 def searched(out: Path, app: Any = None, options: ImproveOptions = ROUNDS, **given: Any) -> ImproveReport:
@@ -108,7 +108,7 @@ def test_a_judge_that_hangs_costs_the_outcome_of_its_run_alone(tmp_path: Path, m
 
     app = single(lambda task, said: None)
     app.judge(judge)
-    options = ImproveOptions(rounds=1, max_calls=200, credit=0, episode_timeout=4.0)
+    options = ImproveOptions(rounds=1, max_calls=200, blame="off", episode_timeout=4.0)
     report = searched(tmp_path / "p", app, options, reflector=travel.Reflector(rules=(travel.NAME_CITY,)))
     assert report.counts["judge_errors"] >= 1
     assert "did not finish within 4 seconds on task 't7'" in report.errors["judge_errors"]
@@ -143,7 +143,7 @@ def test_a_provider_that_is_down_is_not_asked_for_every_task(tmp_path: Path, mon
 
 
 def test_answers_that_a_killed_process_did_not_score_are_scored(tmp_path: Path) -> None:
-    app, left, options = workflow_of(travel.application()), iter(range(6)), ImproveOptions(rounds=1, credit=0)
+    app, left, options = workflow_of(travel.application()), iter(range(6)), ImproveOptions(rounds=1, blame="off")
     scorer: Any = app.scorers["writer"]
 
     def killed(*about: Any) -> Any:
@@ -168,12 +168,14 @@ def interrupt(office: travel.Office, calls: int) -> travel.Office:
     return office
 
 
-def test_forks_that_were_interrupted_are_made_anew(tmp_path: Path) -> None:
-    options = ImproveOptions(rounds=1, max_calls=200, concurrency=1)
+def test_an_interrupted_analysis_continues(tmp_path: Path) -> None:
+    options = ImproveOptions(rounds=1, max_calls=400, concurrency=1)
     with pytest.raises(KeyboardInterrupt):
-        searched(tmp_path / "p", options=options, responder=interrupt(travel.Office(), 30))
-    credit = searched(tmp_path / "p", options=options, resume=True).credit
-    assert "forks on" in credit and "did not come to an end" not in credit
+        searched(tmp_path / "p", options=options, responder=interrupt(travel.Office(), 40))
+    report = searched(tmp_path / "p", options=options, resume=True)
+    whole = searched(tmp_path / "whole", options=options)
+    assert report.blame == whole.blame and "0% of the failures succeed at another try" in report.blame
+    assert report.spending["blame"]["calls"] - whole.spending["blame"]["calls"] <= 2
 
 
 def test_a_search_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +205,10 @@ def test_a_search_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_interrupted_resume_keeps_the_verdict(tmp_path: Path) -> None:
-    report = searched(tmp_path / "p", options=ImproveOptions(rounds=4, credit=0))
+    report = searched(tmp_path / "p", options=ImproveOptions(rounds=4, blame="off"))
     assert report.held_out is not None
     with pytest.raises(KeyboardInterrupt):
-        more = ImproveOptions(rounds=60, credit=0)
+        more = ImproveOptions(rounds=60, blame="off")
         searched(tmp_path / "p", options=more, resume=True, responder=interrupt(travel.Office(), 0))
     kept = read_prompts(tmp_path / "p")
     assert kept.id == report.prompts.id and kept.evaluation["held_out"] == report.held_out.to_json()
@@ -215,7 +217,7 @@ def test_an_interrupted_resume_keeps_the_verdict(tmp_path: Path) -> None:
 def test_what_has_no_price_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"price of the reflection model m.*0/0"):
         ImproveOptions(reflection="m", max_cost=5, prices={"office": (1.0, 1.0)})
-    options = ImproveOptions(rounds=2, max_calls=600, credit=0, max_cost=5, prices={"offic": (1.0, 1.0)})
+    options = ImproveOptions(rounds=2, max_calls=600, blame="off", max_cost=5, prices={"offic": (1.0, 1.0)})
     report = searched(tmp_path / "p", options=options)
     assert any("counted as no money" in note and "of planner" in note for note in report.notes)
 

@@ -1,0 +1,196 @@
+"""Which role's prompts a search changes next, and the failed runs that show why.
+
+With a reference the search asks which role is at fault, as `cotune blame --reference` does, and changes only the
+prompts of the roles that it names. Without one nobody can say who is at fault: it looks for the calls that lost failed
+runs, as `cotune blame --episodes failed` does, shows them to the reflection model, and changes the roles in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cotune.config.prompts import FORKS, OFF
+from cotune.errors import RunError, WorkflowError
+from cotune.prompts.edits import PromptPart, Prompts
+from cotune.storage.protocol import Store
+from cotune.storage.typed_json import read_typed
+from cotune.tables import plural
+from cotune.trainer.blame.analysis import Analysis, draw_tasks
+from cotune.trainer.blame.arms import arm_of
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.references import open_references, read_references
+from cotune.trainer.blame.result import Blame, LostEpisode
+from cotune.trainer.blame.runs import FORK, FRESH_FORK, Runs
+from cotune.trainer.prompts.evaluations import Evaluations
+from cotune.trainer.prompts.options import ImproveOptions, PromptRun
+from cotune.trainer.prompts.spending import Spending, Spent
+from cotune.trainer.prompts.tasks import SearchTasks
+from cotune.trainer.run.run_folder import write_atomically
+
+SHARE = 0.25
+"""Share of max_calls, and of max_cost, that the analysis may spend. With the default of 2,000 calls, that is a round of
+20 tasks for an application of three roles with a call each."""
+SPENT_AS = "blame"
+"""The row of the analysis in the table of what a search has spent."""
+
+
+@dataclass(frozen=True)
+class RoleChoice:
+    """The parts of prompts that a search changes, and why: `note` is a sentence for people."""
+
+    note: str
+    parts: Sequence[PromptPart]
+    lost: Sequence[LostEpisode] = ()
+    """Failed runs that a single call decided."""
+
+
+def blame_options(options: ImproveOptions, *, max_calls: int = 1, max_cost: float | None = None) -> BlameOptions:
+    """The options of the analysis of a search."""
+    by_forks = options.blame == FORKS
+    return BlameOptions(
+        references=() if by_forks else (options.blame,),
+        episodes="failed" if by_forks else None,
+        max_calls=max_calls,
+        max_cost=max_cost,
+        prices=options.prices,
+        max_tokens=options.sampling.max_tokens,
+        concurrency=options.concurrency,
+        timeout=options.episode_timeout,
+        seed=options.seed,
+    )
+
+
+def check_reference(options: ImproveOptions) -> None:
+    """Raise ConfigError for a reference that cannot be used, before anything is spent."""
+    if options.blame not in (FORKS, OFF):
+        read_references(blame_options(options))
+
+
+async def choose_role(
+    evaluations: Evaluations,
+    base: Prompts,
+    parts: Sequence[PromptPart],
+    tasks: SearchTasks,
+    folder: PromptRun,
+    say: Callable[[str], None],
+) -> RoleChoice:
+    """Find the `parts` to change, by an analysis of the tasks to reflect on with the prompts `base`.
+
+    A search that continues reads the result of the first analysis, so that it takes the same way again. Raises
+    CotuneError subclasses if no model can be reached.
+    """
+    roles = list(dict.fromkeys(role for part in parts for role in part.roles))
+    options = evaluations.options
+    if len(roles) < 2:
+        return RoleChoice("one role has prompts", parts)
+    if options.blame == OFF:
+        return RoleChoice("not asked (blame = off); roles are changed in turn", parts)
+
+    if folder.blame.exists():
+        found = read_typed(folder.blame, Blame, "Begin a new search, with another --out.")
+    else:
+        say("running alternatives, to find the role to change ...")
+        analysed = await _analyse(evaluations, base, tasks, say)
+        if analysed is None:
+            return RoleChoice("not known, as no run of the analysis has an outcome; roles are changed in turn", parts)
+        found = analysed
+        write_atomically(folder.blame, json.dumps(found.to_json(), indent=2, ensure_ascii=False).encode())
+    _count(found, evaluations.store, evaluations.spending)
+    for note in found.notes:
+        say(note)
+    if found.ended:
+        say(f"the analysis ended at its share of the limits, after {plural(found.calls, 'call')}")
+    return _choice(found, parts)
+
+
+async def _analyse(
+    evaluations: Evaluations, base: Prompts, tasks: SearchTasks, say: Callable[[str], None]
+) -> Blame | None:
+    """Run the analysis; None if no run has an outcome within the limits."""
+    options, spending = evaluations.options, evaluations.spending
+    left = options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode
+    # Calls without a price count as no money in a search, and an analysis refuses them: then only calls limit it.
+    priced = options.max_cost is not None and not spending.unpriced
+    limited = blame_options(
+        options,
+        max_calls=max(1, int(min(SHARE * options.max_calls, left))),
+        max_cost=SHARE * options.max_cost if options.max_cost is not None and priced else None,
+    )
+    references = read_references(limited)
+    app = replace(evaluations.workflow, prompts=base if base.id else None)
+    async with contextlib.AsyncExitStack() as stack:
+        answering = await stack.enter_async_context(open_references(app, references, limited, evaluations.responder))
+        runs = Runs(app, evaluations.store, answering, references, limited)
+        await runs.load()
+        analysis = Analysis(runs, draw_tasks(tasks.train, limited), references, limited, say)
+        await analysis.run()
+        try:
+            return analysis.result()
+        except (RunError, WorkflowError):  # raised here only if no outcome is known
+            return None
+
+
+def _count(found: Blame, store: Store, spending: Spending) -> None:
+    """Add what the analysis has spent."""
+    spent = Spent(calls=found.calls, cost=found.cost or 0.0)
+    for episode in store.episodes():
+        if arm_of(episode.phase) is None and episode.phase not in (FORK, FRESH_FORK):
+            continue
+        for call in store.calls(episode.id, lean=True):
+            if call.replayed is None:
+                spent.prompt_tokens += call.prompt_length
+                spent.completion_tokens += call.answer_length
+    spending.by_role[SPENT_AS] = spent
+
+
+def _choice(found: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
+    if not found.references:
+        return RoleChoice(_without_reference(found), parts, [one for one in found.episodes if one.call is not None])
+    if not found.at_fault:
+        return RoleChoice(f"{found.sentence} Roles are changed in turn.", parts)
+    at_fault = [part for part in parts if set(part.roles) & set(found.at_fault)]
+    if not at_fault:
+        names = " and ".join(found.at_fault)
+        return RoleChoice(f"{found.sentence} No prompt of {names} can be changed: the others are, in turn.", parts)
+    names = ", ".join(part.name for part in at_fault)
+    return RoleChoice(f"{found.sentence} Changed: only {names}.", at_fault)
+
+
+def _without_reference(found: Blame) -> str:
+    """What is known without a reference: how much is luck, and which calls decided."""
+    sentences = ["not known without a reference (--set blame=openai:NAME); roles are changed in turn."]
+    if found.luck is not None:
+        sentences.append(f"{found.luck.mean:.0%} of the failures succeed at another try.")
+    decisive = Counter(one.role for one in found.episodes if one.call is not None)
+    if decisive:
+        by_role = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
+        episodes = plural(len(found.episodes), "failed run")
+        sentences.append(f"One call decided {decisive.total()} of {episodes}: {by_role}.")
+    return " ".join(sentences)
+
+
+class Turns:
+    """Whose turn it is: each part as often as any other.
+
+    Without scorers of roles every second turn is all parts': a better answer of one role that the next does not use yet
+    changes no outcome, and would be refused for ever.
+    """
+
+    def __init__(self, parts: Sequence[PromptPart], *, scored: bool) -> None:
+        self._names = [part.name for part in parts]
+        self._together = not scored and len(parts) > 1
+        self._turn = 0
+        self.taken: Counter[str] = Counter()
+
+    def next(self) -> list[str]:
+        """The parts that are changed next."""
+        self._turn += 1
+        if self._together and self._turn % 2:
+            return list(self._names)
+        chosen = min(self._names, key=lambda name: self.taken[name])
+        self.taken[chosen] += 1
+        return [chosen]
