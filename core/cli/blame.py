@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "cotune blame app:solve --tasks tasks.jsonl --reference openai:gpt-5\n"
-    "  cotune blame app:solve --tasks tasks.jsonl --without checker"
+    "  cotune blame app:solve --tasks tasks.jsonl --without checker\n"
+    "  cotune blame app:solve --episodes runs/traced"
 )
 EXTRA = "train"
 
@@ -26,7 +27,7 @@ def arguments(command: Parser) -> None:
     from cotune.trainer.blame.options import BlameOptions
 
     command.add_argument("workflow", help=APP)
-    command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
+    command.add_argument("--tasks", metavar="FILE", help=f"{TASKS}; not with recorded --episodes")
     text = (
         "answer in place of a role with openai:NAME, a model, run or export on this machine, or prompts:FOLDER; "
         "ROLE=... for one role only"
@@ -44,7 +45,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from cotune.trainer.blame.analysis import blame, draw_tasks, planned
+    from cotune.trainer.blame.analysis import blame, planned, tasks_to_analyse
     from cotune.trainer.blame.options import BlameOptions
     from cotune.trainer.blame.references import read_references
     from cotune.trainer.blame.report import render
@@ -54,9 +55,7 @@ def run(a: argparse.Namespace) -> int:
     )
     read_references(options)
     with printing_aside() if a.json else nullcontext():
-        from cotune.records.tasks import load_tasks
-
-        tasks = len(draw_tasks(load_tasks(a.tasks), options))
+        tasks = len(tasks_to_analyse(a.tasks, options).tasks)
         if not _agreed(planned(tasks, options), options, yes=a.yes):
             tell("nothing is run")
             return 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ from cotune.records.tasks import as_tasks
 from cotune.storage.file_lock import FileLock
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
+from cotune.storage.sql.upkeep import copy_episodes
 from cotune.storage.trace_file import write_trace
 from cotune.storage.typed_json import read_if_typed
 from cotune.tables import plural
@@ -42,7 +43,7 @@ from cotune.trainer.blame.estimates import (
     nameable_effect,
     role_effects,
 )
-from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, find_decisive_call
+from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, failed_tasks, find_decisive_call
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Reference, open_references, read_references
 from cotune.trainer.blame.result import Blame, LostEpisode, RoleBlame
@@ -57,6 +58,8 @@ MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
+GROWING = ("tasks", "recorded")
+"""Fields of blame.json that a larger limit makes longer."""
 MANY_ROLES = 6
 """Up to so many roles, the default number of runs leaves room for more than a round."""
 REMOVALS = 3
@@ -65,7 +68,7 @@ REMOVALS = 3
 
 def blame(
     workflow: WorkflowSource,
-    tasks: str | Path | Iterable[Any],
+    tasks: str | Path | Iterable[Any] | None = None,
     options: BlameOptions | None = None,
     *,
     responder: Responder | None = None,
@@ -73,10 +76,10 @@ def blame(
 ) -> Blame:
     """Find the role that loses the episodes, by running tasks with the answers of roles swapped to a reference.
 
-    `workflow` is a workflow or its name (`app:solve`), `tasks` a file of JSON lines or a sequence, `settings` are
-    fields of `options`. `responder` answers for the application as it is, in place of its own provider. Calling it
-    again with the same `out` continues an analysis, also with larger limits. Raises CotuneError subclasses for bad
-    input, and where no model can be reached; finished runs are kept then.
+    `workflow` is a workflow or its name (`app:solve`), `tasks` a file of JSON lines or a sequence (none if `episodes`
+    names recorded episodes), `settings` are fields of `options`. `responder` answers for the application as it is, in
+    place of its own provider. Calling it again with the same `out` continues an analysis, also with larger limits.
+    Raises CotuneError subclasses for bad input, and where no model can be reached; finished runs are kept then.
 
     ```python
     found = cotune.blame(solve, "tasks.jsonl", references=("openai:gpt-5",))
@@ -86,11 +89,39 @@ def blame(
     chosen = msgspec.structs.replace(options or BlameOptions(), **settings)
     app = workflow_of(workflow).named_by(chosen.roles_by)
     references = read_references(chosen)
-    drawn = draw_tasks(as_tasks(tasks), chosen)
+    drawn = tasks_to_analyse(tasks, chosen)
     layout = RunLayout(Path(chosen.out).absolute())
     address = workflow if isinstance(workflow, str) else ""
     with _opened(layout, app, address, drawn, chosen), open_store(layout.records) as store:
+        if chosen.records is not None:
+            # The records of the analysis hold all that it used, also when the others are gone.
+            with open_store(chosen.records, read_only=True) as source:
+                copy_episodes(source, store, list(drawn.recorded))
         return run_sync(_analyse(app, drawn, references, chosen, store, str(layout.path), responder))
+
+
+class TasksToAnalyse(NamedTuple):
+    """The tasks of an analysis in the order in which they are run, and the ids of the recorded episodes that failed on
+    them, if these were asked for."""
+
+    tasks: Sequence[Task]
+    recorded: Sequence[str] = ()
+
+
+def tasks_to_analyse(tasks: str | Path | Iterable[Any] | None, options: BlameOptions) -> TasksToAnalyse:
+    """Draw the tasks that the options allow. Raises ConfigError for both tasks and recorded episodes, or neither."""
+    if options.records is None:
+        if tasks is None:
+            remedy = "Pass --tasks FILE, or the folder or database of recorded episodes: --episodes runs/traced"
+            raise ConfigError("tasks", None, "is missing", remedy)
+        return TasksToAnalyse(draw_tasks(as_tasks(tasks), options))
+    if tasks is not None:
+        fault = "cannot be used with recorded episodes: their tasks are analysed"
+        raise ConfigError("tasks", str(tasks), fault, "Leave out --tasks or --episodes.")
+    with open_store(options.records, read_only=True) as store:
+        failed = failed_tasks(store)
+    drawn = draw_tasks([episode.task for episode in failed.values()], options)
+    return TasksToAnalyse(drawn, [failed[task.id].id for task in drawn])
 
 
 def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
@@ -108,6 +139,8 @@ def planned(tasks: int, options: BlameOptions) -> str:
     runs = options.runs
     if options.without:
         runs = (1 + len(options.without)) * _removal_rounds(options)
+    elif options.records is not None:
+        runs = _redraws(options)
     elif not options.references:
         runs = 1 + _redraws(options)
     text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
@@ -138,7 +171,7 @@ def _redraws(options: BlameOptions) -> int:
 
 @contextlib.contextmanager
 def _opened(
-    layout: RunLayout, app: Workflow, address: str, tasks: Sequence[Task], options: BlameOptions
+    layout: RunLayout, app: Workflow, address: str, drawn: TasksToAnalyse, options: BlameOptions
 ) -> Iterator[None]:
     """The folder of an analysis, held: a new one, or that of the same analysis. Raises ConfigError for another one."""
     described = {
@@ -150,7 +183,9 @@ def _opened(
         "max_tokens": options.max_tokens,
         "roles_by": options.roles_by,
         "seed": options.seed,
-        "tasks": [task.id for task in tasks],
+        "from_records": bool(drawn.recorded),
+        "tasks": [task.id for task in drawn.tasks],
+        "recorded": list(drawn.recorded),
     }
     file = layout.path / FILE
     layout.path.mkdir(parents=True, exist_ok=True)
@@ -162,7 +197,8 @@ def _opened(
         if earlier is not None:
             _check_same(options.out, earlier, described)
             # With a smaller limit than before, the further tasks stay part of the analysis.
-            described["tasks"] = max(earlier["tasks"], described["tasks"], key=len)
+            for name in GROWING:
+                described[name] = max(earlier.get(name) or [], described[name], key=len)
         write_atomically(file, json.dumps(described, indent=2).encode())
         if address:
             write_trace(layout.path, address, {"roles_by": options.roles_by}, holds_records=layout.records.exists())
@@ -175,12 +211,12 @@ def _check_same(out: str, earlier: Mapping[str, Any], described: Mapping[str, An
     """Raise ConfigError unless a folder holds the analysis that is described now, on as many tasks or others."""
     for name, value in described.items():
         before = earlier.get(name)
-        if name == "tasks":
+        if name in GROWING:
             # A larger limit adds tasks at the end.
             shared = min(len(value), len(before or ()))
             if value[:shared] == (before or [])[:shared]:
                 continue
-            fault = "holds an analysis of other tasks"
+            fault = "holds an analysis of other tasks" if name == "tasks" else "holds an analysis of other episodes"
         elif value == before:
             continue
         else:
@@ -190,7 +226,7 @@ def _check_same(out: str, earlier: Mapping[str, Any], described: Mapping[str, An
 
 async def _analyse(
     app: Workflow,
-    tasks: Sequence[Task],
+    drawn: TasksToAnalyse,
     references: Mapping[str, Reference],
     options: BlameOptions,
     store: Any,
@@ -202,13 +238,14 @@ async def _analyse(
 
     async with contextlib.AsyncExitStack() as stack:
         answering = await stack.enter_async_context(open_references(app, references, options, own))
-        runs = Runs(app, store, answering, references, options)
+        runs = Runs(app, store, answering, references, options, recorded=frozenset(drawn.recorded))
         await runs.load()
-        if runs.runs:
-            say(f"continuing with {plural(len(runs.runs), 'finished run')} in {path}")
+        finished = len(runs.runs) - len(runs.recorded)
+        if finished:
+            say(f"continuing with {plural(finished, 'finished run')} in {path}")
         runs.on_run = stack.enter_context(episode_bar(console, None, "runs"))
 
-        analysis = Analysis(runs, tasks, references, options, say)
+        analysis = Analysis(runs, drawn.tasks, references, options, say)
         await analysis.run()
         return msgspec.structs.replace(analysis.result(), path=path)
 
@@ -407,15 +444,17 @@ class Analysis:
         swapped = {} if removes else outcomes.means(ALL)
         priced = bool(self.options.prices)
         own_runs = runs.own_runs(self._task_ids, span.middle)
+        own = estimate(list(outcomes.means(OWN).values()), span.size)
         return Blame(
             workflow=runs.workflow.name,
             references={role: reference.label for role, reference in self.references.items()},
             removes=removes,
             tasks=len(outcomes.means(OWN)),
-            runs=len(runs.runs) + len(runs.forks) + runs.diverged,
+            runs=len(runs.runs) - len(runs.recorded) + len(runs.forks) + runs.diverged,
             calls=runs.calls,
             cost=runs.cost if priced else None,
-            outcome=_inside(estimate(list(outcomes.means(OWN).values()), span.size).interval, span),
+            # Recorded failures were chosen by their outcome, which says nothing of other tasks.
+            outcome=None if runs.recorded else _inside(own.interval, span),
             swapped=_inside(estimate(list(swapped.values()), span.size).interval, span) if swapped else None,
             span=span.size,
             luck=luck(own_runs, first_failed=not self.references),

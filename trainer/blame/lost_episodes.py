@@ -14,12 +14,14 @@ from cotune.records.structs import CallRecord, Episode
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.tables import answer_line
+from cotune.storage.protocol import Store
+from cotune.tables import answer_line, plural
 from cotune.trainer.blame.arms import OWN
 from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, loss_interval
-from cotune.trainer.blame.estimates import Span
+from cotune.trainer.blame.estimates import Outcomes, Span
+from cotune.trainer.blame.options import FAILED
 from cotune.trainer.blame.result import LostEpisode
-from cotune.trainer.blame.runs import FORK, FRESH_FORK, FinishedFork, Runs
+from cotune.trainer.blame.runs import FORK, FRESH_FORK, FinishedFork, Runs, recorded_outcome
 
 MOST_EPISODES = 5
 """Failed episodes that are looked at, the worst first."""
@@ -27,32 +29,55 @@ NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed 
 
 
 def choose_episodes(runs: Runs, chosen: str) -> list[Episode]:
-    """The failed episodes that `chosen` names: `failed`, or an id. Raises ConfigError for one that did not fail."""
+    """The failed episodes that `chosen` names: `failed`, recorded ones, or an id. Raises ConfigError for one that did
+    not fail."""
     span = runs.span()
-    if chosen != "failed":
+    if runs.recorded:
+        failed = [runs.store.episode(id) for id in runs.recorded]
+        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.id))[:MOST_EPISODES]
+    if chosen != FAILED:
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
-        if episode.phase != OWN.phase or not _has_failed(runs, episode, span):
+        if episode.phase != OWN.phase or not _has_failed(runs.store, episode, span):
             fault = "is not a failed run of the application as it is"
             raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
         return [episode]
     worst: dict[str, Episode] = {}
     for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
-        if _has_failed(runs, episode, span):
+        if _has_failed(runs.store, episode, span):
             worst.setdefault(episode.task.id, episode)
     ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
     return ranked[:MOST_EPISODES]
 
 
-def _has_failed(runs: Runs, episode: Episode, span: Span) -> bool:
+def failed_tasks(store: Store) -> dict[str, Episode]:
+    """By task, the first failed episode of records; forks are left out. Raises ConfigError if none failed."""
+    episodes = [one for one in store.episodes() if one.is_outcome and one.fork is None]
+    outcomes = Outcomes()
+    for one in episodes:
+        outcome = recorded_outcome(store, one)
+        if outcome is not None:
+            outcomes.add(OWN, one.task.id, outcome)
+    span = outcomes.span()
+    failed: dict[str, Episode] = {}
+    for one in episodes:
+        if one.task.id not in failed and _has_failed(store, one, span):
+            failed[one.task.id] = one
+    if not failed:
+        fault = f"has {plural(len(episodes), 'episode')} with a known end, and none that failed"
+        raise ConfigError("episodes", store.address, fault, "Name other records, or pass: --tasks FILE")
+    return failed
+
+
+def _has_failed(store: Store, episode: Episode, span: Span) -> bool:
     """Whether the outcome of an episode is known and a failure: as its metric `success` says, else by the outcome."""
     if not episode.is_outcome:
         return False
     if episode.status == "error":
         return True
-    if not runs.store.rewards([episode.id]).get(episode.id):
+    outcome = recorded_outcome(store, episode)
+    if outcome is None:
         return False
-    solved = episode.solved
-    return _outcome(runs, episode, span) <= 0.5 if solved is None else not solved
+    return _scaled(outcome, span) <= 0.5 if episode.solved is None else not episode.solved
 
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
 from cotune.records.prices import Prices
+from cotune.storage.open_store import is_path
 from cotune.trainer.evaluation.modes import check_temperature
+
+FAILED = "failed"
+"""The value of `episodes` that takes the failed runs of the analysis itself."""
 
 
 class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,8 +25,8 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
     """Test whether a role earns its place: it answers nothing, or with ROLE=TEXT always this text."""
     episodes: str | None = None
-    """Find the call that lost an episode: failed (the worst failed runs of the application as it is) or the id of one
-    of its runs in the folder."""
+    """Find the call that lost an episode: failed (the worst failed runs of the application as it is), the id of one of
+    its runs in the folder, or recorded episodes (a run, records or a database): the failed ones, in place of tasks."""
     out: str = "runs/blame"
     """Folder of the analysis. The same command continues it."""
     max_calls: int | None = None
@@ -47,6 +53,14 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What names the roles: caller | model | module:function."""
     seed: int = 0
     """Of the draw of tasks, and of answers of models on this machine."""
+
+    @property
+    def records(self) -> str | None:
+        """The address of the recorded episodes that `episodes` names; None if it names none."""
+        named = self.episodes
+        if named is None or named == FAILED:
+            return None
+        return named if not is_path(named) or Path(named).exists() else None
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)

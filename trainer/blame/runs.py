@@ -109,6 +109,9 @@ class Runs:
     options: BlameOptions
     on_run: Callable[[], object] = lambda: None
     """Called after each run."""
+    recorded: frozenset[str] = frozenset()
+    """Ids of episodes that were recorded elsewhere, each the first run of its task. Their calls count against no
+    limit."""
 
     def __post_init__(self) -> None:
         if isinstance(self.workflow.episode_judge, Ranking):
@@ -140,7 +143,7 @@ class Runs:
     async def load(self) -> None:
         """Read the runs that the store has. Their calls count against the limits, as they were made and paid."""
         for episode in self.store.episodes():
-            arm = arm_of(episode.phase)
+            arm = OWN if episode.id in self.recorded else arm_of(episode.phase)
             if arm is not None:
                 await self._judge(episode)
                 self._keep(arm, episode)
@@ -301,8 +304,7 @@ class Runs:
 
     def outcome_of(self, episode: Episode) -> float | None:
         """The sum of an episode's rewards; None if it did not end well, or has none."""
-        rewards = self.store.rewards([episode.id]).get(episode.id)
-        return sum(rewards.values()) if episode.status == "ok" and rewards else None
+        return recorded_outcome(self.store, episode)
 
     def span(self) -> Span:
         """From the least to the greatest outcome of all runs."""
@@ -320,10 +322,11 @@ class Runs:
         elif outcome is None and not failed:
             left_out = "no outcome"
         cost, unpriced = self._cost(arm, calls)
+        recorded = episode.id in self.recorded
         run = FinishedRun(
             arm=arm,
             task=episode.task.id,
-            number=episode.rollout,
+            number=0 if recorded else episode.rollout,
             outcome=outcome,
             failed=failed,
             left_out=left_out,
@@ -335,8 +338,9 @@ class Runs:
             answers=_digest(calls),
             failed_call=next((call.error or call.status for call in calls if call.status in ("error", "timeout")), ""),
         )
-        self.calls += run.calls
-        self.cost += run.cost
+        if not recorded:
+            self.calls += run.calls
+            self.cost += run.cost
         place = (arm, run.task, run.number)
         # A run that counts is never replaced by one that was tried again beside it.
         if place not in self.runs or self.runs[place].left_out:
@@ -463,6 +467,12 @@ class Runs:
                 answers[run.arm, run.task].append(run.answers)
         repeats = sum(len(digests) - 1 for digests in answers.values())
         return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in answers.values())
+
+
+def recorded_outcome(store: Store, episode: Episode) -> float | None:
+    """The sum of an episode's rewards; None if it did not end well, or has none."""
+    rewards = store.rewards([episode.id]).get(episode.id)
+    return sum(rewards.values()) if episode.status == "ok" and rewards else None
 
 
 def _digest(calls: Sequence[CallRecord]) -> str:

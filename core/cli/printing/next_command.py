@@ -116,7 +116,7 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
     result = getattr(a, "result", None)
     if result is None or a.json:
         return []
-    again = ["cotune", "blame", a.workflow, "--tasks", a.tasks]
+    again = ["cotune", "blame", a.workflow, "--tasks", a.tasks or "tasks.jsonl"]
     if result.verdict == "named":
         role = result.at_fault[0]
         improve = ["prompts", "improve", a.workflow, "--tasks", a.tasks, "--reflection", "gpt-5-mini"]

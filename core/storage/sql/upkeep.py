@@ -17,7 +17,7 @@ from cotune.records.images import image_id, join_images
 from cotune.storage.protocol import Store
 from cotune.storage.schema import AMONG, COLUMNS, DAY, WRITTEN, NameList, Row, in_parts
 from cotune.storage.sql.figures import NO_END
-from cotune.storage.sql.owners import among
+from cotune.storage.sql.owners import Execute, among
 from cotune.storage.sql.store import SqlStore
 from cotune.storage.sql.transaction import Transactions
 
@@ -86,7 +86,7 @@ def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = 
     counts: Counter[str] = Counter()
     unused: dict[str, dict[str, None]] = {table: {} for table in _SHARED}
     for part in in_parts(episodes):
-        for table, ids in sql_store.act(partial(_used_by, episodes=part)).items():
+        for table, ids in sql_store.act(partial(_used_in, episodes=part)).items():
             unused[table].update(dict.fromkeys(ids))
         counts.update(sql_store.act(partial(delete_episodes, ids=part)))
     if key is not None:
@@ -134,7 +134,7 @@ def _sweep(
         sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
         new_episodes = [id for (id,) in transaction.execute(sql, newest_seen)]
         if new_episodes:
-            used = _used_by(transaction, new_episodes)
+            used = _used_by(transaction.execute, new_episodes)
             for used_table, used_ids in used.items():
                 _spare(unused[used_table], used_ids)
             for (body,) in among(transaction.execute, "SELECT body FROM messages", "id", used["messages"]):
@@ -230,6 +230,39 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
     return copied
 
 
+def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
+    """Copy these episodes with their calls, rewards and all that they name; what is there is left out.
+
+    Raises RunError if one of the stores is not in SQL, RecordError if a message is not what its id says.
+    """
+    rows = _in_sql(source).rows
+
+    def chosen(table: str, column: str, names: Iterable[str]) -> list[Row]:
+        return among(rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", column, names)
+
+    # Rewards are of an episode, or of the numbered candidates of a call.
+    targets = list(ids)
+    for call, drawn in among(rows, "SELECT id, drawn FROM calls", "episode", ids):
+        targets += [f"{call}.{number}" for number in range(drawn)]
+    named = _used_by(rows, ids)
+    messages = chosen("messages", "id", named["messages"])
+    images = {image for row in messages for value in row for image in _IMAGE.findall(str(value))}
+    by_table = {
+        "images": chosen("images", "id", images),
+        "messages": messages,
+        "segments": chosen("segments", "id", named["segments"]),
+        "calls": chosen("calls", "episode", ids),
+        "episodes": chosen("episodes", "id", ids),
+        "rewards": chosen("rewards", "target", targets),
+        "feedback": chosen("feedback", "target", targets),
+    }
+    for table, of_table in by_table.items():
+        if not all(_is_genuine(source, table, row) for row in of_table):
+            cause = f"{source.address} has {table} whose ids are not the hashes of their contents."
+            raise RecordError(cause, "Somebody changed these records: take others.")
+        load(target, table, of_table)
+
+
 def load(store: Store, table: str, rows: Sequence[Row]) -> int:
     """Add rows of another store and return the number that could not be stored. Rewards are added even if their group
     has been consumed."""
@@ -283,9 +316,12 @@ def delete_episodes(transaction: Transactions, ids: Sequence[str]) -> Mapping[st
     return {"episodes": n_episodes, "calls": len(calls)}
 
 
-def _used_by(transaction: Transactions, episodes: Sequence[str]) -> dict[str, set[str]]:
+def _used_in(transaction: Transactions, episodes: Sequence[str]) -> dict[str, set[str]]:
+    return _used_by(transaction.execute, episodes)
+
+
+def _used_by(execute: Execute, episodes: Sequence[str]) -> dict[str, set[str]]:
     """The ids of messages and segments that episodes and their calls use, by table."""
-    execute = transaction.execute
     calls = among(execute, "SELECT body, prompt FROM calls", "episode", episodes)
     ended = among(execute, "SELECT body FROM episodes", "id", episodes)
     # Any string in a record may be the id of a message.

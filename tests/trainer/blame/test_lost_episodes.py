@@ -9,16 +9,29 @@ from typing import Any
 import pytest
 
 import cotune
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
+from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.terminal import terminal
 from cotune.trainer.blame.report import render
+from cotune.trainer.blame.result import Blame
 from tests.trainer.blame.office import Office, application, tasks
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> str:
     return str(tmp_path / "blame")
+
+
+def render_text(found: Blame) -> str:
+    """The report at the terminal."""
+    console = terminal(width=80)
+    with console.capture() as heard:
+        console.print(render(found))
+    return heard.get()
 
 
 def wrong_calls(out: str, episode: str) -> list[int]:
@@ -39,10 +52,8 @@ def test_the_call_that_went_wrong_is_found(out: str) -> None:
         assert (one.answer, one.role) == ("wrong", ("planner", "writer", "checker")[one.call or 0])
         assert one.redraw != "wrong"
         assert one.loss is not None and one.loss.low is not None and one.loss.low > 0.1
-    console = terminal(width=80)
-    with console.capture() as heard:
-        console.print(render(found))
-    assert "Calls that lost an episode" in heard.get() and "decided by luck, by role: " in heard.get()
+    report = render_text(found)
+    assert "Calls that lost an episode" in report and "decided by luck, by role: " in report
     # The same command makes no further fork.
     asked = made.asked.total()
     again = cotune.blame(application(), tasks(6), episodes="failed", out=out, responder=made, runs=20)
@@ -128,6 +139,65 @@ def test_forks_that_cannot_reach_the_model_are_counted(out: str) -> None:
     found = cotune.blame(application(("writer",)), tasks(1), episodes="failed", out=out, responder=made, runs=6)
     assert [(one.call, one.why) for one in found.episodes] == [(None, "no fork came to an outcome")]
     assert any("1 fork without a known outcome left out. First error: " in note for note in found.notes)
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> tuple[str, Any, Office]:
+    """Records of an application that errs, with the application and its models."""
+    app, made = application(), Office({"writer": 0.4}, seed=3)
+    with open_store(tmp_path / "traced") as store:
+        for task in as_tasks(tasks(10)):
+            run_sync(run_episode(workflow_of(app), task, sink=store, responder=made, options=EpisodeOptions()))
+    return str(tmp_path / "traced"), app, made
+
+
+def failed_in(records: str) -> dict[str, str]:
+    """By task, the id of its failed episode."""
+    with open_store(records, read_only=True) as store:
+        return {one.task.id: one.id for one in store.episodes() if not store.rewards([one.id])[one.id]["team"]}
+
+
+def test_recorded_failures_are_forked_in_place_of_tasks(traced: tuple[str, Any, Office], out: str) -> None:
+    records, app, made = traced
+    failed = failed_in(records)
+    assert 1 < len(failed) < 10
+    before = made.asked.total()
+    found = cotune.blame(app, episodes=records, out=out, responder=made, runs=20)
+    assert found.tasks == len(failed) and found.outcome is None
+    # The recorded calls were made by somebody else.
+    assert found.calls == made.asked.total() - before
+    assert found.luck is not None and 0.2 < found.luck.mean < 0.9
+    assert {one.episode for one in found.episodes} <= set(failed.values())
+    decisive = [one for one in found.episodes if one.call is not None]
+    assert decisive and all([one.call] == wrong_calls(out, one.episode) for one in decisive)
+    assert render_text(found).splitlines()[1].endswith("the rest fail again.")
+    # The analysis needs the records no more than once, and its runs are not made again.
+    asked = made.asked.total()
+    again = cotune.blame(app, episodes=records, out=out, responder=made, runs=20)
+    assert (again.calls, again.luck) == (found.calls, found.luck) and made.asked.total() - asked <= 6 * 3
+    # Another limit of tasks is no other analysis; runs of the application itself are one.
+    cotune.blame(app, episodes=records, out=out, responder=made, runs=20, limit=1)
+    with pytest.raises(ConfigError, match="holds an analysis with from_records = True, not False"):
+        cotune.blame(app, tasks(3), episodes="failed", out=out, responder=made, runs=20)
+
+
+def test_records_without_a_failure_are_refused(tmp_path: Path, out: str) -> None:
+    made = Office({})
+    with open_store(tmp_path / "traced") as store:
+        (task,) = as_tasks(tasks(1))
+        run_sync(run_episode(workflow_of(application()), task, sink=store, responder=made, options=EpisodeOptions()))
+    with pytest.raises(ConfigError, match="has 1 episode with a known end, and none that failed"):
+        cotune.blame(application(), episodes=str(tmp_path / "traced"), out=out, responder=made)
+
+
+def test_tasks_and_recorded_episodes_exclude_each_other(traced: tuple[str, Any, Office], out: str) -> None:
+    records, app, _ = traced
+    with pytest.raises(ConfigError, match="cannot be used with recorded episodes: their tasks are analysed"):
+        cotune.blame(app, tasks(3), episodes=records, out=out)
+    with pytest.raises(ConfigError, match=r"tasks is missing.*--episodes runs/traced"):
+        cotune.blame(app, episodes="no-such-folder", out=out)
+    with pytest.raises(ConfigError, match="cannot be used with a reference"):
+        cotune.blame(app, episodes=records, references=("openai:good",), out=out)
 
 
 def test_it_is_a_question_of_its_own() -> None:
