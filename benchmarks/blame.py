@@ -31,8 +31,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.blame_workflows import WORKFLOWS, Application, analyse, application
+from cotune.reading.blame import LEAST_EFFECT
 from cotune.trainer.blame.arms import ALL, Arm
-from cotune.trainer.blame.estimates import LEAST_EFFECT, role_effects
+from cotune.trainer.blame.estimates import role_effects
 
 RUNS = 30
 Line = dict[str, Any]

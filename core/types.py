@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from cotune.config.train import TrainConfig
     from cotune.integrations.judging.endpoint import JudgeSettings
     from cotune.integrations.web.gateway.server import Gate
+    from cotune.reading.blame import Blame
     from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.before.check.report import CheckLimits, CheckReport
     from cotune.trainer.blame.options import BlameOptions
-    from cotune.trainer.blame.result import Blame
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.reporting.summary import RunSummary
 else:
     __getattr__ = opener(
         __name__,
         {
-            "Blame": "cotune.trainer.blame.result",
+            "Blame": "cotune.reading.blame",
             "BlameOptions": "cotune.trainer.blame.options",
             "CheckLimits": "cotune.trainer.before.check.report",
             "CheckReport": "cotune.trainer.before.check.report",

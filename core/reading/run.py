@@ -16,6 +16,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.run_recipe import all_taught
 from cotune.config.train import TrainConfig
 from cotune.errors import CotuneError, RunError
+from cotune.reading.blame import REPORT, Blame, read_blame
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
@@ -118,6 +119,14 @@ class OpenedRun:
         folder = self.folder
         stamp = [(file, _stamp(file)) for file in evaluation_files(folder)]
         return self._cached("evaluations", stamp, lambda: read_evaluations(folder))
+
+    @property
+    def blame(self) -> Blame | None:
+        """The result of `cotune blame` in its folder; None without one."""
+        if self.folder is None:
+            return None
+        folder = self.folder
+        return self._cached("blame", _stamp(folder / REPORT), lambda: read_blame(folder))
 
     @property
     def notes_file(self) -> Path | None:

@@ -19,6 +19,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.intervals import Interval
+from cotune.reading.blame import REPORT, Blame, LostEpisode, RoleBlame
 from cotune.recording.recorder import Responder
 from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks
@@ -46,7 +47,6 @@ from cotune.trainer.blame.estimates import (
 from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, failed_tasks, find_decisive_call
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Reference, open_references, read_references
-from cotune.trainer.blame.result import Blame, LostEpisode, RoleBlame
 from cotune.trainer.blame.runs import BudgetReachedError, Runs
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
@@ -97,7 +97,9 @@ def blame(
             # The records of the analysis hold all that it used, also when the others are gone.
             with open_store(chosen.records, read_only=True) as source:
                 copy_episodes(source, store, list(drawn.recorded))
-        return run_sync(_analyse(app, drawn, references, chosen, store, str(layout.path), responder))
+        found = run_sync(_analyse(app, drawn, references, chosen, store, str(layout.path), responder))
+        write_atomically(layout.path / REPORT, json.dumps(found.to_json(), indent=2).encode())
+        return found
 
 
 class TasksToAnalyse(NamedTuple):

@@ -17,19 +17,15 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from scipy import stats
 
 from cotune.intervals import Interval, wilson
+from cotune.reading.blame import LEAST_EFFECT, LEAST_TASKS, Kind
 from cotune.trainer.blame.arms import ALL, OWN, Arm, all_but, only
 
-LEAST_EFFECT = 0.1
-"""The least that a role must cost to be named, as a share of the span of outcomes. In simulations of 14 families of
-workflows a healthy application then names nobody in 95 to 96% of cases; with 0.05 in 71 to 88%."""
-LEAST_TASKS = 5
-"""With fewer tasks the figures say nothing about other tasks."""
 PRIOR_OBSERVATIONS, PRIOR_SPREAD = 3, 0.2
 """The prior on the spread of a role's score over tasks, as so many observations with this standard deviation. Without
 it the intervals of a few tasks are far too narrow whenever these happen to agree."""
@@ -164,9 +160,6 @@ def role_effects(outcomes: Outcomes, roles: Sequence[str], scale: float) -> list
             )
         )
     return sorted(effects, key=lambda effect: -effect.score.mean)
-
-
-Kind = Literal["named", "either", "nobody", "reference", "undecided", "untested"]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

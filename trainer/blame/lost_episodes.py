@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from cotune.errors import ConfigError, RecordError
+from cotune.reading.blame import FORK, FRESH_FORK, CallEffect, LostEpisode
 from cotune.records.structs import CallRecord, Episode
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Script, read_script
@@ -20,8 +21,7 @@ from cotune.trainer.blame.arms import OWN
 from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, loss_interval
 from cotune.trainer.blame.estimates import Outcomes, Span
 from cotune.trainer.blame.options import FAILED
-from cotune.trainer.blame.result import LostEpisode
-from cotune.trainer.blame.runs import FORK, FRESH_FORK, FinishedFork, Runs, recorded_outcome
+from cotune.trainer.blame.runs import FinishedFork, Runs, recorded_outcome
 
 MOST_EPISODES = 5
 """Failed episodes that are looked at, the worst first."""
@@ -121,6 +121,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
             search.add(place, None if finished is None else _value(finished, span))
     decision = search.decision
     count = sum(search.counts.forks)
+    lost = msgspec.structs.replace(lost, effects=_effects(runs, episode, calls, span, recorded))
     if decision.probability < CONFIDENCE:
         why = f"{count} forks do not tell" if count else "no fork came to an outcome"
         return msgspec.structs.replace(lost, why=why, forks=count)
@@ -135,17 +136,42 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         following = calls[decision.call + 1]
         after = await _fresh(runs, script, episode, following, span) if repeatable(calls, following) else []
     best = _best_fork(runs, episode, call)
+    loss = loss_interval(before, after, recorded)
+    effects = [one for one in _effects(runs, episode, calls, span, recorded) if one.step != call.step]
+    if loss is not None:
+        # The forks that chose the call overstate its loss, so only the fresh ones give it.
+        effects.append(CallEffect(step=call.step, loss=loss, forks=len(before) + len(after or ())))
     return msgspec.structs.replace(
         lost,
         call=call.step,
         why="",
         role=call.role,
-        loss=loss_interval(before, after, recorded),
+        loss=loss,
         answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
         redraw="" if best is None else best.answer,
         redraw_call="" if best is None else best.at,
         forks=count + len(before) + len(after or ()),
+        effects=sorted(effects, key=lambda one: one.step),
     )
+
+
+def _effects(
+    runs: Runs, episode: Episode, calls: Sequence[CallRecord], span: Span, recorded: float
+) -> list[CallEffect]:
+    """The effect of each call with forks at it and at the next one; after the last call stands the recorded outcome."""
+    outcomes: dict[str, list[float]] = {call.id: [] for call in calls}
+    for fork in runs.forks:
+        value = _value(fork, span)
+        if fork.trunk == episode.id and value is not None:
+            outcomes[fork.call].append(value)
+    effects = []
+    for place, call in enumerate(calls):
+        before = outcomes[call.id]
+        after = outcomes[calls[place + 1].id] if place + 1 < len(calls) else None
+        loss = loss_interval(before, after, recorded)
+        if loss is not None:
+            effects.append(CallEffect(step=call.step, loss=loss, forks=len(before) + len(after or ())))
+    return effects
 
 
 async def _fork(

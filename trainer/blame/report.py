@@ -8,9 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.intervals import Interval
+from cotune.reading.blame import LEAST_TASKS, Blame, loss_points, luck_sentence, shown_points
 from cotune.tables import BAD, QUIET, Grid, cells, grid, plural
-from cotune.trainer.blame.estimates import LEAST_TASKS
-from cotune.trainer.blame.result import Blame, loss_points, shown_points
 
 _REFERENCES = (
     "--reference openai:NAME      another model at the OpenAI-compatible address",
@@ -22,7 +21,7 @@ _REFERENCES = (
 
 def render(blame: Blame) -> Group:
     """The report: luck or system, a row per role, the verdict."""
-    lines: list[RenderableType] = [Text(_head(blame), style="bold"), Text(_luck(blame))]
+    lines: list[RenderableType] = [Text(_head(blame), style="bold"), Text(luck_sentence(blame))]
     if blame.roles:
         lines += [Text(""), _roles(blame), Text("")]
         if blame.removes:
@@ -82,16 +81,6 @@ def _value(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.mean:.2f}"
     return f"{interval.mean:.2f} ({interval.low:.2f} to {interval.high:.2f})"
-
-
-def _luck(blame: Blame) -> str:
-    if blame.luck is None:
-        return "No failure was run again." if blame.failures else "No run of the application as it is failed."
-    share = blame.luck
-    text = f"{share.mean:.0%} of the failures succeed at another try"
-    if share.low is not None and share.high is not None:
-        text += f" ({100 * share.low:.0f} to {100 * share.high:.0f})"
-    return f"{text}; the rest fail again."
 
 
 def _roles(blame: Blame) -> Grid:

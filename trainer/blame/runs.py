@@ -20,6 +20,7 @@ from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
+from cotune.reading.blame import FORK, FRESH_FORK
 from cotune.recording.recorder import Responder
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
@@ -78,9 +79,6 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Place = tuple[Arm, str, int]
-
-FORK, FRESH_FORK = "blame-fork", "blame-fresh-fork"
-"""Phases of forks: those that look for the decisive call of an episode, and those that measure its loss."""
 
 
 class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from cotune.config.prompts import FORKS, OFF, SearchSettings
 from cotune.config.rollouts import SamplingConfig
 from cotune.config.train import NO_TASKS, EvaluationConfig
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
+from cotune.reading.blame import REPORT
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
 from cotune.storage.run_layout import present_address, whole_address
@@ -164,7 +165,7 @@ class PromptRun:
         self.parts = self.path / "parts.json"
         self.prompts = self.path / "prompts.json"
         self.candidates = self.path / "candidates.json"
-        self.blame = self.path / "blame_report.json"
+        self.blame = self.path / REPORT
         self.lock = self.path / "lock"
 
 

@@ -15,8 +15,8 @@ from cotune.integrations.prompts.search import Candidate, Graded
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.guards import longest
 from cotune.prompts.wording import Wording
+from cotune.reading.blame import LostEpisode
 from cotune.records.structs import Task
-from cotune.trainer.blame.result import LostEpisode
 from cotune.trainer.prompts.evaluations import Evaluations
 from cotune.trainer.prompts.reflection import Reflection, new_text, request
 from cotune.trainer.prompts.role_choice import Turns

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from cotune.config.prompts import FORKS, OFF
 from cotune.errors import RunError, WorkflowError
 from cotune.prompts.edits import PromptPart, Prompts
+from cotune.reading.blame import FORK, FRESH_FORK, Blame, LostEpisode
 from cotune.storage.protocol import Store
 from cotune.storage.typed_json import read_typed
 from cotune.tables import plural
@@ -23,8 +24,7 @@ from cotune.trainer.blame.analysis import Analysis, draw_tasks
 from cotune.trainer.blame.arms import arm_of
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import open_references, read_references
-from cotune.trainer.blame.result import Blame, LostEpisode
-from cotune.trainer.blame.runs import FORK, FRESH_FORK, Runs
+from cotune.trainer.blame.runs import Runs
 from cotune.trainer.prompts.evaluations import Evaluations
 from cotune.trainer.prompts.options import ImproveOptions, PromptRun
 from cotune.trainer.prompts.spending import Spending, Spent

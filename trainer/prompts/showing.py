@@ -11,12 +11,12 @@ from cotune.prompts.chat_texts import map_message
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.templates import Reading
 from cotune.prompts.wording import Wording
+from cotune.reading.blame import LostEpisode, loss_points
 from cotune.reading.reads import reads
 from cotune.recording.rewards import without_middle
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.protocol import Store
-from cotune.trainer.blame.result import LostEpisode, loss_points
 from cotune.trainer.prompts.task_result import TaskResult, read_result
 
 LONGEST = 2000

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.errors import RecordError
+from cotune.integrations.web.viewer.blame import effects_of
 from cotune.integrations.web.viewer.chat import ShownMessage, shown
 from cotune.integrations.web.viewer.timeline import TimedCall, UsedTool, role_graph, timeline
 from cotune.integrations.web.viewer.tokens import COLOURS, LEGENDS, ColouredTokens, Colouring
@@ -90,6 +91,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         feedback=run.store.feedback([id])[id],
         timeline=timeline(timed, used_tools(episode, shown)),
         graph=role_graph(timed),
+        effects=effects_of(run, id),
         hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
         calls=shown,
         groups=groups,

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.viewer.access import guarded
+from cotune.integrations.web.viewer.blame import blame_page
 from cotune.integrations.web.viewer.calls import calls_page
 from cotune.integrations.web.viewer.diff import diff_page
 from cotune.integrations.web.viewer.episode import call_page, episode_page
@@ -51,6 +52,7 @@ PAGES = (
     Page("/run/{run}/changed", changed_part),
     Page("/run/{run}/curves", curves_page, "Curves"),
     Page("/run/{run}/evaluations", evaluations_page, "Evaluations"),
+    Page("/run/{run}/blame", blame_page, "Blame", analysed=True),
     Page("/run/{run}/episodes", episodes_page, "Episodes", sampled=True),
     Page("/run/{run}/episode/{id:path}", episode_page, "Episodes"),
     Page("/run/{run}/calls", calls_page, "Calls", sampled=True),

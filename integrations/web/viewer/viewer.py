@@ -36,6 +36,8 @@ class Page(msgspec.Struct, frozen=True):
     """The tab that is marked on the page. A tab leads to its first page."""
     sampled: bool = False
     """Whether the page needs episodes that the run sampled itself."""
+    analysed: bool = False
+    """Whether the page needs an analysis of `cotune blame` in the folder of the run."""
     method: str = "GET"
 
 
@@ -134,13 +136,20 @@ class Viewer:
     def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
         """Render a page inside the frame that all pages share."""
         samples = run is None or run.samples
+        tabs = []
+        for page in reversed(self._tabs.values()):
+            if page.sampled and not samples:
+                continue
+            if page.analysed and (run is None or run.blame is None):
+                continue
+            tabs.append(page)
         about = {
             "runs": self.runs,
             "run": run,
             "state": run.state if run else "",
             "stamp": run.stamp if run else "",
             "here": request.state.tab,
-            "tabs": [page for page in reversed(self._tabs.values()) if samples or not page.sampled],
+            "tabs": tabs,
             "samples": samples,
         }
         return HTMLResponse(render(template, **about, **values))

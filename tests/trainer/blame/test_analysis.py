@@ -17,6 +17,7 @@ from cotune.integrations.apps.openai.other_model import OtherModel
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.file import write_prompts
 from cotune.prompts.templates import Template
+from cotune.reading.blame import Blame
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.policies import UNTRAINED
@@ -27,7 +28,6 @@ from cotune.storage.open_store import open_store
 from cotune.trainer.blame.analysis import draw_tasks, planned
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Answering, OpenReferences
-from cotune.trainer.blame.result import Blame
 from tests.integrations.provider import serving
 from tests.trainer.blame.office import Office, application, tasks
 

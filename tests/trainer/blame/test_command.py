@@ -11,9 +11,9 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.intervals import Interval
+from cotune.reading.blame import Blame, RoleBlame
 from cotune.terminal import terminal
 from cotune.trainer.blame.report import render
-from cotune.trainer.blame.result import Blame, RoleBlame
 from tests.integrations.provider import serving
 from tests.trainer.blame.office import Office, tasks
 

@@ -252,7 +252,7 @@ const KEYS = {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
-  const act = KEYS[event.key] ?? (/^[1-8]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
+  const act = KEYS[event.key] ?? (/^[1-9]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
   if (act) { event.preventDefault(); act(); }
 });
 

@@ -1,15 +1,28 @@
-"""The result of `cotune blame` as values, and its verdict in a sentence."""
+"""The result of `cotune blame` as values, its verdict in a sentence, and the file that keeps it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from cotune.intervals import Interval
+from cotune.storage.typed_json import read_if_typed
 from cotune.tables import plural
-from cotune.trainer.blame.estimates import LEAST_EFFECT, LEAST_TASKS, Kind
+
+REPORT = "blame_report.json"
+"""The file with the result in the folder of an analysis, or of a search for prompts, which makes one."""
+FORK, FRESH_FORK = "blame-fork", "blame-fresh-fork"
+"""Phases of forks: those that look for the decisive call of an episode, and those that measure its loss."""
+LEAST_EFFECT = 0.1
+"""The least that a role must cost to be named, as a share of the span of outcomes. In simulations of 14 families of
+workflows a healthy application then names nobody in 95 to 96% of cases; with 0.05 in 71 to 88%."""
+LEAST_TASKS = 5
+"""With fewer tasks the figures say nothing about other tasks."""
+Kind = Literal["named", "either", "nobody", "reference", "undecided", "untested"]
+"""Kinds of verdicts: see `Blame`."""
 
 
 class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +50,15 @@ class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
     """Runs on each task in which only this role was swapped."""
 
 
+class CallEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an episode loses at one call: how much more often it succeeds when it runs again from before the call
+    than from after it. `forks` is the number of runs that say so."""
+
+    step: int
+    loss: Interval
+    forks: int
+
+
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """A failed episode, and the call that lost it."""
 
@@ -56,6 +78,8 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     redraw_call: str = ""
     """The id of the call with that answer."""
     forks: int = 0
+    effects: Sequence[CallEffect] = ()
+    """The effects of all calls with forks before and after them."""
 
 
 class Blame(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +140,22 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     def points(self, value: float) -> float:
         """A difference of outcomes in points: hundredths of the span."""
         return 100 * value / self.span
+
+
+def read_blame(folder: Path | None) -> Blame | None:
+    """The result that a folder holds; None where there is none, or it cannot be read."""
+    return None if folder is None else read_if_typed(folder / REPORT, Blame)
+
+
+def luck_sentence(blame: Blame) -> str:
+    """How many failures succeed when the task is run again."""
+    if blame.luck is None:
+        return "No failure was run again." if blame.failures else "No run of the application as it is failed."
+    share = blame.luck
+    text = f"{share.mean:.0%} of the failures succeed at another try"
+    if share.low is not None and share.high is not None:
+        text += f" ({100 * share.low:.0f} to {100 * share.high:.0f})"
+    return f"{text}; the rest fail again."
 
 
 def loss_points(loss: Interval) -> str:
