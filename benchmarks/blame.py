@@ -14,6 +14,8 @@ reference at 2% or less. The parts:
 - `two`: two roles err, and each of them costs 10 points although the other one is mended.
 - `obeys`: the reference makes the same errors.
 - `coverage`: how often the 95% interval of a role's cost holds the exact value.
+- `decisive`: how often the search for the call that lost an episode finds it, in episodes whose losses are known
+  exactly (`benchmarks.blame_calls`); beside it, equally many forks at every call.
 
 Every analysis runs the rounds of the command and reads its verdict. The last line is JSON.
 """
@@ -30,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.blame_calls import failed_episode, search_adaptively, search_equally
 from benchmarks.blame_workflows import WORKFLOWS, Application, analyse, application
 from cotune.reading.blame import LEAST_EFFECT
 from cotune.trainer.blame.arms import ALL, Arm
@@ -166,6 +169,35 @@ def coverage(repetitions: int) -> list[Line]:
     return lines
 
 
+def decisive(repetitions: int) -> list[Line]:
+    """How often the decisive call is found, by the largest loss of the episode and the rate of the faulty call."""
+    lines = []
+    for largest, rate in itertools.product((0.2, 0.4), (0.3, 0.6, 0.9)):
+        rng = random.Random(f"decisive {largest} {rate}")
+        counts: Counter[str] = Counter()
+        adaptive_runs = 0.0
+        while counts["analysed"] < 10 * repetitions:
+            episode = failed_episode(rng, calls=rng.randrange(4, 13), rate=rate)
+            if episode.largest < largest:
+                continue
+            adaptive = search_adaptively(episode, rng, RUNS)
+            adaptive_runs += adaptive.runs
+            counts["analysed"] += 1
+            counts["right"] += episode.is_right(adaptive.call)
+            counts["claimed"] += adaptive.claimed and adaptive.call is not None
+            counts["right_claim"] += adaptive.claimed and episode.is_right(adaptive.call)
+            # The search spends about half of its budget: the rest is for the forks that measure the loss.
+            for times in (1, 2, 4):
+                counts[f"equal_{times}"] += episode.is_right(search_equally(episode, rng, times * RUNS / 2))
+        line = _line(
+            "decisive", counts, "right", "claimed", "equal_1", "equal_2", "equal_4", largest=largest, rate=rate
+        )
+        line["right_when_claimed"] = round(counts["right_claim"] / max(counts["claimed"], 1), 4)
+        line["runs"] = round(adaptive_runs / counts["analysed"], 1)
+        lines.append(line)
+    return lines
+
+
 def _line(part: str, counts: Counter[str], *shares: str, **settings: Any) -> Line:
     """The shares of the analysed applications."""
     line: Line = {"part": part, **settings, "analysed": counts["analysed"]}
@@ -183,6 +215,7 @@ PARTS: dict[str, Callable[[int], list[Line]]] = {
     "two": two,
     "obeys": obeys,
     "coverage": coverage,
+    "decisive": decisive,
 }
 
 

@@ -2,12 +2,13 @@
 
     python -m benchmarks.blame_applications                                  # all of them, about a quarter of an hour
     python -m benchmarks.blame_applications --applications crewai_flow --rates 0.6
+    python -m benchmarks.blame_applications --rates 0.6 --guesses            # only the two guesses, without a reference
 
 The applications are those of `examples.gallery`: LangGraph, AutoGen, the OpenAI Agents SDK and CrewAI, with loops,
 hand-offs and tools. An expert answers for each of their roles, and errs in 5% of the calls. One role errs more often:
 drawn in each call, or (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind
-an address of its own. Every analysis is the command's own. Beside it stands the guess that the last role that spoke in
-a failed run is at fault. The last line is JSON.
+an address of its own. Every analysis is the command's own. Beside it stand two guesses from the failed runs alone: the
+last role that spoke, and a scripted judge that reads the trace. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,8 +32,12 @@ from rich.console import Console
 import cotune
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
-from cotune.records.structs import Candidate, Usage
+from cotune.records.structs import Candidate, Episode, Usage
 from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+from cotune.tables import answer_line
+from cotune.trainer.blame.arms import OWN
+from cotune.trainer.blame.runs import recorded_outcome
 from examples.tool_agent.provider import serving
 
 APPLICATIONS: Mapping[str, Sequence[str]] = {
@@ -69,23 +75,25 @@ class Expert:
         return self.chance.random() < self.rate
 
 
-def analyse(name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int) -> dict[str, Any]:
-    """Plant a fault, run the analysis, and compare its verdict with the fault."""
+def analyse(
+    name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int, *, guesses: bool = False
+) -> dict[str, Any]:
+    """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped."""
     example = importlib.import_module(f"examples.gallery.{name}")
     expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed}"))
     questions = [{**task, "id": f"t{place}"} for place, task in enumerate(example.tasks(tasks, 7))]
     with tempfile.TemporaryDirectory() as folder, serving(answers=example.expert) as url:
         os.environ["OPENAI_BASE_URL"] = url
-        found = cotune.blame(
-            example.solve, questions, references=("openai:expert",), out=folder, responder=expert, runs=runs
-        )
-        spoke = last_that_spoke(Path(folder))
+        references = () if guesses else ("openai:expert",)
+        found = cotune.blame(example.solve, questions, references=references, out=folder, responder=expert, runs=runs)
+        spoke, judged = last_that_spoke(Path(folder)), judge_that_reads(Path(folder))
     line = {
         "application": name, "guilty": guilty, "rate": rate, "fixed": fixed, "verdict": found.verdict,
         "named": list(found.at_fault), "first": found.roles[0].role if found.roles else "",
         "cost": next((round(one.score.mean, 3) for one in found.roles if one.role == guilty), None),
         "others": max((round(one.score.mean, 3) for one in found.roles if one.role != guilty), default=None),
-        "last_that_spoke": spoke, "runs": found.runs, "calls": found.calls, "left_out": dict(found.left_out),
+        "last_that_spoke": spoke, "judge": judged, "runs": found.runs, "calls": found.calls,
+        "left_out": dict(found.left_out),
     }  # fmt: skip
     console.print(line)
     return line
@@ -95,11 +103,35 @@ def last_that_spoke(folder: Path) -> str:
     """The role that most often made the last call of a failed run of the unchanged application."""
     last: Counter[str] = Counter()
     with open_store(folder, read_only=True) as store:
-        for episode in store.episodes():
-            if episode.phase == "blame own" and not episode.solved:
-                calls = store.calls(episode.id, lean=True)
-                last.update([call.role for call in calls[-1:]])
+        for episode in failed_runs(store):
+            calls = store.calls(episode.id, lean=True)
+            last.update([call.role for call in calls[-1:]])
     return next((role for role, _ in last.most_common(1)), "")
+
+
+def judge_that_reads(folder: Path) -> str:
+    """The role that a judge of traces suspects most often: in each failed run, the one whose call has the largest share
+    of words and numbers that stand nowhere in its prompt."""
+    suspects: Counter[str] = Counter()
+    with open_store(folder, read_only=True) as store:
+        for episode in failed_runs(store):
+            shares: dict[str, float] = {}
+            for call in store.calls(episode.id):
+                if call.chosen is None:
+                    continue
+                prompt = set(re.findall(r"\w+", json.dumps([store.message(id) for id in call.messages])))
+                said = re.findall(r"\w+", answer_line(call.candidates[call.chosen]))
+                unsupported = sum(word not in prompt for word in said) / max(len(said), 1)
+                shares[call.role] = max(shares.get(call.role, 0.0), unsupported)
+            if shares:
+                suspects[max(shares, key=lambda role: shares[role])] += 1
+    return next((role for role, _ in suspects.most_common(1)), "")
+
+
+def failed_runs(store: Store) -> list[Episode]:
+    """The runs of the unchanged application whose outcome is 0."""
+    own = [one for one in store.episodes() if one.phase == OWN.phase]
+    return [one for one in own if not recorded_outcome(store, one)]
 
 
 def main() -> None:
@@ -108,6 +140,9 @@ def main() -> None:
     parser.add_argument("--rates", default="0.6,1.0", help="error rates of the faulty role (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=10)
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument(
+        "--guesses", action="store_true", help="run the application as it is, for the two guesses alone"
+    )
     a = parser.parse_args()
     os.environ.setdefault("OPENAI_API_KEY", "none")
     lines = []
@@ -115,7 +150,7 @@ def main() -> None:
         rates = [float(rate) for rate in a.rates.split(",")]
         for guilty, rate, fixed in itertools.product(APPLICATIONS[name], rates, (False, True)):
             if rate < 1 or not fixed:  # An error rate of 1 is the same for every task.
-                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs))
+                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, guesses=a.guesses))
     print(json.dumps(lines))
 
 

@@ -91,20 +91,20 @@ async def choose_role(
         return RoleChoice("not asked (blame = off); roles are changed in turn", parts)
 
     if folder.blame.exists():
-        found = read_typed(folder.blame, Blame, "Begin a new search, with another --out.")
+        result = read_typed(folder.blame, Blame, "Begin a new search, with another --out.")
     else:
         say("running alternatives, to find the role to change ...")
-        analysed = await _analyse(evaluations, base, tasks, say)
-        if analysed is None:
+        new_result = await _analyse(evaluations, base, tasks, say)
+        if new_result is None:
             return RoleChoice("not known, as no run of the analysis has an outcome; roles are changed in turn", parts)
-        found = analysed
-        write_atomically(folder.blame, json.dumps(found.to_json(), indent=2, ensure_ascii=False).encode())
-    _count(found, evaluations.store, evaluations.spending)
-    for note in found.notes:
+        result = new_result
+        write_atomically(folder.blame, json.dumps(result.to_json(), indent=2, ensure_ascii=False).encode())
+    _count(result, evaluations.store, evaluations.spending)
+    for note in result.notes:
         say(note)
-    if found.ended:
-        say(f"the analysis ended at its share of the limits, after {plural(found.calls, 'call')}")
-    return _choice(found, parts)
+    if result.ended:
+        say(f"the analysis ended at its share of the limits, after {plural(result.calls, 'call')}")
+    return _choice(result, parts)
 
 
 async def _analyse(
@@ -134,9 +134,9 @@ async def _analyse(
             return None
 
 
-def _count(found: Blame, store: Store, spending: Spending) -> None:
+def _count(result: Blame, store: Store, spending: Spending) -> None:
     """Add what the analysis has spent."""
-    spent = Spent(calls=found.calls, cost=found.cost or 0.0)
+    spent = Spent(calls=result.calls, cost=result.cost or 0.0)
     for episode in store.episodes():
         if arm_of(episode.phase) is None and episode.phase not in (FORK, FRESH_FORK):
             continue
@@ -147,37 +147,37 @@ def _count(found: Blame, store: Store, spending: Spending) -> None:
     spending.by_role[SPENT_AS] = spent
 
 
-def _choice(found: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
-    if not found.references:
-        return RoleChoice(_without_reference(found), parts, [one for one in found.episodes if one.call is not None])
-    if not found.at_fault:
-        return RoleChoice(f"{found.sentence} Roles are changed in turn.", parts)
-    at_fault = [part for part in parts if set(part.roles) & set(found.at_fault)]
+def _choice(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
+    if not result.references:
+        return RoleChoice(_without_reference(result), parts, [one for one in result.episodes if one.call is not None])
+    if not result.at_fault:
+        return RoleChoice(f"{result.sentence} Roles are changed in turn.", parts)
+    at_fault = [part for part in parts if set(part.roles) & set(result.at_fault)]
     if not at_fault:
-        names = " and ".join(found.at_fault)
-        return RoleChoice(f"{found.sentence} No prompt of {names} can be changed: the others are, in turn.", parts)
+        names = " and ".join(result.at_fault)
+        return RoleChoice(f"{result.sentence} No prompt of {names} can be changed: the others are, in turn.", parts)
     names = ", ".join(part.name for part in at_fault)
-    return RoleChoice(f"{found.sentence} Changed: only {names}.", at_fault)
+    return RoleChoice(f"{result.sentence} Changed: only {names}.", at_fault)
 
 
-def _without_reference(found: Blame) -> str:
+def _without_reference(result: Blame) -> str:
     """What is known without a reference: how much is luck, and which calls decided."""
     sentences = ["not known without a reference (--set blame=openai:NAME); roles are changed in turn."]
-    if found.luck is not None:
-        sentences.append(f"{found.luck.mean:.0%} of the failures succeed at another try.")
-    decisive = Counter(one.role for one in found.episodes if one.call is not None)
+    if result.luck is not None:
+        sentences.append(f"{result.luck.mean:.0%} of the failures succeed at another try.")
+    decisive = Counter(one.role for one in result.episodes if one.call is not None)
     if decisive:
         by_role = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
-        episodes = plural(len(found.episodes), "failed run")
+        episodes = plural(len(result.episodes), "failed run")
         sentences.append(f"One call decided {decisive.total()} of {episodes}: {by_role}.")
     return " ".join(sentences)
 
 
 class Turns:
-    """Whose turn it is: each part as often as any other.
+    """Chooses the parts to change next, each as often as any other.
 
-    Without scorers of roles every second turn is all parts': a better answer of one role that the next does not use yet
-    changes no outcome, and would be refused for ever.
+    Without scorers of roles, every second turn changes all parts. A better answer of one role changes no outcome as
+    long as the next role does not use it, and would always be refused.
     """
 
     def __init__(self, parts: Sequence[PromptPart], *, scored: bool) -> None:
@@ -187,7 +187,7 @@ class Turns:
         self.taken: Counter[str] = Counter()
 
     def next(self) -> list[str]:
-        """The parts that are changed next."""
+        """Return the names of the parts to change next."""
         self._turn += 1
         if self._together and self._turn % 2:
             return list(self._names)

@@ -144,7 +144,7 @@ def test_forks_that_cannot_reach_the_model_are_counted(out: str) -> None:
 @pytest.fixture
 def traced(tmp_path: Path) -> tuple[str, Any, Office]:
     """Records of an application that errs, with the application and its models."""
-    app, made = application(), Office({"writer": 0.6}, seed=3)
+    app, made = application(), Office({"writer": 0.35}, seed=4)
     with open_store(tmp_path / "traced") as store:
         for task in as_tasks(tasks(10)):
             run_sync(run_episode(workflow_of(app), task, sink=store, responder=made, options=EpisodeOptions()))
@@ -162,7 +162,7 @@ def test_recorded_failures_are_forked_in_place_of_tasks(traced: tuple[str, Any, 
     failed = failed_in(records)
     assert 1 < len(failed) < 10
     before = made.asked.total()
-    found = cotune.blame(app, episodes=records, out=out, responder=made, runs=20)
+    found = cotune.blame(app, episodes=records, out=out, responder=made, runs=30)
     assert found.tasks == len(failed) and found.outcome is None
     # The recorded calls were made by somebody else.
     assert found.calls == made.asked.total() - before
@@ -173,12 +173,12 @@ def test_recorded_failures_are_forked_in_place_of_tasks(traced: tuple[str, Any, 
     assert render_text(found).splitlines()[1].endswith("the rest fail again.")
     # The analysis needs the records no more than once, and its runs are not made again.
     asked = made.asked.total()
-    again = cotune.blame(app, episodes=records, out=out, responder=made, runs=20)
-    assert (again.calls, again.luck) == (found.calls, found.luck) and made.asked.total() - asked <= 6 * 3
+    again = cotune.blame(app, episodes=records, out=out, responder=made, runs=30)
+    assert again.luck == found.luck and made.asked.total() - asked < found.calls / 4
     # Another limit of tasks is no other analysis; runs of the application itself are one.
-    cotune.blame(app, episodes=records, out=out, responder=made, runs=20, limit=1)
+    cotune.blame(app, episodes=records, out=out, responder=made, runs=30, limit=1)
     with pytest.raises(ConfigError, match="holds an analysis with from_records = True, not False"):
-        cotune.blame(app, tasks(3), episodes="failed", out=out, responder=made, runs=20)
+        cotune.blame(app, tasks(3), episodes="failed", out=out, responder=made, runs=30)
 
 
 def test_records_without_a_failure_are_refused(tmp_path: Path, out: str) -> None:
