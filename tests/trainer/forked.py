@@ -3,6 +3,7 @@ of a second of a processor's time instead of six seconds."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import resource
@@ -78,4 +79,17 @@ def _begin(words: list[str], folder: str, environment: dict[str, str], log: str,
     sys.argv = ["cotune", *words]
     multiprocessing.current_process()._config.pop("daemon", None)  # it may have processes of its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "SAMPLER_IN_THREAD" in environment:
+        sample_in_thread()
     run()
+
+
+def sample_in_thread() -> None:
+    """Open samplers in a thread of this process, which has imported what they need. A process of their own would
+    import it again."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - before two threads ask for them
+
+    from cotune.integrations.models.transformers.sampler import TransformersSampler
+
+    opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+    setattr(TransformersSampler, "open", opened)  # noqa: B010 - a method is no variable of its class for mypy

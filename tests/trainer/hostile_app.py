@@ -17,11 +17,6 @@ from tests.trainer.tiny_app import ask, client
 
 client(os.environ["OPENAI_BASE_URL"])  # it takes time that no episode has
 
-if "SAMPLER_IN_THREAD" in os.environ:  # for commands that have imported all that it needs
-    from cotune.integrations.models.transformers.sampler import TransformersSampler
-
-    TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")  # type: ignore
-
 
 @cotune.workflow
 async def asynchronous(task: dict[str, Any]) -> float:

@@ -16,7 +16,12 @@ from tests.trainer.forked import Command
 from tests.trainer.tiny_app import TASKS
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+    "SAMPLER_IN_THREAD": "1",
+}
 GONE = 180.0
 """Seconds after which no process of a killed run may be left. Ray's own agents try for a minute to tell a driver that
 is gone that their raylet is gone."""

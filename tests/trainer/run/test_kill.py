@@ -28,16 +28,12 @@ pytestmark = pytest.mark.slow
 
 K = 4
 APP = """
-import functools
 import time
-from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
-from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.trainer.run import checkpoint
 from tests.trainer.tiny_app import application, letters
 
 hashed = checkpoint.write_hashes
 checkpoint.write_hashes = lambda folder: (time.sleep(0.05), hashed(folder))[1]  # so long that its writing is seen
-TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
 solve = application(first=letters, second=letters)
 """
 

@@ -105,11 +105,7 @@ def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, 
 
 
 APP = """
-import functools
-from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
-from cotune.integrations.models.transformers.sampler import TransformersSampler
 from tests.trainer.tiny_app import application, letters
-TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
 solve = application(first=letters, second=letters)
 """
 
