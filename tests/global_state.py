@@ -74,17 +74,27 @@ def changed_names(tree: ast.Module) -> set[str]:
     """Names of variables, as the module knows them, that its functions change: whole, by an item, an attribute or a
     method."""
     names: set[str] = set()
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in (inner for function in functions for inner in ast.walk(function)):
+    for node in nodes_in_functions(tree):
         if isinstance(node, ast.Global):
             names.update(node.names)
         elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             names.add(ast.unparse(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             names.add(ast.unparse(node.func.value))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
             names.add(ast.unparse(node.args[0]))
     return names
+
+
+def nodes_in_functions(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every function, and what is inside of functions, once."""
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while waiting:
+        node, inside = waiting.pop()
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if inside:
+            yield node
+        waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
 
 
 def context_variables() -> list[Variable]:
@@ -107,9 +117,10 @@ def module_variables() -> list[Variable]:
     found = {variable for variable, value in assigned.items() if constructor(value) in LOCKS}
     for module, tree in trees.items():
         changed = changed_names(tree)
-        local = locally_bound(tree)
+        nodes = list(ast.walk(tree))
+        local = locally_bound(tree, nodes)
         found.update(Variable(module, name) for name in changed - local if Variable(module, name) in assigned)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     variable = Variable(node.module, alias.name)
@@ -125,12 +136,15 @@ def module_variables() -> list[Variable]:
     return sorted(kept)
 
 
-def locally_bound(tree: ast.Module) -> set[str]:
-    """Names that every function which changes them binds itself: parameters and local variables."""
+def locally_bound(tree: ast.Module, nodes: list[ast.AST]) -> set[str]:
+    """Names that every function which changes them binds itself: parameters and local variables. `nodes` are all nodes
+    of the tree."""
     names: set[str] = set()
     top = {name for name, _ in assignments(tree)}
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-        arguments = function.args
+    for node in nodes:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        arguments = node.args
         bound = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         names |= bound & top
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cotune.cli.main import parser
+from cotune.cli import main as cli
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
 from docs.pictures import LARGEST, PICTURES
@@ -20,6 +21,8 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROO
 FOLDERS = "core|integrations|adapters|trainer|examples|benchmarks|tests|docs"
 FOREIGN = ("llama-server", "ollama")
 """Programs that an export is served by."""
+parser = functools.cache(cli.parser)
+"""The parser of all commands takes a tenth of a second to make."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 SAVED = {name for page in PAGES for name in re.findall(r"^```\w+\n# (\w+\.\w+)$", page.read_text(), re.MULTILINE)}
 """Files that pages tell their reader to save."""
