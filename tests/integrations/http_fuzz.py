@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -263,18 +264,26 @@ BROKEN_HTTP = [
 
 
 def raw_answer(port: int, sent: bytes) -> bytes:
-    """What a server sends back for raw bytes, until it closes the connection."""
+    """What a server sends back for raw bytes, until its answer is whole or it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         got = b""
         try:
             connection.sendall(sent)
             while part := connection.recv(65536):
                 got += part
-                if b"\r\n\r\n{" in got and got.endswith(b"}}"):
-                    break
+                if _is_whole(got):
+                    break  # it would keep the connection open for the next request
         except ConnectionError:
             pass
     return got
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, blank_line, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"^content-length: *(\d+)", head, re.IGNORECASE | re.MULTILINE)
+    if length is None:
+        return body.startswith(b"{") and body.endswith(b"}}")
+    return bool(blank_line) and len(body) >= int(length[1])
 
 
 def as_http(attack: Attack) -> bytes:

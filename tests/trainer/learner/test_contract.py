@@ -50,6 +50,13 @@ long_on_workers = pytest.mark.parametrize(
 )
 """For settings and checks that workers apply with the local learner's own code."""
 
+full_is_long_on_workers = pytest.mark.parametrize(
+    ("opened", "layout"),
+    [("local", "lora"), ("local", "full"), ("fsdp", "lora"), pytest.param("fsdp", "full", marks=pytest.mark.long)],
+    indirect=["opened"],
+)
+"""`test_fsdp.py` saves and restores full weights on workers."""
+
 
 def test_logprobs_are_those_of_the_model_at_the_rows_temperature(opened, base):
     rows = make_rows(temperature=0.7) + make_rows(seed=1, temperature=1.3)
@@ -365,7 +372,7 @@ def test_full_weights_are_named_like_the_models_parameters_and_are_copies(opened
     assert same(weights, held)
 
 
-@pytest.mark.parametrize("layout", ["lora", "full"])
+@full_is_long_on_workers
 def test_a_resumed_run_is_bit_exact(opened, base, tmp_path, layout):
     settings = change(FAST, mini_batch=4)
     steps = [make_rows(groups=2, seed=seed) for seed in range(3)]
@@ -383,7 +390,7 @@ def test_a_resumed_run_is_bit_exact(opened, base, tmp_path, layout):
     assert all(same(resumed.weights(name), weights) for name, weights in expected.items())
 
 
-@pytest.mark.parametrize("layout", ["lora", "full"])
+@full_is_long_on_workers
 def test_adopted_weights_are_trained_on(opened, base, layout):
     learner = opened(base, layout)
     learner.update("a", make_rows())
@@ -405,6 +412,7 @@ def test_saved_weights_are_readable_files(opened, base, tmp_path):
     assert same({n: t.numpy() for n, t in load_file(tmp_path / "1.safetensors").items()}, learner.weights("b"))
 
 
+@long_on_workers
 def test_what_does_not_fit_is_not_loaded(opened, base, tmp_path):
     opened(base).save(tmp_path)
     with pytest.raises(RunError, match="holds the policies"):
