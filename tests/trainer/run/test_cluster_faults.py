@@ -28,6 +28,8 @@ from tests.trainer.tiny_run import ENVIRONMENT, GONE, audit, hears, launch, log_
 pytestmark = pytest.mark.slow
 
 ENGINE = "--set=engine=transformers"
+HOPES_SHORTLY = {**ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+"""The environment of a Ray whose processes wait five seconds for a head node that is gone, not a minute."""
 
 
 def in_shared_memory() -> set[str]:
@@ -52,14 +54,13 @@ def after(steps: int, run: Path, driver: Command) -> None:
 @pytest.mark.timeout(600)
 def test_a_killed_run_leaves_nothing_and_goes_on_without_ray(tiny_base: Path, tmp_path: Path) -> None:
     before, run = in_shared_memory(), tmp_path / "run"
-    victim = launch(new_run(tiny_base, run, 3, ENGINE, *on_cluster({"address": "local"})), run)
+    victim = launch(new_run(tiny_base, run, 3, ENGINE, *on_cluster({"address": "local"})), run, HOPES_SHORTLY)
     after(1, run, victim)
     family = chaos.family(victim.pid)
     os.kill(victim.pid, signal.SIGKILL)
     assert victim.wait(240) == -signal.SIGKILL
     assert hears(run, f"Continue with: cotune train --resume {run}")
     assert len(family) > 5
-    # Meanwhile Ray's own agents end, which takes them a minute.
     resumed = launch(["--resume", str(run), *on_cluster({"address": "none"})], run)
     assert resumed.wait(200) == 0, log_of(run).read_text()
     assert audit(run, 3) == (0, 0, 0)
@@ -131,7 +132,7 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_it_goes_on_wit
     tiny_base: Path, tmp_path: Path
 ) -> None:
     run, port = tmp_path / "run", free_port()
-    environment = {**ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # Ray itself would hope for a minute
+    environment = dict(HOPES_SHORTLY)
     environment.pop("RAY_AUTH_MODE", None)
     with ray_head(port) as head:
         cluster = [ENGINE, *on_cluster({"address": f"127.0.0.1:{port}"})]
