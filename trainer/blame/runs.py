@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
 from cotune.reading.blame import FORK, FRESH_FORK
-from cotune.recording.recorder import Responder
+from cotune.recording.recorder import LiveCall, Responder
+from cotune.records.answers import Answer
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord, Episode, Task
@@ -38,7 +40,9 @@ LEAST_REPEATS = 40
 at least one of 40 would in 95% of cases."""
 LEAST_OUTAGE = 5
 """Runs of a round that must all fail by their models before the analysis ends. Fewer may fail because of their task."""
-UNFINISHED = ("infrastructure", "cancelled")
+AT_LIMIT = "refused by cotune blame, as it would pass max_calls"
+"""A part of the error of calls that were not made."""
+UNFINISHED = ("infrastructure", "cancelled", "limit")
 """Runs that are left out for these reasons say nothing, and are made again by the next command."""
 FIRST_FORK = 1_000
 """Number of the first fork, above the numbers of whole runs. Models on this machine draw by the number of a run, so a
@@ -96,6 +100,22 @@ class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the fork's own call in the place of `call`."""
 
 
+class LimitedResponder:
+    """Answers the calls of one run, as long as they fit into `max_calls` with the calls of all runs under way."""
+
+    def __init__(self, runs: Runs, inner: Responder) -> None:
+        self._runs = runs
+        self._inner = inner
+        self.calls = 0
+        """Calls of this run so far. They are counted here until the run ends."""
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """The answer of the inner responder. Raises RunError for a call beyond the limit."""
+        self._runs.admit_call(call)
+        self.calls += 1
+        return await self._inner.respond(call)
+
+
 @dataclass
 class Runs:
     """The runs of an analysis: those that the store has, and those that are made."""
@@ -136,6 +156,9 @@ class Runs:
         self._next_fork = FIRST_FORK
         self._running = 0
         """Runs under way, whose calls are not counted yet."""
+        self._calls_under_way = 0
+        """The calls that these runs have made so far."""
+        self._lock = threading.Lock()  # applications may make calls in threads
         self._gate = asyncio.Semaphore(self.options.concurrency)
 
     async def load(self) -> None:
@@ -173,7 +196,7 @@ class Runs:
             known, _ = errors.split(CotuneError)
             raise (known or errors).exceptions[0] from errors
         finished += [run.result() for run in batch]
-        ended = [run for run in finished if run is not None]
+        ended = [run for run in finished if run is not None and run.left_out != "limit"]
         if len(ended) < len(finished):
             raise self._budget_reached(len(finished) - len(ended))
         self._require_answers(ended)
@@ -215,7 +238,8 @@ class Runs:
             if self._running + 1 > self.affordable_runs():
                 return None
             self._tried.add((arm, task.id, number))
-            episode = await self._play(flow, task, self.references.responder(arm), options)
+            limited = LimitedResponder(self, self.references.responder(arm))
+            episode = await self._play(flow, task, limited, limited, options)
             run = self._keep(arm, episode)
         if run.left_out == "infrastructure" and arm not in self._errors:
             # The error of the call says more than what the application made of it.
@@ -226,8 +250,10 @@ class Runs:
         self.on_run()
         return run
 
-    async def _play(self, flow: Workflow, task: Task, responder: Responder, options: EpisodeOptions) -> Episode:
-        """Run one episode to its end, with its outcome."""
+    async def _play(
+        self, flow: Workflow, task: Task, limited: LimitedResponder, responder: Responder, options: EpisodeOptions
+    ) -> Episode:
+        """Run one episode to its end, with its outcome. `responder` answers its calls, the new ones by `limited`."""
         self._running += 1
         try:
             outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
@@ -235,7 +261,17 @@ class Runs:
             await self._judge(outcome.episode)
         finally:
             self._running -= 1
+            with self._lock:
+                self._calls_under_way -= limited.calls
         return outcome.episode
+
+    def admit_call(self, call: LiveCall) -> None:
+        """Count a call that is about to be made. Raises RunError if it would pass `max_calls`."""
+        with self._lock:
+            most = self.options.max_calls
+            if most is not None and self.calls + self._calls_under_way >= most:
+                raise RunError(f"A call of {call.role!r} was {AT_LIMIT} = {most}.")
+            self._calls_under_way += 1
 
     async def fork(self, script: Script, call: str, task: Task, phase: str) -> FinishedFork | None:
         """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode.
@@ -243,7 +279,8 @@ class Runs:
         Raises BudgetReachedError if it could pass a limit.
         """
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
-        flow, responder = repeating(flow, Replay(script=script, fork=call), self.references.responder(OWN))
+        limited = LimitedResponder(self, self.references.responder(OWN))
+        flow, responder = repeating(flow, Replay(script=script, fork=call), limited)
         number, self._next_fork = self._next_fork, self._next_fork + 1
         options = EpisodeOptions(
             phase=phase,
@@ -255,17 +292,20 @@ class Runs:
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 raise self._budget_reached(1)
-            episode = await self._play(flow, task, responder, options)
+            episode = await self._play(flow, task, limited, responder, options)
+            fork = self._keep_fork(episode)
+        if _is_cut(self.store.calls(episode.id, lean=True)):
+            raise self._budget_reached(1)
         self.on_run()
-        return self._keep_fork(episode)
+        return fork
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
-        new_calls = [call for call in calls if call.replayed is None]
+        new_calls = [call for call in calls if call.replayed is None and not _is_cut([call])]
         self.calls += len(new_calls)
         self.cost += self._cost(OWN, new_calls)[0]
-        if episode.status == "cancelled":
+        if episode.status == "cancelled" or _is_cut(calls):
             return None
         if episode.blame == "divergence" or episode.fork is None:
             self.diverged += 1
@@ -313,7 +353,10 @@ class Runs:
         failed = episode.status == "error" and episode.is_outcome
         outcome = self.outcome_of(episode)
         left_out = ""
-        if episode.status == "cancelled":
+        if _is_cut(calls):
+            left_out = "limit"
+            calls = [call for call in calls if not _is_cut([call])]
+        elif episode.status == "cancelled":
             left_out = "cancelled"
         elif not episode.is_outcome:
             left_out = "infrastructure"
@@ -465,6 +508,11 @@ class Runs:
                 answers[run.arm, run.task].append(run.answers)
         repeats = sum(len(digests) - 1 for digests in answers.values())
         return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in answers.values())
+
+
+def _is_cut(calls: Iterable[CallRecord]) -> bool:
+    """Whether a call was refused because of the limit. The application may have gone on without its answer."""
+    return any(AT_LIMIT in (call.error or "") for call in calls)
 
 
 def recorded_outcome(store: Store, episode: Episode) -> float | None:

@@ -29,7 +29,7 @@ from cotune.trainer.blame.analysis import draw_tasks, planned
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Answering, OpenReferences
 from tests.integrations.provider import serving
-from tests.trainer.blame.office import Office, application, tasks
+from tests.trainer.blame.office import Office, application, ask, tasks
 
 Makes = Callable[[Mapping[str, float]], Office]
 
@@ -500,3 +500,27 @@ def test_the_result_is_json(office: Makes, out: str) -> None:
     values = json.loads(json.dumps(found.to_json()))
     assert values["at_fault"] == ["writer"] and values["sentence"] == found.sentence
     assert values["path"] == out
+
+
+def test_runs_under_way_do_not_pass_the_limit(office: Makes, out: str) -> None:
+    """The first run takes three calls, and all others ten: their number was not to be known."""
+    made = office({"writer": 0.5})
+    plain = application().cotune.fn
+
+    @cotune.workflow
+    async def growing(task: Any) -> float:
+        outcome = float(await plain(task))
+        for _ in range(7 if made.asked.total() > 3 else 0):
+            # An application may go on without an answer. Its outcome says nothing then.
+            try:
+                await ask("writer", task["word"])
+            except openai.APIError:
+                break
+        return outcome
+
+    found = cotune.blame(growing, tasks(8), out=out, responder=made, max_calls=40)
+    assert found.calls == made.asked.total() <= 40
+    assert "max_calls = 40" in found.ended and found.left_out["limit"] > 0
+    more = cotune.blame(growing, tasks(8), out=out, responder=made, max_calls=2_000)
+    assert more.tasks == 8 and not more.ended and more.left_out == {}
+    assert more.calls == made.asked.total()
