@@ -8,10 +8,10 @@ from cotune.records.policies import LoraSpec
 
 def adapter_shapes(folder: str, lora: LoraSpec) -> dict[str, tuple[int, int]]:
     """By tensor name, the shape of each A, [rank, in], and B, [out, rank]."""
-    found = {}
+    shapes = {}
     for name, module in ModelSkeleton(folder)._model.named_modules():
         if name.rpartition(".")[2] in lora.targets:
             stem = f"base_model.model.{name}.lora_"
-            found[f"{stem}A.weight"] = (lora.rank, int(module.in_features))
-            found[f"{stem}B.weight"] = (int(module.out_features), lora.rank)
-    return found
+            shapes[f"{stem}A.weight"] = (lora.rank, int(module.in_features))
+            shapes[f"{stem}B.weight"] = (int(module.out_features), lora.rank)
+    return shapes

@@ -1,7 +1,7 @@
 """Mode async against mode sync. Prints a table; the last line is JSON: sync_step_s, async_step_s, ratio, staleness.
 
 Both train the Plan-Path team of examples/plan_path from one base, with the same seeds, in turns: a run of each mode
-per round. A step's time is that of all its phases, waiting included; the first step of a run is left out. `ratio` is
+per round. A step's time covers all its phases, waiting included; the first step of a run is left out. `ratio` is
 sync over async, `staleness` the rows of async by how many versions their sampler was behind.
 """
 
@@ -61,9 +61,9 @@ def main() -> None:
                     for line in lines:
                         staleness.update(line["staleness"])
     print(f"{'mode':<6} {'s/step':>8} {'reward of the last step':>25}")
-    for mode, found in seconds.items():
-        print(f"{mode:<6} {statistics.median(found):>8.2f} {statistics.fmean(last[mode]):>25.3f}")
-    medians = {mode: statistics.median(found) for mode, found in seconds.items()}
+    for mode, times in seconds.items():
+        print(f"{mode:<6} {statistics.median(times):>8.2f} {statistics.fmean(last[mode]):>25.3f}")
+    medians = {mode: statistics.median(times) for mode, times in seconds.items()}
     figures = {
         "sync_step_s": round(medians["sync"], 3),
         "async_step_s": round(medians["async"], 3),

@@ -1,9 +1,9 @@
-"""What bfloat16 on the CPU gives and costs: products at the shapes of SmolLM2-135M, and log-probabilities.
+"""The gains and costs of bfloat16 on the CPU: products at the shapes of SmolLM2-135M, and log-probabilities.
 
     python -m benchmarks.bfloat16 [--gap]
 
 Products in CPU microseconds, the fastest of some rounds: in fp32, in bfloat16, and with a weight that is packed once.
-`--gap`: |log pi_sampler - log pi_learner| of what SmolLM2 with a random adapter says, in both precisions of each.
+`--gap`: |log pi_sampler - log pi_learner| of samples of SmolLM2 with a random adapter, in both precisions of each.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ POLICY, LORA = PolicyRef("a", 1), LoraSpec(rank=16)
 
 def microseconds(do: Callable[[], object], count: int) -> float:
     """CPU of one of `count` in a row, in the fastest of five rounds."""
-    found = []
+    times = []
     for _ in range(6):
         began = time.process_time()
         for _ in range(count):
             do()
-        found.append((time.process_time() - began) / count)
-    return 1e6 * min(found[1:])
+        times.append((time.process_time() - began) / count)
+    return 1e6 * min(times[1:])
 
 
 def products() -> None:
@@ -71,12 +71,17 @@ async def answers(folder: str, dtype: str, prompts: Sequence[Sequence[int]], wei
     params = SamplingParams(max_tokens=16, seed=0)
     drawn = await asyncio.gather(*(sampler.sample(ids, 8, params, POLICY) for ids in prompts))
     await sampler.aclose()
-    pairs = [(ids, one) for ids, found in zip(prompts, drawn, strict=True) for one in found]
+    pairs = [(ids, candidate) for ids, candidates in zip(prompts, drawn, strict=True) for candidate in candidates]
     return [
         TrainRow(
-            id=str(i), role="a", prompt_ids=tuple(ids), response_ids=one.token_ids, logprobs=one.logprobs, advantage=0.0
+            id=str(i),
+            role="a",
+            prompt_ids=tuple(ids),
+            response_ids=candidate.token_ids,
+            logprobs=candidate.logprobs,
+            advantage=0.0,
         )
-        for i, (ids, one) in enumerate(pairs)
+        for i, (ids, candidate) in enumerate(pairs)
     ]
 
 
@@ -95,10 +100,10 @@ def gaps() -> None:
     }
     for sampled in learners:
         rows = asyncio.run(answers(folder, sampled, prompts, weights))
-        said = np.concatenate([row.logprobs for row in rows])
+        sampled_logprobs = np.concatenate([row.logprobs for row in rows])
         for dtype, learner in learners.items():
             learner.adopt("a", weights)
-            gap = np.abs(np.concatenate(learner.logprobs("a", rows)) - said)
+            gap = np.abs(np.concatenate(learner.logprobs("a", rows)) - sampled_logprobs)
             print(f"sampler {sampled}, learner {dtype}: mean {gap.mean():.4f}, 99% under {np.quantile(gap, 0.99):.4f}")
 
 

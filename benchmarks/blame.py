@@ -57,7 +57,9 @@ def planted(repetitions: int) -> list[Line]:
                     counts["hidden"] += 1
                     continue
                 analysed = analyse(app, rng, tasks=tasks, runs=RUNS)
-                effects = [one for one in role_effects(analysed.outcomes, roles, 1.0) if one.role in analysed.live]
+                effects = [
+                    effect for effect in role_effects(analysed.outcomes, roles, 1.0) if effect.role in analysed.live
+                ]
                 verdict = analysed.verdict
                 counts["analysed"] += 1
                 counts["first"] += effects[0].role == guilty
@@ -130,10 +132,10 @@ def two(repetitions: int) -> list[Line]:
 
 def _costs_alone(app: Application, pair: Sequence[str], role: str) -> bool:
     """Whether a role costs 10 points although the other one of the pair is mended."""
-    (other,) = (one for one in pair if one != role)
+    (other,) = (role_name for role_name in pair if role_name != role)
     total = 0.0
-    for task, (own, reference) in enumerate(zip(app.own, app.reference, strict=True)):
-        mended = {**own, other: reference[other]}
+    for task, (rates, reference) in enumerate(zip(app.own, app.reference, strict=True)):
+        mended = {**rates, other: reference[other]}
         total += app.success({**mended, role: reference[role]}) - app.chance(task, Arm("only", other))
     return total / len(app.own) >= LEAST_EFFECT
 

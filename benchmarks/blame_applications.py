@@ -4,10 +4,10 @@
     python -m benchmarks.blame_applications --applications crewai_flow --rates 0.6
     python -m benchmarks.blame_applications --rates 0.6 --guesses            # only the two guesses, without a reference
 
-The applications are those of `examples.gallery`: LangGraph, AutoGen, the OpenAI Agents SDK and CrewAI, with loops,
+The applications are from `examples.gallery`: LangGraph, AutoGen, the OpenAI Agents SDK and CrewAI, with loops,
 hand-offs and tools. An expert answers for each of their roles, and errs in 5% of the calls. One role errs more often:
 drawn in each call, or (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind
-an address of its own. Every analysis is the command's own. Beside it stand two guesses from the failed runs alone: the
+an address of its own. Every analysis is the command's own. It is compared to two guesses by the failed runs alone: the
 last role that spoke, and a scripted judge that reads the trace. The last line is JSON.
 """
 
@@ -64,8 +64,8 @@ class Expert:
         """The expert's answer, or one that is usually wrong."""
         message = self.example.wrong(self.chance, call.messages) if self._errs(call) else None
         message = message or self.example.expert(call.messages)
-        said = Candidate(index=0, text=str(message.get("content") or ""), message=dict(message))
-        return Answer(candidates=(said,), usage=Usage(prompt_tokens=20, completion_tokens=5))
+        candidate = Candidate(index=0, text=str(message.get("content") or ""), message=dict(message))
+        return Answer(candidates=(candidate,), usage=Usage(prompt_tokens=20, completion_tokens=5))
 
     def _errs(self, call: LiveCall) -> bool:
         if call.role != self.guilty:
@@ -85,15 +85,15 @@ def analyse(
     with tempfile.TemporaryDirectory() as folder, serving(answers=example.expert) as url:
         os.environ["OPENAI_BASE_URL"] = url
         references = () if guesses else ("openai:expert",)
-        found = cotune.blame(example.solve, questions, references=references, out=folder, responder=expert, runs=runs)
+        report = cotune.blame(example.solve, questions, references=references, out=folder, responder=expert, runs=runs)
         spoke, judged = last_that_spoke(Path(folder)), judge_that_reads(Path(folder))
     line = {
-        "application": name, "guilty": guilty, "rate": rate, "fixed": fixed, "verdict": found.verdict,
-        "named": list(found.at_fault), "first": found.roles[0].role if found.roles else "",
-        "cost": next((round(one.score.mean, 3) for one in found.roles if one.role == guilty), None),
-        "others": max((round(one.score.mean, 3) for one in found.roles if one.role != guilty), default=None),
-        "last_that_spoke": spoke, "judge": judged, "runs": found.runs, "calls": found.calls,
-        "left_out": dict(found.left_out),
+        "application": name, "guilty": guilty, "rate": rate, "fixed": fixed, "verdict": report.verdict,
+        "named": list(report.at_fault), "first": report.roles[0].role if report.roles else "",
+        "cost": next((round(part.score.mean, 3) for part in report.roles if part.role == guilty), None),
+        "others": max((round(part.score.mean, 3) for part in report.roles if part.role != guilty), default=None),
+        "last_that_spoke": spoke, "judge": judged, "runs": report.runs, "calls": report.calls,
+        "left_out": dict(report.left_out),
     }  # fmt: skip
     console.print(line)
     return line

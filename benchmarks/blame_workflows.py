@@ -27,8 +27,8 @@ def chain(rates: Rates) -> float:
 def mended(rates: Rates) -> float:
     """A worker, whose error a checker finds half of the time; then the worker tries once more. A writer ends it."""
     error = rates["worker"]
-    found = 0.5 * (1 - rates["checker"])
-    right = 1 - error + error * found * (1 - error)
+    noticed = 0.5 * (1 - rates["checker"])
+    right = 1 - error + error * noticed * (1 - error)
     return right * (1 - rates["writer"])
 
 
@@ -48,19 +48,19 @@ def loop(rates: Rates) -> float:
 
 
 def vote(rates: Rates) -> float:
-    """Three solvers, of which a judge takes the majority."""
+    """Three solvers, and a judge that takes the majority of their answers."""
     a, b, c = (1 - rates[role] for role in ("a", "b", "c"))
     majority = a * b * c + a * b * (1 - c) + a * (1 - b) * c + (1 - a) * b * c
     return majority * (1 - rates["judge"])
 
 
 def backup(rates: Rates) -> float:
-    """A parser, then two roles of which one has to be right."""
+    """A parser, then two roles; one of the two has to be right."""
     return (1 - rates["parser"]) * (1 - rates["first"] * rates["second"])
 
 
 def idle(rates: Rates) -> float:
-    """A greeter and a critic that change nothing, beside a planner and an editor."""
+    """A greeter and a critic that change nothing, together with a planner and an editor."""
     return (1 - rates["planner"]) * (1 - rates["editor"])
 
 

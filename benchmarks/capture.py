@@ -1,6 +1,6 @@
 """Cost of recording. Prints a table; the last line is JSON: added_ms_per_call, calls_per_s, rss_growth_mb.
 
-added_ms_per_call: what capture_cpu.py finds.
+added_ms_per_call: the result of capture_cpu.py.
 calls_per_s: calls recorded into a file, flush included, with prompts of 500 tokens that share nothing and are made
 beforehand; median of the rounds. rss_growth_mb: the most that the process grew while it recorded 200,000 such calls.
 """
@@ -67,9 +67,9 @@ def record(store: SqliteStore, calls: int, prompts: Iterator[tuple[Tokens, Token
                 CallerContext("navigator", "bench"), {"model": "m", "messages": [system, user], "temperature": 1.0}
             )
             prompt, reply = next(prompts)
-            said = {"role": "assistant", "content": f"north {number} {step}"}
+            message = {"role": "assistant", "content": f"north {number} {step}"}
             candidates = tuple(
-                Candidate(index=i, text="north", message=said, token_ids=reply, logprobs=logprobs[: len(reply)])
+                Candidate(index=i, text="north", message=message, token_ids=reply, logprobs=logprobs[: len(reply)])
                 for i in range(k)
             )
             rewards = tuple({"local": 1.0} for _ in range(k))
@@ -79,20 +79,20 @@ def record(store: SqliteStore, calls: int, prompts: Iterator[tuple[Tokens, Token
 
 def throughput(folder: Path, calls: int, rounds: int, prompts: Callable[..., Any], k: int = 1) -> list[float]:
     """Calls per second of each round, every round into a file of its own."""
-    pool, found = token_pool(), []
+    pool, rates = token_pool(), []
     for number in range(rounds):
         with tempfile.TemporaryDirectory(dir=folder) as name:
             store = SqliteStore.open(name)
-            made = iter(list(itertools.islice(prompts(pool, random.Random(number)), calls)))
+            prompt_pairs = iter(list(itertools.islice(prompts(pool, random.Random(number)), calls)))
             started = time.perf_counter()
-            record(store, calls, made, k)
+            record(store, calls, prompt_pairs, k)
             store.flush()
-            found.append(calls / (time.perf_counter() - started))
+            rates.append(calls / (time.perf_counter() - started))
             lost = store.health.lost
             store.close()
             if lost:
                 raise SystemExit(f"{lost} records were lost")
-    return found
+    return rates
 
 
 def resident_mb() -> float:
@@ -106,19 +106,19 @@ def memory(folder: Path, calls: int) -> dict[str, float]:
         prompts = fresh(token_pool(), random.Random(0))
         record(store, 100, prompts)
         before = resident_mb()
-        seen = []
+        sizes = []
         started = time.perf_counter()
         for _ in range(calls // 2000):
             record(store, 2000, prompts)
-            seen.append(resident_mb())
+            sizes.append(resident_mb())
         store.flush()
-        seen.append(resident_mb())
+        sizes.append(resident_mb())
         rate = calls / (time.perf_counter() - started)
         store.close()
         size = (Path(name) / "records.db").stat().st_size / 2**20
         return {
-            "growth": max(seen) - before,
-            "end": seen[-1] - before,
+            "growth": max(sizes) - before,
+            "end": sizes[-1] - before,
             "file": size,
             "rate": rate,
             "lost": store.health.lost,
@@ -128,8 +128,8 @@ def memory(folder: Path, calls: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200_000, help="calls of the memory part; the others scale with it")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of which the median counts")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where the files are written (and removed)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds; the median counts")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="folder of the files, removed afterwards")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory:

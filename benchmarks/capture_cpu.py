@@ -88,7 +88,7 @@ def recorded(app: Any, folder: str) -> Run:
 
 
 def idle(app: Any, folder: str) -> Run:
-    """By itself, where cotune has hooked into the frameworks."""
+    """By itself, after cotune has hooked into the frameworks."""
     asyncio.run(recorded(app, folder)(1))
     return bare(app, folder)
 
@@ -115,11 +115,11 @@ def measure(rounds: int) -> list[list[float]]:
     for _ in range(FORKS):
         pipes, processes = [], []
         for way in (bare, idle, recorded):
-            here, there = FORK.Pipe()
-            processes.append(FORK.Process(target=sibling, args=(way, app, there), daemon=True))
+            parent_end, child_end = FORK.Pipe()
+            processes.append(FORK.Process(target=sibling, args=(way, app, child_end), daemon=True))
             processes[-1].start()
-            there.close()
-            pipes.append(here)
+            child_end.close()
+            pipes.append(parent_end)
 
         def ask(pipe: Any, episodes: int) -> float:
             pipe.send(episodes)

@@ -3,7 +3,7 @@ groups_lost, trained_twice, stale_trained, leaked.
 
 Each run trains a tiny model for some steps with two engines, two FSDP learners and two rollout workers. At a random
 moment something is done to a random part: the router, a learner, a rollout worker or the driver is killed, an engine is
-killed, stopped or slowed. A run that ends early is resumed, or started again where it had not begun. Afterwards records
+killed, stopped or slowed. A run that ends early is resumed, or started again if it had not begun. Afterwards records
 and metrics are checked against each other.
 """
 
@@ -31,7 +31,7 @@ CLUSTER = {"address": "local", "engines": 2, "learners": 2, "rollout_workers": 2
 
 
 class Verdict(NamedTuple):
-    """What became of one run, and what its records say."""
+    """The outcome of one run, and the contents of its records."""
 
     fault: str
     ended: str
@@ -89,11 +89,12 @@ def main() -> None:
         for number in range(options.runs):
             place = folder / f"run{number}"
             place.mkdir(parents=True)
-            found = one(place, base, options.steps, random.Random(options.seed * 1000 + number), faults)
-            verdicts.append(found)
-            lost, twice, stale = found.audit
-            print(f"{number:>3}  {found.fault:<46} {found.ended:<9} resumes {found.resumes}  {found.seconds:6.0f} s  "
-                  f"lost {lost}  twice {twice}  stale {stale}  leaked {found.leaked}", flush=True)  # fmt: skip
+            verdict = one(place, base, options.steps, random.Random(options.seed * 1000 + number), faults)
+            verdicts.append(verdict)
+            lost, twice, stale = verdict.audit
+            print(f"{number:>3}  {verdict.fault:<46} {verdict.ended:<9} resumes {verdict.resumes}  "
+                  f"{verdict.seconds:6.0f} s  lost {lost}  twice {twice}  "
+                  f"stale {stale}  leaked {verdict.leaked}", flush=True)  # fmt: skip
     figures = {
         "runs": len(verdicts),
         "finished": sum(v.ended == "finished" and not v.resumes for v in verdicts),

@@ -1,4 +1,4 @@
-"""What collecting from production costs: many processes of an application, one collector, one store.
+"""The cost of collecting from production: many processes of an application, one collector, one store.
 
     python -m benchmarks.collect --store postgresql --processes 100 --seconds 60 --plain 20
     python -m benchmarks.collect --store postgresql --processes 20 --rate 10 --beside
@@ -6,8 +6,8 @@
 
 The processes are forks of one that has made the application, as a server with workers has them. Each runs a graph of
 two roles over and over, `--rate` episodes a second in all; the model server is faked inside the process, so that the
-application's side is what is measured. The collector and the store run on the same machine. `--framework openai` makes
-the same calls without LangGraph. With `--plain` the processes first run without recording, which shows what the
+application's side is measured. The collector and the store run on the same machine. `--framework openai` makes
+the same calls without LangGraph. With `--plain` the processes first run without recording, which shows the time the
 application takes by itself. With `--beside` every second episode is not recorded: the difference is what recording
 adds.
 
@@ -22,8 +22,8 @@ Prints a table; the last line is JSON:
   the store and all other work on the machine keep busy
 - with `--plain`: plain_per_s (episodes without recording), plain_cpu_ms and recorded_cpu_ms, an application's processor
   time for a call with its sender
-- with `--beside`: added_ms_p50 and added_ms_p99, quantiles of the time of a call that is recorded, less those of one
-  that is not; app_cpu_ms, the same of an application's processor time for a call
+- with `--beside`: added_ms_p50 and added_ms_p99, quantiles of the time of a call that is recorded, less the
+  quantiles of one that is not; app_cpu_ms, the same of an application's processor time for a call
 
 With `--alone` the quantiles of a write to nowhere, into the spool while the collector is away, and into a records file,
 and the processor time of a call with its recording.
@@ -63,7 +63,7 @@ SOLVE = "You are the solver of a help desk. Answer the question by the plan, in 
 
 
 def applications(url: str, a: argparse.Namespace) -> None:
-    """Make the application, fork it into processes, and run them from one moment on; print what each has measured."""
+    """Make the application, fork it into processes, and run them from one moment on; print the measurements of each."""
     import multiprocessing
 
     import cotune
@@ -145,8 +145,8 @@ def provider() -> httpx.Client:
     """A client whose model server is faked in the process."""
 
     def answer(request: httpx.Request) -> httpx.Response:
-        said = f"In answer: {json.loads(request.content)['messages'][-1]['content']} " * 3
-        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        text = f"In answer: {json.loads(request.content)['messages'][-1]['content']} " * 3
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 90, "completion_tokens": 40, "total_tokens": 130}
         head = {"id": "c", "object": "chat.completion", "created": 1, "model": "m"}
         return httpx.Response(200, json={**head, "choices": [choice], "usage": usage})
@@ -166,9 +166,9 @@ def of_langgraph() -> Callable[[str], list[float]]:
 
     def ask(state: MessagesState, system: str) -> dict[str, Any]:
         begun = time.perf_counter()
-        said = model.invoke([("system", system), *state["messages"]])
+        reply = model.invoke([("system", system), *state["messages"]])
         took.append(time.perf_counter() - begun)
-        return {"messages": [said]}
+        return {"messages": [reply]}
 
     graph = StateGraph(MessagesState)
     graph.add_node("planner", lambda state: ask(state, PLAN))
@@ -207,7 +207,7 @@ def of_openai() -> Callable[[str], list[float]]:
 
 
 def alone(folder: Path) -> Mapping[str, float]:
-    """What a write costs in one process, to nowhere, into the spool, and into a records file, one after another."""
+    """The cost of a write in one process, to nowhere, into the spool, and into a records file, one after another."""
     from cotune.integrations.collect.sender import Sender
     from cotune.recording.call_records import CallerContext
     from cotune.recording.recorder import LiveEpisode, Nowhere, Sink
@@ -224,9 +224,9 @@ def alone(folder: Path) -> Mapping[str, float]:
             self.sink.write(records)
             self.times.append(1e3 * (time.perf_counter() - begun))
 
-    said = "In answer: where does the corridor lead? " * 8
+    text = "In answer: where does the corridor lead? " * 8
     os.environ["COTUNE_SPOOL"] = str(folder / "spool")
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     with open_store(folder / "records.db") as store:
         sinks: dict[str, Sink] = {"nowhere": Nowhere(), "spool": Sender("http://127.0.0.1:9", "bench"), "file": store}
         for name, sink in sinks.items():
@@ -234,15 +234,19 @@ def alone(folder: Path) -> Mapping[str, float]:
             for count in range(EPISODES):
                 episode = LiveEpisode(timed, Task(id="t", input=None), workflow="desk")
                 for role, system in (("planner", PLAN), ("solver", SOLVE)):
-                    asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {count}?"}]
-                    call = episode.start(CallerContext(role, "bench"), {"messages": asked})
-                    message = {"role": "assistant", "content": said}
-                    call.finish(Answer(candidates=(Candidate(index=0, text=said, message=message),), chosen=0))
+                    messages = [
+                        {"role": "system", "content": system},
+                        {"role": "user", "content": f"Question {count}?"},
+                    ]
+                    call = episode.start(CallerContext(role, "bench"), {"messages": messages})
+                    message = {"role": "assistant", "content": text}
+                    call.finish(Answer(candidates=(Candidate(index=0, text=text, message=message),), chosen=0))
                 episode.end("ok")
                 time.sleep(0.005)
-            found[f"{name}_ms_p50"], found[f"{name}_ms_p99"] = np.quantile(timed.times, [0.5, 0.99]).round(4).tolist()
-            found[f"{name}_cpu_ms"] = round(1e3 * (time.process_time() - spent) / EPISODES / CALLS, 3)
-    return found
+            middle, high = np.quantile(timed.times, [0.5, 0.99]).round(4).tolist()
+            figures |= {f"{name}_ms_p50": middle, f"{name}_ms_p99": high}
+            figures[f"{name}_cpu_ms"] = round(1e3 * (time.process_time() - spent) / EPISODES / CALLS, 3)
+    return figures
 
 
 @contextlib.contextmanager
@@ -263,8 +267,8 @@ def collector(store: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 def machine_time() -> float:
     """Seconds that the processors of this machine were busy."""
-    now = psutil.cpu_times()
-    return float(sum(now) - now.idle - now.iowait - now.guest - now.guest_nice)
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def processor_time(processes: list[psutil.Process]) -> float:
@@ -273,7 +277,7 @@ def processor_time(processes: list[psutil.Process]) -> float:
 
 
 def of_postgres(store: str) -> list[psutil.Process]:
-    """The processes of the PostgreSQL servers of this machine, where the store is one."""
+    """The processes of the PostgreSQL servers of this machine, if the store is one."""
     return [p for p in psutil.process_iter(["name"]) if p.info["name"] == "postgres"] if "://" in store else []
 
 
@@ -290,8 +294,8 @@ def size(store: str) -> int:
     import psycopg
 
     with psycopg.connect(store) as db:
-        (found,) = db.execute("SELECT pg_database_size(current_database())").fetchone() or (0,)
-    return int(found)
+        (byte_count,) = db.execute("SELECT pg_database_size(current_database())").fetchone() or (0,)
+    return int(byte_count)
 
 
 def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
@@ -302,33 +306,33 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
         time.sleep(3)
-        bytes_before, known = size(store), metrics(url)
+        bytes_before, counters_before = size(store), metrics(url)
         spent_server, spent_store = processor_time([server]), processor_time(of_postgres(store))
         load = os.getloadavg()[0]
         assert started.stdin is not None
         started.stdin.write("begin\n")
         started.stdin.flush()
-        found = json.loads(started.stdout.readline())
+        reports = json.loads(started.stdout.readline())
         drained = time.monotonic()
         started.communicate(timeout=DRAIN + 60)
         drained = time.monotonic() - drained
         spent_server = processor_time([server]) - spent_server
         spent_store = processor_time(of_postgres(store)) - spent_store
-        now, grown = metrics(url), size(store) - bytes_before
+        counters, grown = metrics(url), size(store) - bytes_before
         with open_store(store, read_only=True) as read:
             stored, stored_calls = read.figures().counts()
-    episodes = sum(one["done"]["true"] for one in found)
-    warm = WARM * len(found)
+    episodes = sum(report["done"]["true"] for report in reports)
+    warm = WARM * len(reports)
     calls = CALLS * episodes
-    times = {kind: np.concatenate([one["times"][kind] for one in found]) * 1e3 for kind in ("true", "false")}
-    writes = np.concatenate([one["writes"] for one in found]) * 1e3
-    took = max(one["took"] for one in found)
+    times = {kind: np.concatenate([report["times"][kind] for report in reports]) * 1e3 for kind in ("true", "false")}
+    writes = np.concatenate([report["writes"] for report in reports]) * 1e3
+    took = max(report["took"] for report in reports)
     cores = {
-        "applications": sum(sum(one["cpu"].values()) / (one["took"] + one["plain"]) for one in found),
+        "applications": sum(sum(report["cpu"].values()) / (report["took"] + report["plain"]) for report in reports),
         "collector": spent_server / (took + drained),
         "store": spent_store / (took + drained),
     }
-    cores["others"] = found[0]["busy"] / found[0]["took"] - sum(cores.values())
+    cores["others"] = reports[0]["busy"] / reports[0]["took"] - sum(cores.values())
     wire = 'cotune_collect_bytes_total{form="packed"}'
     result = {
         "processes": a.processes,
@@ -338,7 +342,7 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any
         "write_cpu_ms": round(np.mean(writes[:, 1]), 3),
         "collector_cpu_ms": round(1e3 * spent_server / calls, 3),
         "store_cpu_ms": round(1e3 * spent_store / calls, 3),
-        "wire_bytes": round((now[wire] - known.get(wire, 0)) / calls),
+        "wire_bytes": round((counters[wire] - counters_before.get(wire, 0)) / calls),
         "store_bytes": round(grown / calls),
         "lost": episodes + warm - stored + (calls + CALLS * warm - stored_calls),
         "drained_s": round(drained, 1),
@@ -346,19 +350,21 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any
         "cores": {name: round(value, 2) for name, value in cores.items()},
         "left": sum(path.stat().st_size for path in (folder / "spool").rglob("*.frames")),
     }
-    spent = {kind: sum(one["cpu"][kind] for one in found) for kind in ("true", "false")}
-    of = {kind: sum(one["done"][kind] for one in found) for kind in ("true", "false")}
+    spent = {kind: sum(report["cpu"][kind] for report in reports) for kind in ("true", "false")}
+    episodes_of = {kind: sum(report["done"][kind] for report in reports) for kind in ("true", "false")}
     if a.plain:
         result |= {
-            "plain_per_s": round(of["false"] / max(one["plain"] for one in found), 1),
-            "plain_cpu_ms": round(1e3 * spent["false"] / of["false"] / CALLS, 3),
-            "recorded_cpu_ms": round(1e3 * spent["true"] / of["true"] / CALLS, 3),
+            "plain_per_s": round(episodes_of["false"] / max(report["plain"] for report in reports), 1),
+            "plain_cpu_ms": round(1e3 * spent["false"] / episodes_of["false"] / CALLS, 3),
+            "recorded_cpu_ms": round(1e3 * spent["true"] / episodes_of["true"] / CALLS, 3),
         }
     if a.beside:
         result |= {
             "added_ms_p50": round(np.quantile(times["true"], 0.5) - np.quantile(times["false"], 0.5), 3),
             "added_ms_p99": round(np.quantile(times["true"], 0.99) - np.quantile(times["false"], 0.99), 3),
-            "app_cpu_ms": round(1e3 * (spent["true"] / of["true"] - spent["false"] / of["false"]) / CALLS, 3),
+            "app_cpu_ms": round(
+                1e3 * (spent["true"] / episodes_of["true"] - spent["false"] / episodes_of["false"]) / CALLS, 3
+            ),
         }
     return result
 
@@ -383,11 +389,11 @@ def main() -> None:
     if a.applications:
         applications(a.applications, a)
         return
-    own = server(durable=True) if a.store == "postgresql" else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory() as folder, own as database:
+    database_server = server(durable=True) if a.store == "postgresql" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, database_server as database:
         store = database.database() if database else a.store or f"{folder}/records.db"
-        found = measure(store, a, Path(folder))
-    show(found)
+        result = measure(store, a, Path(folder))
+    show(result)
 
 
 def show(found: Mapping[str, Any]) -> None:

@@ -73,29 +73,29 @@ def vllm_cases(folder: str, dtype: str, weights: Mapping[str, Any]) -> Iterator[
 def vllm_decodes(engine: Any, lora: Any, logprobs: int | None, prompts: Prompts, k: int, new: int) -> int:
     from vllm import SamplingParams as Asked
 
-    asked = Asked(n=k, temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    answers = engine.generate(given, asked, lora_request=lora, use_tqdm=False)
-    return sum(len(one.token_ids) for answer in answers for one in answer.outputs)
+    params = Asked(n=k, temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = engine.generate(inputs, params, lora_request=lora, use_tqdm=False)
+    return sum(len(output.token_ids) for answer in answers for output in answer.outputs)
 
 
 def own_cases(folder: str, dtype: str, weights: Mapping[str, Any]) -> Iterator[tuple[str, Decode]]:
     """The base, and an adapter."""
     with asyncio.Runner() as runner:
-        own = {"dtype": dtype, "end_token_ids": (), "prefix_cache": 0}
+        options = {"dtype": dtype, "end_token_ids": (), "prefix_cache": 0}
         threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or None
-        sampler = runner.run(TransformersSampler.open(folder, device="cpu", threads=threads, **own))
+        sampler = runner.run(TransformersSampler.open(folder, device="cpu", threads=threads, **options))
         runner.run(sampler.publish(PolicyRef("a", 1), weights, LORA))
-        for policy, said in ((PolicyRef("base"), "merged"), (PolicyRef("a", 1), "an adapter")):
-            name = f"in-process sampler, {said}, with log-probabilities"
+        for policy, weights_name in ((PolicyRef("base"), "merged"), (PolicyRef("a", 1), "an adapter")):
+            name = f"in-process sampler, {weights_name}, with log-probabilities"
             yield name, lambda prompts, k, new, policy=policy: runner.run(sampled(sampler, policy, prompts, k, new))
         runner.run(sampler.aclose())
 
 
 async def sampled(sampler: Sampler, policy: PolicyRef, prompts: Prompts, k: int, new: int) -> int:
-    asked = SamplingParams(temperature=1.0, max_tokens=new)
-    answers = await asyncio.gather(*(sampler.sample(prompt, k, asked, policy) for prompt in prompts))
-    return sum(len(one.token_ids) for answer in answers for one in answer)
+    params = SamplingParams(temperature=1.0, max_tokens=new)
+    answers = await asyncio.gather(*(sampler.sample(prompt, k, params, policy) for prompt in prompts))
+    return sum(len(candidate.token_ids) for answer in answers for candidate in answer)
 
 
 def rates_of(decode: Callable[[], int], seconds: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""What `cotune doctor` says of memory beside what is then measured, and a table of models on GPUs by the formula.
+"""The forecast of memory by `cotune doctor` and the measured memory, and a table of models on GPUs by the formula.
 
     python -m benchmarks.doctor --model MODEL [--rows 32] [--sequences 16]
     python -m benchmarks.doctor --paper
@@ -60,7 +60,7 @@ def learn(model: str, layout: str, rows: int) -> int:
     made = make_rows(model, rows)
     policies = policies_for(layout, ["a"], LORA)  # type: ignore[arg-type]
     learner = LocalLearner.open(model, policies, settings, recipe("at_grpo").loss)
-    for _ in range(2):  # from the second on, activations stand beside the optimizer's moments
+    for _ in range(2):  # from the second on, the optimizer's moments take memory too
         learner.update("a", made)
         learner.weights("a")
     return peak_memory()
@@ -91,9 +91,9 @@ async def sample(model: str, layout: str, sequences: int) -> int:
     prompt = tuple(range(100, 100 + PROMPT))
     params = SamplingParams(max_tokens=RESPONSE, seed=0)
     await sampler.sample(prompt, sequences, params, PolicyRef("a", 2))
-    found = peak_memory(sampler._host._process.pid)
+    peak = peak_memory(sampler._host._process.pid)
     await sampler.aclose()
-    return found
+    return peak
 
 
 def measured(model: str, part: str, layout: str, count: int) -> float:
@@ -123,7 +123,7 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
 
 
 def paper() -> dict[str, Any]:
-    """The table of what fits on a GPU, with the forecast that `cotune doctor --gpu` makes."""
+    """The table of models that fit on a GPU, with the forecast that `cotune doctor --gpu` makes."""
     import msgspec
 
     from benchmarks.qwen3 import QWEN3, qwen3_config

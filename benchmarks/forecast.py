@@ -1,4 +1,4 @@
-"""The learner's memory on a GPU: the forecast of `cotune doctor` beside a peak that is counted without a GPU.
+"""The learner's memory on a GPU: the forecast of `cotune doctor` and a peak that is counted without a GPU.
 
     python -m benchmarks.forecast [--models Qwen3-0.6B,Qwen3-8B] [--dtype bfloat16]
 
@@ -56,11 +56,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._fused_sdp_choice.default:
             return _kernel_of_gpu(*args, **(kwargs or {}))
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        return made
+        return result
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, unless it is counted."""
@@ -86,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kernel_of_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: Any, **more: Any) -> int:
-    """What `_fused_sdp_choice` answers on a GPU: 1, the flash kernel, for half precision without a mask; else 2, the
+    """The answer of `_fused_sdp_choice` on a GPU: 1, the flash kernel, for half precision without a mask; else 2, the
     memory-efficient one."""
     mask = more.get("attn_mask", mask)
     return 1 if mask is None and query.dtype in (torch.bfloat16, torch.float16) else 2
@@ -168,9 +168,9 @@ def counted_peaks(config: Any, lora: LoraSpec | None, dtype: str, passes: dict[b
 
 
 def forecasts(name: str, config: Any, lora: LoraSpec | None, dtype: str, passes: dict[bool, int]) -> dict[bool, Any]:
-    """What `doctor` says of the same passes."""
+    """The forecast of `doctor` for the same passes."""
     size = measure(config, lora, dtype, joined=True, device="cuda")
-    found = {}
+    by_checkpointing = {}
     for checkpointed, tokens in passes.items():
         kind = "lora" if lora else "full"
         run = convert({"model": name, "policies": kind, "lora": {"rank": LORA.rank}})
@@ -180,8 +180,8 @@ def forecasts(name: str, config: Any, lora: LoraSpec | None, dtype: str, passes:
         run = msgspec.structs.replace(run, learner=learner)
         tokens = pass_tokens(make_rows(tokens), True)
         load = Workload(row=tokens, sequences=1, policies=1)
-        found[checkpointed] = learner_memory(size, run, load, device="GPU", free=1e15, total=1e15)
-    return found
+        by_checkpointing[checkpointed] = learner_memory(size, run, load, device="GPU", free=1e15, total=1e15)
+    return by_checkpointing
 
 
 def compare(name: str, dtype: str, passes: dict[bool, int]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The same task, team and recipe in three frameworks: what each reaches after a short training, and what it costs.
+"""The same task, team and recipe in three frameworks: success after a short training, and the cost of each.
 
     python -m benchmarks.frameworks
 
@@ -22,7 +22,7 @@ EXAMPLES = {
     "AutoGen": ("workloads.plan_path_autogen", "plan_path.base"),
     "CrewAI": ("workloads.plan_path_crewai", "workloads.plan_path_crewai.base"),
 }
-"""By framework: its folder under examples/, and what builds its base model."""
+"""By framework: its folder under examples/, and the function that builds its base model."""
 
 QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false", "OMP_NUM_THREADS": "1"}
 
@@ -34,12 +34,12 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=300, help="held-out tasks (default: %(default)s)")
     parser.add_argument("--only", choices=EXAMPLES, action="append", help="repeatable")
     args = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     print(f"{'':12}{'base':>8}{'trained':>10}   {'95% interval':18}{'calls':>8}{'train':>9}{'calls/s':>9}")
     for framework in args.only or EXAMPLES:
         with tempfile.TemporaryDirectory() as folder:
-            found[framework] = measure(framework, Path(folder), args)
-    print(json.dumps(found))
+            results[framework] = measure(framework, Path(folder), args)
+    print(json.dumps(results))
 
 
 def measure(framework: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:

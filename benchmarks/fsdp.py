@@ -1,4 +1,4 @@
-"""Seconds per update: the local learner beside FSDP on one and on two workers, same rows, in alternation.
+"""Seconds per update: the local learner, and FSDP on one and on two workers, same rows, in alternation.
 
     python -m benchmarks.fsdp --rounds 5
 
@@ -99,25 +99,25 @@ def main() -> None:
             cluster = DividedCluster(address="local", learners=workers, gpus_per_learner=args.gpus)
             learners[name] = FsdpLearner.open(model, policies, settings, loss, cluster)
             opening[name] = time.perf_counter() - started
-        found = measured(learners, rows, args.rounds)
+        seconds = measured(learners, rows, args.rounds)
         for learner in learners.values():
             if isinstance(learner, FsdpLearner):
                 asyncio.run(learner.aclose())
-    report(args, rows, found, opening)
+    report(args, rows, seconds, opening)
 
 
 def measured(learners: dict[str, Learner], rows: list[TrainRow], rounds: int) -> dict[str, list[float]]:
     """Seconds of each learner's updates after one that warms up; all must report the same gradient norms."""
-    found: dict[str, list[float]] = {name: [] for name in learners}
+    seconds: dict[str, list[float]] = {name: [] for name in learners}
     for turn in range(rounds + 1):
         norms = []
         for name, learner in learners.items():
             started = time.perf_counter()
             norms.append(learner.update("a", rows)["grad_norm"])
             if turn:
-                found[name].append(time.perf_counter() - started)
+                seconds[name].append(time.perf_counter() - started)
         assert max(norms) - min(norms) < 0.02 * max(norms), norms
-    return found
+    return seconds
 
 
 def report(

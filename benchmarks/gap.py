@@ -6,7 +6,7 @@ The model is SmolLM2-135M-Instruct with a random adapter. The engine holds and c
 the library's layers, as on a GPU. The learner has bfloat16 weights and a float32 adapter under autocast, as one rank of
 several has; the layers of a learner of one process round about as much (`test_products`). Each set of prompts is
 measured with both probes of a publication. Each publication has an adapter and prompts of its own, and is refused as a
-run would refuse it. The file has a line for each; a stopped measurement continues where it was.
+run would refuse it. The file has a line for each; a stopped measurement can be continued.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ FORMS = (
 )
 LORA = LoraSpec(rank=16, alpha=32.0)
 MOVED = 2e-3
-"""Standard deviation of the adapter's second matrix: what some tens of updates make of it."""
+"""Standard deviation of the adapter's second matrix, as after some tens of updates."""
 
 
 def prompts_of(chat: ChatTemplate, number: int) -> list[tuple[int, ...]]:
-    """The prompts of one set: what the probe takes of a prompt of each form."""
+    """The prompts of one set: the probe's share of a prompt of each form."""
     draw = random.Random(number)
     texts = [form.format(topic=draw.choice(TOPICS), number=draw.randint(3, 99)) for form in FORMS]
     return probe_prompts([chat.render([{"role": "user", "content": text}], None) for text in texts])
@@ -127,7 +127,7 @@ PRODUCTS = torch.library.Library("aten", "IMPL")
 
 
 async def measure(args: argparse.Namespace) -> None:
-    """Measure what the file does not have yet, and append it."""
+    """Measure the entries that the file does not have yet, and append them."""
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     folder = str(locate_model(pretrained()))
     chat = ChatTemplate.load(folder)
@@ -170,7 +170,7 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def conclude(out: Path) -> None:
-    """Print what the lines of the file come to."""
+    """Print a summary of the lines of the file."""
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     for probe in ("probe", "longer"):
         gaps = np.array([line[probe] for line in lines if "set" in line])

@@ -1,4 +1,4 @@
-"""What the gateway costs. Prints a table; the last line is JSON: added_ms_p50, throughput_ratio_32, first_token_ms.
+"""The cost of the gateway. Prints a table; the last line is JSON: added_ms_p50, throughput_ratio_32, first_token_ms.
 
 The client, the gateway (recording into a file) and a mock provider are a process each, all on this machine. The mock's
 answers hold 500 prompt ids, 100 completion ids and a log-probability of each. The client is the OpenAI SDK, or with
@@ -71,8 +71,8 @@ def mock(port: int) -> None:
         while more:
             part = await receive()
             raw, more = raw + part.get("body", b""), part.get("more_body", False)
-        asked = json.loads(raw or b"{}")
-        if asked.get("stream"):
+        body_in = json.loads(raw or b"{}")
+        if body_in.get("stream"):
             fields = [(b"content-type", b"text/event-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": fields})
             await asyncio.sleep(0.01)
@@ -111,8 +111,8 @@ def started(
 def free_port() -> int:
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 class Client:
@@ -136,10 +136,10 @@ class Client:
         async with self.http.stream("POST", self.url, json={**ASK, "stream": True}) as answer:
             chunks = answer.aiter_raw()
             first = await anext(chunks)
-            here = time.monotonic()
+            arrived = time.monotonic()
             async for _ in chunks:
                 pass
-        return here - float(json.loads(first[6:].split(b"\n\n")[0])["choices"][0]["delta"]["content"])
+        return arrived - float(json.loads(first[6:].split(b"\n\n")[0])["choices"][0]["delta"]["content"])
 
 
 async def timed(call: Call) -> float:
@@ -150,10 +150,10 @@ async def timed(call: Call) -> float:
 
 async def throughput(client: Client, calls: int, width: int = 32) -> float:
     """Calls per second with `width` in flight."""
-    left = iter(range(calls))
+    numbers = iter(range(calls))
 
     async def worker() -> None:
-        for _ in left:
+        for _ in numbers:
             await client.call()
 
     began = time.perf_counter()
@@ -235,36 +235,36 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=60.0)
     arguments.add_argument("--beside", metavar="PYTHON", help="interpreter of another installation of cotune")
     arguments.add_argument("--mock", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.mock:
-        mock(given.mock)
+    options = arguments.parse_args()
+    if options.mock:
+        mock(options.mock)
         return
     port = free_port()
     with (
         started([str(Path(__file__).resolve()), "--mock", str(port)], port) as (provider, _),
-        gateway_client(provider, given.client, sys.executable) as (through, gateway, process),
+        gateway_client(provider, options.client, sys.executable) as (through, gateway, process),
     ):
-        if given.clients:
-            taken = sorted(asyncio.run(load(through.url, given.clients, given.seconds)))
+        if options.clients:
+            taken = sorted(asyncio.run(load(through.url, options.clients, options.seconds)))
             health = httpx.get(f"{gateway}/health").json()
-            told = {
-                "calls_per_s": round(len(taken) / given.seconds),
+            figures_of_load = {
+                "calls_per_s": round(len(taken) / options.seconds),
                 "p50_ms": round(1000 * taken[len(taken) // 2]),
                 "p99_ms": round(1000 * taken[len(taken) * 99 // 100]),
                 "lost": health["lost"] + len(taken) - health["records"]["calls"],
                 "memory_mb": peak_memory(process) >> 20,
             }
-            print(json.dumps(told))
+            print(json.dumps(figures_of_load))
             return
-        direct = Client(f"{provider}/v1", given.client)
-        if given.beside:
-            with gateway_client(provider, given.client, given.beside) as (other, *_):
-                p50 = asyncio.run(alone({"direct": direct, "gateway": through, "beside": other}, given.calls))
+        direct = Client(f"{provider}/v1", options.client)
+        if options.beside:
+            with gateway_client(provider, options.client, options.beside) as (other, *_):
+                p50 = asyncio.run(alone({"direct": direct, "gateway": through, "beside": other}, options.calls))
             print("\n".join(f"{name:10}{taken:8.2f} ms" for name, taken in p50.items()))
             added = {name: round(p50[name] - p50["direct"], 2) for name in ("gateway", "beside")}
             print(json.dumps({"added_ms_p50": added["gateway"], "beside_ms_p50": added["beside"]}))
             return
-        figures = asyncio.run(measure(direct, through, given.calls, given.rounds))
+        figures = asyncio.run(measure(direct, through, options.calls, options.rounds))
         health = httpx.get(f"{gateway}/health").json()
     assert health["lost"] == 0 and not health["failures"], health
     print(f"{health['records']['calls']} calls recorded")

@@ -2,14 +2,14 @@
 
     python -m benchmarks.growth [--phases append,strip,...] [--limit 1.2] [--repeats 5]
 
-Each phase is tried at sizes that double. `work` is what it must look at: turns of a conversation, tokens of rows. The
-exponent is that of the last two doublings: 1 is linear. `append` and `strip` are one call at the end of a conversation
+Each phase is tried at sizes that double. `work` is the size of its input: turns of a conversation, tokens of rows. The
+exponent is for the last two doublings: 1 is linear. `append` and `strip` are one call at the end of a conversation
 of so many turns, K = 4, recorded and rendered: the tokenizer is SmolLM2's, the template keeps earlier thoughts or
 strips them, and a sampler answers at once. `candidates` is one call with so many candidates, `roles` an episode of four
 calls of each of so many roles, `concurrency` so many such episodes of one role at once. `store` reads the calls of a
 middle step, of 48 episodes, from a store with so many. The others are of rows for the learner, in conversations of 16
-turns. Times are CPU, the fastest of some rounds, in each of which every size is tried. The machine's speed is measured
-before and after each, and times are those at the mean speed. The last line is JSON; the status is 1 where an exponent
+turns. Times are CPU, the fastest of some rounds; each round tries every size. The machine's speed is measured
+before and after each, and times are at the mean speed. The last line is JSON; the status is 1 if an exponent
 is above the limit.
 """
 
@@ -65,7 +65,7 @@ EPISODES = 48
 
 
 class AtOnce:
-    """A sampler that answers with what it was given, at once."""
+    """A sampler that returns its input at once."""
 
     def __init__(self, replies: Sequence[tuple[int, ...]]) -> None:
         self.replies = replies
@@ -118,10 +118,10 @@ class Conversations:
         """CPU seconds of each call; roles take turns, each in a conversation of its own."""
         episode = LiveEpisode(Nowhere(), Task(id="t", input={}), workflow="w", responder=responder)
         start = {"role": "system", "content": "You add numbers. " * 10}
-        said: dict[str, list[dict[str, Any]]] = {role: [start] for role in roles}
+        conversations: dict[str, list[dict[str, Any]]] = {role: [start] for role in roles}
         spent = []
         for turn in range(turns):
-            for role, messages in said.items():
+            for role, messages in conversations.items():
                 messages.append({"role": "user", "content": f"Number {turn}: what is {turn} plus {turn + 3}? Think."})
                 began = time.process_time()
                 call = episode.start(CallerContext(role, "benchmark"), {"messages": list(messages), "model": "m"})
@@ -152,7 +152,7 @@ class Conversations:
 
 
 def read_step(folder: Path, calls: int) -> float:
-    """CPU seconds to read one step's calls from a store with so many, which is made where it is not there."""
+    """CPU seconds to read one step's calls from a store with so many, which is created if it does not exist."""
     file = folder / f"{calls}.db"
     with SqliteStore.open(file) as store:
         if not store.figures().counts()[1]:
@@ -193,7 +193,7 @@ def rows_of(count: int) -> list[TrainRow]:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is tried: `measure` gives work and seconds of a size, in units of `unit`."""
+    """A phase to measure: `measure` gives work and seconds of a size, in units of `unit`."""
 
     unit: str
     sizes: Sequence[int]
@@ -201,15 +201,15 @@ class Phase:
 
 
 def phases(stores: Path) -> dict[str, Phase]:
-    """`stores`: a folder for those of the phase `store`."""
+    """`stores`: a folder for the stores of the phase `store`."""
     talk = Conversations()
-    made: dict[int, list[TrainRow]] = {}
+    rows_by_count: dict[int, list[TrainRow]] = {}
 
     def rows(count: int) -> list[TrainRow]:
-        if count not in made:
-            made[count] = rows_of(count)
-            gc.freeze()  # what is there before a phase is not searched for garbage within it
-        return made[count]
+        if count not in rows_by_count:
+            rows_by_count[count] = rows_of(count)
+            gc.freeze()  # objects from before a phase are not searched for garbage within it
+        return rows_by_count[count]
 
     def of_rows(do: Callable[[list[TrainRow]], object]) -> Callable[[int], tuple[float, float]]:
         def measure(count: int) -> tuple[float, float]:
@@ -242,14 +242,14 @@ def blocks_of_one_row(tokens: int) -> tuple[float, float]:
 
 def fastest(phase: Phase, rounds: int) -> list[tuple[float, float]]:
     """Work and the least seconds of each size, as if the machine had been equally fast all the time."""
-    found: list[list[tuple[float, float, float]]] = [[] for _ in phase.sizes]
+    measured: list[list[tuple[float, float, float]]] = [[] for _ in phase.sizes]
     for _ in range(rounds):
-        for size, of_size in zip(phase.sizes, found, strict=True):
+        for size, of_size in zip(phase.sizes, measured, strict=True):
             before = slowness()
             work, spent = phase.measure(size)
             of_size.append((work, spent, (before + slowness()) / 2))
-    mean = statistics.mean(slow for of_size in found for _, _, slow in of_size)
-    return [(of_size[0][0], min(spent / slow for _, spent, slow in of_size) * mean) for of_size in found]
+    mean = statistics.mean(slow for of_size in measured for _, _, slow in of_size)
+    return [(of_size[0][0], min(spent / slow for _, spent, slow in of_size) * mean) for of_size in measured]
 
 
 def main() -> int:
@@ -258,14 +258,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1.2)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     print(f"{'phase':14} {'size':>17} {'work':>12} {'CPU, ms':>10} {'exponent':>9}")
     stack = contextlib.ExitStack()
     every = phases(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-    asked = args.phases.split(",") if args.phases else list(every)
-    if unknown := [name for name in asked if name not in every]:
+    chosen = args.phases.split(",") if args.phases else list(every)
+    if unknown := [name for name in chosen if name not in every]:
         parser.error(f"--phases {unknown[0]} is none of {', '.join(every)}")
-    for name in asked:
+    for name in chosen:
         phase = every[name]
         points: list[tuple[float, float]] = []
         exponent, sizes = math.nan, dict[str, float]()
@@ -276,10 +276,10 @@ def main() -> int:
                 exponent = math.log(after / before) / math.log(more / less)
             print(f"{name:14} {size:8} {phase.unit:8} {work:12,.0f} {1000 * spent:10.2f} {exponent:9.2f}", flush=True)
             sizes[str(size)] = round(1000 * spent, 2)
-        found[name] = {"ms": sizes, "exponent": round(exponent, 2)}
+        figures[name] = {"ms": sizes, "exponent": round(exponent, 2)}
     stack.close()
-    print(json.dumps(found))
-    return int(any(one["exponent"] > args.limit for one in found.values()))
+    print(json.dumps(figures))
+    return int(any(figure["exponent"] > args.limit for figure in figures.values()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Processor seconds that the learner's host takes for the rows of an update, beside the work of a GPU. No model.
+"""Processor seconds that the learner's host takes for the rows of an update, besides the work of a GPU. No model.
 
     python -m benchmarks.host_work [--rows 512] [--prompt 1500] [--answer 500] [--k 8] [--budget 8192] [--profile]
 
-Rows are K answers to one prompt; token ids are random. The work is that of one update with one epoch: rows are checked,
+Rows are K answers to one prompt; token ids are random. The work is one update with one epoch: rows are checked,
 divided into optimizer steps and passes, and each pass gets its tree of tokens and the calls of its attention. Masks are
-left out, because the GPU makes them. `ahead` is what a thread prepares while the GPU computes the pass before; the GPU
-waits at most for the rest. Seconds are processor time of one thread, in the fastest of three rounds. The last line is
-JSON.
+left out, because the GPU makes them. `ahead` is the part that a thread prepares while the GPU computes the pass
+before; the GPU waits at most for the rest. Seconds are processor time of one thread, in the fastest of three rounds.
+The last line is JSON.
 """
 
 from __future__ import annotations

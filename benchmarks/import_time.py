@@ -1,4 +1,4 @@
-"""CPU of what cotune does before any work: imports, the command line, and a dry run of the word problems.
+"""CPU that cotune takes before any work: imports, the command line, and a dry run of the word problems.
 
     python -m benchmarks.import_time [--model MODEL]
 
@@ -48,10 +48,10 @@ def main() -> None:
             "cotune check --model": [*check, "--model", str(args.model or pretrained())],
         }
         rounds = [{name: seconds(arguments) for name, arguments in cases.items()} for _ in range(REPEATS)]
-    found = {name: round(min(one[name] for one in rounds), 2) for name in cases}
-    for name, value in found.items():
+    fastest = {name: round(min(measured[name] for measured in rounds), 2) for name in cases}
+    for name, value in fastest.items():
         print(f"{name:22} {value:6.2f}")
-    print(json.dumps(found))
+    print(json.dumps(fastest))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Benchmarks of many long runs: a run is resumed where it stopped; results are lines of OUT/results.jsonl, kept."""
+"""Benchmarks of many long runs: a stopped run is resumed; results are lines of OUT/results.jsonl, kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotune.trainer.train import resume, train
 
 
 def run_parser(doc: str | None, out: str, ways: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """The options that all of them have: seeds, the folder of the runs, and where there are `ways` which of them."""
+    """The options that all of them have: seeds, the folder of the runs, and with `ways` the choice of them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
     if ways:
@@ -40,7 +40,7 @@ class KeptResults:
         return [line for line in lines if all(line[name] == value for name, value in wanted)]
 
     def once(self, compute: Callable[[], dict[str, Any]], **which: Any) -> dict[str, Any] | None:
-        """Compute a result and keep it; None where there is one with these values."""
+        """Compute a result and keep it; None if there is one with these values."""
         if self.lines(**which):
             return None
         line = {**which, "settings": self.settings, **compute()}
@@ -57,9 +57,9 @@ def train_once(
     steps: int,
     console: Console,
 ) -> Path:
-    """The folder of a training of so many steps, done, resumed where it is not finished, or as it is.
+    """The folder of a training of so many steps, done, resumed if it is not finished, or as it is.
 
-    Raises SystemExit where it was stopped before its last step: there is nothing to measure yet.
+    Raises SystemExit if it was stopped before its last step: there is nothing to measure yet.
     """
     if not (run / "run.json").is_file():
         console.print(f"training {run}, {steps} steps")
@@ -67,7 +67,7 @@ def train_once(
     elif _steps_done(run) < steps:
         resume(run, workflow=flow, tasks=tasks, console=console)
     if (done := _steps_done(run)) < steps:
-        raise SystemExit(f"{run}: stopped after {done} of {steps} steps; the same command goes on")
+        raise SystemExit(f"{run}: stopped after {done} of {steps} steps; the same command continues it")
     return run
 
 
@@ -76,7 +76,7 @@ def _steps_done(run: Path) -> int:
 
 
 def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int, name: str = "trained") -> dict[str, Any]:
-    """Mean success over the seeds, of `name` in what was reached, and by seed."""
+    """Mean success over the seeds, of `name` in the results, and by seed."""
     ordered = sorted(lines, key=lambda line: line["seed"])
     return {
         "success": mean_share(lines, tasks, name),

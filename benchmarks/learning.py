@@ -1,4 +1,4 @@
-"""Does training roles together teach the team, and what does training a role alone teach? On Plan-Path.
+"""Does training roles together teach the team, and how much does training a role alone teach? On Plan-Path.
 
     python -m benchmarks.learning                                 # everything; hours on one core
     python -m benchmarks.learning --seeds 0 --rows team_lora,team_swapped
@@ -51,7 +51,7 @@ BARS = {"team_full": (0.88, 0.82), "team_lora": (0.88, 0.82)}
 
 @dataclass(frozen=True)
 class Training:
-    """What a run trains: the workflow, the policies (a layout, or the one role that is not frozen), how long."""
+    """The training of a run: the workflow, the policies (a layout, or the one role that is not frozen), how long."""
 
     workflow: str
     layout: str = "lora"
@@ -74,7 +74,7 @@ TRAININGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: who plays which role, as (training, role whose policy it is); the base where not listed."""
+    """A line of the table: who plays which role, as (training, role whose policy it is); the base if not listed."""
 
     title: str
     workflow: str
@@ -135,7 +135,7 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What part of the benchmark to do, and where."""
+    """The part of the benchmark to do, and its folder."""
 
     out: Path
     steps: int
@@ -148,13 +148,13 @@ class Settings:
         return self.out / f"seed{seed}"
 
     def key(self) -> dict[str, int]:
-        """What results depend on besides row and seed."""
+        """The values that results depend on besides row and seed."""
         names = ("steps", "tasks_per_step", "fresh", "warm_up")
         return {name: getattr(self, name) for name in names}
 
 
 def base_model(settings: Settings, seed: int) -> Path:
-    """The base model of a seed, built where it is not there yet."""
+    """The base model of a seed, built if it does not exist yet."""
     folder = settings.folder(seed) / f"base-{settings.warm_up}"
     if not (folder / "tokenizer_config.json").is_file():
         settings.console.print(f"seed {seed}: warming up a base model")
@@ -188,7 +188,7 @@ def configuration(training: Training, model: Path, settings: Settings, seed: int
 
 
 def trained(name: str, settings: Settings, seed: int) -> list[TrainedPolicy]:
-    """The policies of a training, run or resumed where it is not finished."""
+    """The policies of a training, run, or resumed if it is not finished."""
     training = TRAININGS[name]
     model = base_model(settings, seed)
     folder = settings.folder(seed) / f"{name}-{settings.steps}x{settings.tasks_per_step}-{settings.warm_up}"
@@ -228,7 +228,7 @@ async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, sett
 
 
 def result(name: str, settings: Settings, seed: int) -> dict[str, Any]:
-    """Train what a row needs, evaluate it."""
+    """Train the policies that a row needs, and evaluate it."""
     row = ROWS[name]
     started = time.perf_counter()
     runs = {training: trained(training, settings, seed) for training, _ in row.players.values()}
@@ -258,18 +258,18 @@ def recorded(path: Path, settings: Settings) -> dict[tuple[str, int], dict[str, 
 
 def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """By row: share over all tasks of all seeds, and share of each seed."""
-    found: dict[str, dict[str, Any]] = {}
+    by_row: dict[str, dict[str, Any]] = {}
     results = list(results)
     for name in ROWS:
         lines = sorted((line for line in results if line["row"] == name), key=lambda line: line["seed"])
         tasks = sum(line["tasks"] for line in lines)
         if tasks:
-            found[name] = {
+            by_row[name] = {
                 "mean": round(sum(line["reached"] for line in lines) / tasks, 4),
                 "n": tasks,
                 "seeds": {str(line["seed"]): round(line["reached"] / line["tasks"], 4) for line in lines},
             }
-    return found
+    return by_row
 
 
 def shown(rows: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -326,11 +326,11 @@ def main() -> None:
                 console.print(f"seed {seed}: {name} {line['reached']}/{line['tasks']} in {line['seconds']:.0f} s")
                 with path.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-    found = summary(recorded(path, settings).values())
-    Console(width=160).print(shown(found))
+    rows_summary = summary(recorded(path, settings).values())
+    Console(width=160).print(shown(rows_summary))
     print("Calls go through the OpenAI SDK, without LangGraph; prompts and rules are the example's.")
     print(f"Settings: {settings.key()}")
-    print(json.dumps({"rows": found, "bars": bars(found)}))
+    print(json.dumps({"rows": rows_summary, "bars": bars(rows_summary)}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ anew, and with torch's own products too.
     python -m benchmarks.memory --model MODEL [--rows 256] [--limit 2GiB]
 
 LoRA of rank 16, groups of 8 rows with a prompt of 64 and answers of 32 random tokens; each row of the table is a
-process of its own, which makes three updates: the peak is that of all, times are of the last, `pages` are those that it
+process of its own, which makes three updates: the peak is of all, times are of the last, `pages` are those that it
 had the system hand out. The last line is JSON: peak_gb by setting, and the CPU and the seconds of each over those of
 the last, which is how an update was before pages were kept and oneDNN was asked.
 """
@@ -107,25 +107,25 @@ def main() -> None:
         "fp32, pages anew": (exact, "pages"),
         "fp32, as before": (exact, "pages,products"),
     }
-    found = {}
+    results = {}
     columns = f"{'seconds':>8} {'user, s':>8} {'system, s':>9} {'pages':>9}"
     print(f"{'setting':24} {'tokens of a pass':>16} {'peak, GB':>9} {columns}")
     for name, (settings, without) in cases.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--rows", str(args.rows)]
         command += ["--one", json.dumps(settings), "--without", without]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        row = found[name] = json.loads(done.stdout.splitlines()[-1])
+        row = results[name] = json.loads(done.stdout.splitlines()[-1])
         figures = f"{row['seconds']:8.1f} {row['user']:8.1f} {row['system']:9.1f} {row['pages']:9,.0f}"
         print(f"{name:24} {row['tokens']:16,.0f} {row['peak_gb']:9.2f} {figures}", flush=True)
-    last = list(found.values())[-1]
+    last = list(results.values())[-1]
     ratios = {
         name: {
             "cpu": round((row["user"] + row["system"]) / (last["user"] + last["system"]), 2),
             "seconds": round(row["seconds"] / last["seconds"], 2),
         }
-        for name, row in found.items()
+        for name, row in results.items()
     }
-    print(json.dumps({"peak_gb": {name: round(row["peak_gb"], 2) for name, row in found.items()}, "ratios": ratios}))
+    print(json.dumps({"peak_gb": {name: round(row["peak_gb"], 2) for name, row in results.items()}, "ratios": ratios}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests import pretend_gpu  # isort: skip - before what it changes is imported
+from tests import pretend_gpu  # isort: skip - before the modules that it changes are imported
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -90,7 +90,7 @@ def plain_rotation(query: Any, key: Any, cos: Any, sin: Any) -> Any:
 
 
 def stand_ins(counter: Counter) -> Kernels:
-    """In place of a library's kernels, each of which counts as one operator."""
+    """In place of a library's kernels; each counts as one operator."""
     return Kernels(
         norm=counter.fuse("fused norm", plain_norm),
         rotate=counter.fuse("fused rotation", plain_rotation),
@@ -99,7 +99,7 @@ def stand_ins(counter: Counter) -> Kernels:
 
 
 class Counter:
-    """Counts what the pretended GPU is asked for, by operator."""
+    """Counts the requests to the pretended GPU, by operator."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()

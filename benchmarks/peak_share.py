@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.peak_share [--rounds 20]
 
-SmolLM2-135M with a LoRA of rank 16. The rate is that of 3,072 rows times a layer of 1,536 x 576. A phase is counted as
-2 operations for each weight and token, 4 where a gradient goes through it; adapters, attention and drawing are not
-counted, so that no phase can reach all of it. Of a decode step, torch's profiler tells what all its matrix products
-take, those of adapters and attention included. Times are processor time, medians. The last line is JSON.
+SmolLM2-135M with a LoRA of rank 16. The rate is for 3,072 rows times a layer of 1,536 x 576. A phase is counted as
+2 operations for each weight and token, 4 if a gradient goes through it; adapters, attention and drawing are not
+counted, so that no phase can reach all of it. Of a decode step, torch's profiler gives the time of all matrix products,
+adapters and attention included. Times are processor time, medians. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def main() -> None:
         2 * config.hidden_size**2 + 2 * wide * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
     )
     layers = config.num_hidden_layers * layer
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     print(f"{'phase':40} {'CPU ms':>9} {'products':>9} {'billion operations':>19} {'share':>7}")
     for dtype in ("float32", *(["bfloat16"] if has_bfloat16() else [])):
         peak = rate(dtype, args.rounds)
         print(f"{f'{dtype}: a large product':40} {'':19} {peak / 1e9:17,.0f}/s {1:7.0%}", flush=True)
         if dtype == "float32" and prefers_onednn():
-            own = found["float32: rate by MKL"] = round(rate(dtype, args.rounds, linear) / 1e9)
-            print(f"{'float32: the same by MKL':40} {'':19} {own:17,}/s {1e9 * own / peak:7.0%}")
+            mkl_rate = figures["float32: rate by MKL"] = round(rate(dtype, args.rounds, linear) / 1e9)
+            print(f"{'float32: the same by MKL':40} {'':19} {mkl_rate:17,}/s {1e9 * mkl_rate / peak:7.0%}")
         engine = Engine(folder, dtype)
         cases, products = dict[str, tuple[float, float]](), dict[str, float]()
         for rows in (1, 8, 64):
@@ -137,15 +137,15 @@ def main() -> None:
         cases[f"update, {ROWS} rows of {PROMPT} + {ANSWER}"] = (spent, 4 * (tokens * layers + with_logits * head))
         for name, (taken, operations) in cases.items():
             share = operations / taken / peak
-            found[f"{dtype}: {name}"] = {"cpu_ms": round(1000 * taken, 1), "share": round(share, 2)}
-            told = ""
+            figures[f"{dtype}: {name}"] = {"cpu_ms": round(1000 * taken, 1), "share": round(share, 2)}
+            product_ms = ""
             if name in products:
-                told = f"{1000 * products[name]:.1f}"
-                found[f"{dtype}: {name}"]["products_ms"] = float(told)
-            amounts = f"{1000 * taken:9,.1f} {told:>9} {operations / 1e9:19,.1f}"
+                product_ms = f"{1000 * products[name]:.1f}"
+                figures[f"{dtype}: {name}"]["products_ms"] = float(product_ms)
+            amounts = f"{1000 * taken:9,.1f} {product_ms:>9} {operations / 1e9:19,.1f}"
             print(f"{f'{dtype}: {name}':40} {amounts} {share:7.0%}", flush=True)
-        found[f"{dtype}: rate"] = round(peak / 1e9)
-    print(json.dumps(found))
+        figures[f"{dtype}: rate"] = round(peak / 1e9)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

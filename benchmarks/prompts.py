@@ -10,7 +10,7 @@ that makes to a person, and the texts from which the search starts are careful o
 `reflect` proposes texts from a script that knows nothing of the answers: it rewrites the text of a role in one of a
 dozen general ways (shorter, as a question, with an example of form, ...), the bolder the lower the scores that it is
 shown. `random` is the control under the same budget: it deletes, swaps and repeats words. A script is no language
-model: what this shows is that the search, its scores, its guards and the held-out comparison work on a real model, not
+model: this shows that the search, its scores, its guards and the held-out comparison work on a real model, not
 what a reflection model is worth. Results are appended to OUT/results.jsonl and not computed again.
 """
 
@@ -87,8 +87,8 @@ async def ask(role: str, system: str, text: str) -> str:
 @cotune.workflow
 async def desk(task: Any) -> dict[str, float]:
     found = await ask("finder", FINDER, task["message"])
-    told = await ask("clerk", CLERK, found)
-    return {"found": 0.5 * (task["order"] in found), "told": 0.5 * (task["order"] in told)}
+    reply = await ask("clerk", CLERK, found)
+    return {"found": 0.5 * (task["order"] in found), "told": 0.5 * (task["order"] in reply)}
 
 
 @desk.scorer("finder")
@@ -102,7 +102,7 @@ def passes_it_on(candidate: Any, call: Any, task: Any) -> float:
 
 
 class Remembering:
-    """The model, in a thread of its own for all searches; what it said greedily it need not say again."""
+    """The model, in a separate thread for all searches; greedy answers are cached."""
 
     def __init__(self, model: str, file: Path) -> None:
         self.model, self.file = model, file
@@ -133,15 +133,15 @@ class Remembering:
 
 
 def _answer(text: str) -> Answer:
-    said = Candidate(index=0, text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
-    return Answer(candidates=(said,), usage=Usage(prompt_tokens=1, completion_tokens=1))
+    candidate = Candidate(index=0, text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
+    return Answer(candidates=(candidate,), usage=Usage(prompt_tokens=1, completion_tokens=1))
 
 
 Rewrite = Callable[[str, random.Random], str]
 
 
 def _thing(text: str) -> str:
-    """What the text is about: the last noun after `the`."""
+    """The subject of the text: the last noun after `the`."""
     return (re.findall(r"\bthe ([a-z]+)", text) or ["answer"])[-1]
 
 

@@ -8,8 +8,8 @@ the fruit of this colour. The application's prompts do not say so. The base mode
 warmed up to obey: told "Name the third one." it does so in two of three cases, told nothing of the kind it guesses.
 
 A script writes new texts in place of a reflection model. It knows nothing of the task: it draws one of seven
-instructions for either role. So this shows what prompts and weights give together on a model that obeys, and in which
-order. It does not show what a reflection model is worth, nor how well a large model obeys.
+instructions for either role. So this shows the gain of prompts and weights together on a model that obeys, and in which
+order. It does not show the value of a reflection model, nor how well a large model obeys.
 
 `p` is `cotune prompts improve` and `w` is `cotune train --prompts`, called as functions. Each seed has a base model of
 its own. `p` alone is the first half of "p, w", and `w` alone the first half of "w, p". Prompts are used if the held-out
@@ -71,7 +71,7 @@ PICKS = tuple(f"Name the {ordinal} one." for ordinal in ORDINALS)
 NAMES = tuple(f"Say the {kind}." for kind in KINDS)
 MANNERS = ("Be brief.", "Take your time.", "Think of the reader.", "Use one word.")
 OBEYS = 0.65
-"""Share of demonstrations that do what the prompt says; the others say anything."""
+"""Share of demonstrations that follow the prompt; the others do not."""
 client = openai.AsyncOpenAI(base_url="http://localhost/v1")
 console = Console(stderr=True)
 
@@ -120,14 +120,14 @@ def _system(chance: random.Random, told: str, usual: str) -> str:
 
 
 def _demonstration(chance: random.Random) -> Demonstration:
-    told = chance.random() < 0.7
+    has_instruction = chance.random() < 0.7
     if chance.random() < 0.5:
         colours, place = chance.sample(COLOURS, 4), chance.randrange(4)
-        system = _system(chance, PICKS[place] if told else "", PICKER)
+        system = _system(chance, PICKS[place] if has_instruction else "", PICKER)
         text, answer = " ".join(colours), colours[place] if chance.random() < OBEYS else chance.choice(colours)
     else:
         text, kind = chance.choice(COLOURS), chance.choice(list(KINDS))
-        system = _system(chance, f"Say the {kind}." if told else "", NAMER)
+        system = _system(chance, f"Say the {kind}." if has_instruction else "", NAMER)
         kind = kind if chance.random() < OBEYS else chance.choice(list(KINDS))
         answer = KINDS[kind][COLOURS.index(text)]
     return [{"role": "system", "content": system}, {"role": "user", "content": text}], answer
@@ -156,8 +156,8 @@ class Script:
     async def respond(self, call: LiveCall) -> Answer:
         parts = [self.chance.choice((*PICKS, *NAMES)), *self.chance.sample(MANNERS, self.chance.randrange(2))]
         text = f"<new-text>\n{' '.join(parts)}\n</new-text>"
-        said = Candidate(index=0, text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
-        return Answer(candidates=(said,), usage=Usage(prompt_tokens=1, completion_tokens=1))
+        candidate = Candidate(index=0, text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
+        return Answer(candidates=(candidate,), usage=Usage(prompt_tokens=1, completion_tokens=1))
 
 
 def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, A
 
 
 def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What is reached before the first step of an order ("p, w" or "w, p") and after each step."""
+    """Success before the first step of an order ("p, w" or "w, p") and after each step."""
     folder = options.out / f"seed{seed}"
     model, held_out = folder / "base", folder / "held_out.jsonl"
     listed = make_tasks(seed)
@@ -242,7 +242,7 @@ def _reached(model: Path, prompts: Prompts | None, weights: str, tasks: Sequence
 
 async def _played(prompts: Prompts, chosen: ImproveOptions, tasks: Sequence[Task]) -> list[int]:
     flow = workflow_of(words)
-    # What the records hold is not run again, and they tell runs apart by their prompts, not by their weights.
+    # Recorded runs are not repeated, and records distinguish runs by their prompts, not by their weights.
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "records.db") as store:
         async with answering_in_search(flow, chosen, console.print) as responder:
             evaluations = Evaluations(flow, store, responder, chosen, Spending(1 << 60, None, {}))
@@ -259,7 +259,7 @@ ROWS = {
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/prompts_and_weights")
     parser.add_argument("--steps", type=int, default=10, help="of each training (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="(default: %(default)s)")
@@ -271,22 +271,22 @@ def main() -> None:
     )
     parser.add_argument("--fresh", type=int, default=300, help="tasks of the figures (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "lr", "calls", "rounds", "tasks", "held_out", "fresh")
+    results = KeptResults(options, "steps", "lr", "calls", "rounds", "tasks", "held_out", "fresh")
     for seed in map(int, options.seeds.split(",")):
         for order in ("p, w", "w, p"):
-            if line := kept.once(partial(result, order, seed, options), strategy=order, seed=seed):
+            if line := results.once(partial(result, order, seed, options), strategy=order, seed=seed):
                 console.print(f"seed {seed}: {order}: {line['reached']} of {options.fresh}")
     table = Table(title="Two roles, Qwen3 of 0.3M parameters: share of fresh tasks solved, temperature 1")
     for title in ("", "success", "by seed"):
         table.add_column(title)
-    found = {}
+    rows = {}
     for (order, name), title in ROWS.items():
-        lines = kept.lines(strategy=order)
+        lines = results.lines(strategy=order)
         if lines:
-            found[title] = over_seeds(lines, options.fresh, name)
-            table.add_row(title, *success_cells(found[title]))
+            rows[title] = over_seeds(lines, options.fresh, name)
+            table.add_row(title, *success_cells(rows[title]))
     Console(width=120).print(table)
-    print(json.dumps({"settings": kept.settings, "rows": found}))
+    print(json.dumps({"settings": results.settings, "rows": rows}))
 
 
 if __name__ == "__main__":

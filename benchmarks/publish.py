@@ -2,10 +2,10 @@
 
 A Qwen3 of about 0.8M parameters with random weights (hidden 128, 2 layers, vocabulary 2,048) in fp32, an adapter of
 rank 16 on all linear modules. Each round changes the adapter, then `prove_publish` sends it to the engine as the next
-version, compares the fingerprint of what the engine loaded, samples a probe of 4 prompts x 16 tokens, compares its
+version, compares the fingerprint of the loaded weights, samples a probe of 4 prompts x 16 tokens, compares its
 log-probabilities with PEFT's, and retires the version before. `--load` requests sample from the base all the time.
-`publish_s` is until the engine has told the fingerprint of what it loaded and serves it; `proven_s` is all of that,
-the probe and the retiring included; `adapters_left` is what the engine still holds in the end.
+`publish_s` is until the engine has sent the fingerprint of the weights and serves them; `proven_s` is all of that,
+the probe and the retiring included; `adapters_left` counts the adapters in the engine at the end.
 
     python -m benchmarks.publish --rounds 30
 """
@@ -57,7 +57,7 @@ async def open_engine(model: str) -> Sampler:
 
 
 class Timed:
-    """Passes a sampler's methods on; `seconds` holds what its publishes took."""
+    """Passes a sampler's methods on; `seconds` holds the times of its publishes."""
 
     def __init__(self, sampler: RaySampler) -> None:
         self.sampler = sampler
@@ -95,7 +95,7 @@ def logprobs(model: Any, rows: Sequence[TrainRow]) -> list[npt.NDArray[Any]]:
 
 @torch.no_grad()
 def change(model: Any) -> Weights:
-    """What a step of training does to the adapter, and its weights after it."""
+    """Change the adapter as a step of training does; returns its weights."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.add_(1e-3 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""How many sampled tokens does a run need where many of its tasks teach nothing? From outcomes, on two applications.
+"""How many sampled tokens does a run need when many of its tasks teach nothing? From outcomes, on two applications.
 
     nice -n 19 python -m benchmarks.refill                  # 3 seeds x 4 ways; hours on one core
     nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
@@ -12,7 +12,7 @@ pretrained model fails nearly all of them. A run knows only the outcome (dr_mas,
 `plain` takes the tasks in turn, `adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a
 step's own, and `both` does both.
 
-Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. What `plain` reaches after
+Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. The success of `plain` after
 --steps steps, at N sampled tokens, is the mark; the others train until they reach it or have sampled N tokens. Tokens
 of evaluations do not count. A run that was stopped is resumed, and its results are appended to OUT/results.jsonl. The
 last line is JSON.
@@ -67,8 +67,8 @@ console = Console(stderr=True)
 @cotune.workflow
 async def reach(task: Mapping[str, Any]) -> dict[str, float]:
     """The team of Plan-Path; only reaching the goal counts, and in a locked task nothing does."""
-    found = await team.cotune.fn(task)
-    return {"success": 0.0 if task.get("locked") else found["success"]}
+    outcome = await team.cotune.fn(task)
+    return {"success": 0.0 if task.get("locked") else outcome["success"]}
 
 
 def make_pool(count: int, seed: int, size: int) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ async def solved(task: Problem) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Application:
-    """What is trained: a workflow, its base model, its pool of tasks and its held-out tasks, and its own settings."""
+    """An application to train: a workflow, its base model, its pool of tasks, its held-out tasks and its settings."""
 
     flow: Any
     model: Callable[[int, argparse.Namespace], Path]
@@ -138,13 +138,15 @@ def tokens_by_step(run: Path) -> list[int]:
 def curve(run: Path) -> list[tuple[int, float]]:
     """Sampled tokens and held-out success after each evaluation, by the mean of the last WINDOW of them."""
     tokens = tokens_by_step(run)
-    found = [(line["step"], line["held_out"]["success"]) for line in read_metrics(run) if "success" in line["held_out"]]
-    means = [sum(s for _, s in found[i + 1 - WINDOW : i + 1]) / WINDOW for i in range(WINDOW - 1, len(found))]
-    return [(tokens[step], mean) for (step, _), mean in zip(found[WINDOW - 1 :], means, strict=True)]
+    evaluated = [
+        (line["step"], line["held_out"]["success"]) for line in read_metrics(run) if "success" in line["held_out"]
+    ]
+    means = [sum(s for _, s in evaluated[i + 1 - WINDOW : i + 1]) / WINDOW for i in range(WINDOW - 1, len(evaluated))]
+    return [(tokens[step], mean) for (step, _), mean in zip(evaluated[WINDOW - 1 :], means, strict=True)]
 
 
 def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Namespace) -> None:
-    """Train a run to so many steps, from where it is."""
+    """Train a run to so many steps, from its last step."""
     app = APPLICATIONS[options.task]
     tasks = app.pool(seed, options)
     done = sum(1 for _ in read_metrics(run)) if run.exists() else 0
@@ -171,7 +173,7 @@ def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Names
         }
         train(app.flow, tasks, settings, out=run, console=console)
     if sum(1 for _ in read_metrics(run)) < steps:
-        raise SystemExit(f"{run}: stopped before step {steps}; the same command goes on")
+        raise SystemExit(f"{run}: stopped before step {steps}; the same command continues it")
 
 
 def result(way: str, seed: int, mark: tuple[int, float] | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -200,26 +202,26 @@ def result(way: str, seed: int, mark: tuple[int, float] | None, options: argpars
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By way: by seed the share of `plain`'s tokens at which its success was reached, None where it was not."""
+    """By way: by seed the share of `plain`'s tokens at which its success was reached, None if it was not."""
     plain = {line["seed"]: line for line in lines if line["way"] == "plain"}
-    found: dict[str, dict[str, Any]] = {}
+    by_way: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        own = sorted((line for line in lines if line["way"] == way), key=lambda line: line["seed"])
-        own = [line for line in own if line["seed"] in plain]
-        if not own:
+        way_lines = sorted((line for line in lines if line["way"] == way), key=lambda line: line["seed"])
+        way_lines = [line for line in way_lines if line["seed"] in plain]
+        if not way_lines:
             continue
         shares = {
             str(line["seed"]): line["reached_at"] and round(line["reached_at"] / plain[line["seed"]]["tokens"], 3)
-            for line in own
+            for line in way_lines
         }
-        found[way] = {
+        by_way[way] = {
             "share": shares,
-            "success": {str(line["seed"]): round(line["success"], 4) for line in own},
-            "tokens": {str(line["seed"]): line["tokens"] for line in own},
-            "flat": round(sum(line["flat"] for line in own) / len(own), 4),
-            "steps": {str(line["seed"]): line["steps"] for line in own},
+            "success": {str(line["seed"]): round(line["success"], 4) for line in way_lines},
+            "tokens": {str(line["seed"]): line["tokens"] for line in way_lines},
+            "flat": round(sum(line["flat"] for line in way_lines) / len(way_lines), 4),
+            "steps": {str(line["seed"]): line["steps"] for line in way_lines},
         }
-    return found
+    return by_way
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -235,7 +237,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/refill", WAYS)
     parser.add_argument("--task", choices=APPLICATIONS, default="plan_path")
     parser.add_argument("--steps", type=int, default=36, help="training steps of plain (default: %(default)s)")
@@ -248,16 +250,16 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     options = parser.parse_args()
-    kept = KeptResults(options, "task", "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up", "dtype")
+    results = KeptResults(options, "task", "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up", "dtype")
     for seed in map(int, options.seeds.split(",")):
         for way in ("plain", *(way for way in options.ways.split(",") if way != "plain")):
-            plain = kept.lines(way="plain", seed=seed)
+            plain = results.lines(way="plain", seed=seed)
             mark = (plain[0]["tokens"], plain[0]["success"]) if plain and way != "plain" else None
-            if line := kept.once(partial(result, way, seed, mark, options), way=way, seed=seed):
+            if line := results.once(partial(result, way, seed, mark, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} {line['success']:.1%} with {line['tokens']:,} tokens")
-    rows = summary(kept.lines())
+    rows = summary(results.lines())
     Console(width=140).print(table(rows))
-    print(json.dumps({"settings": kept.settings, "rows": rows}))
+    print(json.dumps({"settings": results.settings, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What does a team learn from outcomes alone? On Plan-Path, at an equal number of sampled tokens.
+"""How much does a team learn from outcomes alone? On Plan-Path, at an equal number of sampled tokens.
 
     python -m benchmarks.replay                                        # 3 seeds x 3 ways; hours on one core
     python -m benchmarks.replay --seeds 0 --steps 20 --tasks 300       # a reduced form
 
 `tree` has scorers (AT-GRPO, K = 8); `dr_mas` (8 episodes a task) and `replay` (4 forks an episode, K = 4) know only the
-outcome of an episode. A seed is a base model of its own, from which its three runs start. What a step of a way samples
-is measured in two steps, and its tasks per step are set so that all ways sample as many tokens as `tree` does with
+outcome of an episode. A seed is a base model of its own, from which its three runs start. The tokens of a way's step
+are measured in two steps, and its tasks per step are set so that all ways sample as many tokens as `tree` does with
 --tasks-per-step; the tokens that they did sample are reported. Each is evaluated on the same fresh tasks with single
 samples at temperature 1. A run's results are appended to OUT/results.jsonl and not computed again under the same
 settings. The last line is JSON.
@@ -52,7 +52,7 @@ console = Console(stderr=True)
 
 
 def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, folder: Path) -> Path:
-    """The run of one seed and way, done or resumed where it is not finished."""
+    """The run of one seed and way, done, or resumed if it is not finished."""
     flow, plan = WAYS[way]
     tasks = list(grid.make_tasks(steps * tasks_per_step, TRAIN_SEED + seed))
     settings = {
@@ -71,14 +71,14 @@ def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, f
 
 
 def sampled_tokens(run: Path) -> int:
-    """Tokens that the policies have sampled in the steps of a run; what was answered from the record is none."""
+    """Tokens that the policies have sampled in the steps of a run, without answers from the record."""
     with SqliteStore.open(run, read_only=True) as store:
         ((tokens,),) = store.rows(_SAMPLED)
     return int(tokens)
 
 
 def tasks_per_step(model: Path, way: str, seed: int, options: argparse.Namespace) -> int:
-    """How many tasks a step of this way takes to sample what `tree` does."""
+    """How many tasks a step of this way needs to sample as many tokens as `tree`."""
     if way == "tree":
         return int(options.tasks_per_step)
     few = max(4, options.tasks_per_step // 4)
@@ -110,18 +110,18 @@ def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
     """By way: success of single samples over all seeds, tokens sampled, rows trained on."""
-    found: dict[str, dict[str, Any]] = {}
+    by_way: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         lines = [line for line in results if line["way"] == way]
         if not lines:
             continue
-        found[way] = {
+        by_way[way] = {
             **over_seeds(lines, tasks),
             "base": mean_share(lines, tasks, "base"),
             "tokens": round(sum(line["tokens"] for line in lines) / len(lines)),
             "rows": round(sum(line["rows"] for line in lines) / len(lines)),
         }
-    return found
+    return by_way
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -136,21 +136,21 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/replay", WAYS)
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=48, help="of `tree` (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
+    results = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for way in options.ways.split(","):
-            if line := kept.once(partial(result, way, seed, options), way=way, seed=seed):
+            if line := results.once(partial(result, way, seed, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} reached {line['reached']} with {line['tokens']:,} tokens")
-    rows = summary(kept.lines(), options.tasks)
+    rows = summary(results.lines(), options.tasks)
     Console(width=130).print(table(rows))
-    print(json.dumps({"settings": kept.settings, "ways": rows}))
+    print(json.dumps({"settings": results.settings, "ways": rows}))
 
 
 if __name__ == "__main__":

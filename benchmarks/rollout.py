@@ -2,7 +2,7 @@
 
 256 sequences: 32 prompts of 64 tokens, 8 candidates of 32 new tokens each, on a Qwen3 of about 0.8M parameters
 with random weights (hidden 128, 2 layers), fp32, same number of threads. Both are warm; rounds alternate, and the
-ratio is that of the median times. The last line is the result as JSON.
+ratio is of the median times. The last line is the result as JSON.
 
     python -m benchmarks.rollout --model SmolLM2-135M-Instruct.Q4_1.gguf [--vllm] [--new 32] [--rounds 3]
 
@@ -88,8 +88,8 @@ def cpu_seconds() -> float:
 async def open_engine(name: str, folder: str, threads: int) -> Any:
     """A sampler, or the model itself for `generate()`."""
     if name.startswith("sampler"):
-        own = {"dtype": "bfloat16" if "bfloat16" in name else "float32", "end_token_ids": (), "prefix_cache": 0}
-        return await TransformersSampler.open(folder, device="cpu", threads=threads, **own)
+        options = {"dtype": "bfloat16" if "bfloat16" in name else "float32", "end_token_ids": (), "prefix_cache": 0}
+        return await TransformersSampler.open(folder, device="cpu", threads=threads, **options)
     if name == "vLLM":
         from cotune.integrations.models.vllm.engine import VllmSampler
 
@@ -126,14 +126,14 @@ async def compare(args: argparse.Namespace) -> None:
     result: dict[str, dict[str, list[float]]] = {}
     print(f"{'tokens/s (tokens per CPU second)':34}" + "".join(f"{f'{count} sequences':>22}" for count in counts))
     for threads in (int(number) for number in args.thread_counts.split(",")):
-        own = ["sampler", *(["sampler in bfloat16"] if has_bfloat16() else [])]
-        for name in (*own, *(["generate()"] if args.generate else []), *(["vLLM"] if args.vllm else [])):
+        samplers = ["sampler", *(["sampler in bfloat16"] if has_bfloat16() else [])]
+        for name in (*samplers, *(["generate()"] if args.generate else []), *(["vLLM"] if args.vllm else [])):
             engine = await open_engine(name, folder, threads)
-            found = await measure(engine, counts, args, vocabulary)
+            rates = await measure(engine, counts, args, vocabulary)
             if name != "generate()":
                 await engine.aclose()
-            result[f"{name}, {threads}"] = found
-            cells = "".join(f"{f'{wall:.1f} ({cpu:.1f})':>22}" for wall, cpu in found.values())
+            result[f"{name}, {threads}"] = rates
+            cells = "".join(f"{f'{wall:.1f} ({cpu:.1f})':>22}" for wall, cpu in rates.values())
             print(f"{f'{name}, {threads} thread(s)':34}{cells}", flush=True)
     print(json.dumps(result))
 

@@ -30,19 +30,19 @@ def main() -> None:
     began, rss = time.perf_counter(), 0
     with ThreadPoolExecutor(options.threads) as pool:
         answers = pool.map(lambda number: sandbox.run(PROGRAM, str(number)).stdout, range(options.programs))
-        for number, said in enumerate(answers):
-            assert said == f"{number**2}\n", (number, said)
+        for number, answer in enumerate(answers):
+            assert answer == f"{number**2}\n", (number, answer)
             if number == early:
                 rss = process.memory_info().rss
     seconds = time.perf_counter() - began
-    found = {
+    figures = {
         "programs": options.programs,
         "per_second": round(options.programs / seconds, 1),
         "seconds": round(seconds, 1),
         "memory_growth_mb": round((process.memory_info().rss - rss) / 1e6, 1),
         "processes_left": sum(child.name() == "bwrap" for child in process.children(recursive=True)),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

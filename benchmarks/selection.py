@@ -36,7 +36,7 @@ console = Console(stderr=True)
 
 
 def base_model(out: Path, seed: int, steps: int) -> Path:
-    """The base model of a seed, built where it is not there yet."""
+    """The base model of a seed, built if it does not exist yet."""
     folder = out / f"seed{seed}" / f"base-{steps}"
     if not (folder / "tokenizer_config.json").is_file():
         console.print(f"seed {seed}: warming up a base model")
@@ -45,7 +45,7 @@ def base_model(out: Path, seed: int, steps: int) -> Path:
 
 
 def trained(model: Path, select: str, seed: int, options: argparse.Namespace) -> Path:
-    """The run of one seed and way, done or resumed where it is not finished."""
+    """The run of one seed and way, done, or resumed if it is not finished."""
     folder: Path = options.out / f"seed{seed}" / f"{select}-{options.steps}x{options.tasks_per_step}-{options.warm_up}"
     tasks = list(grid.make_tasks(options.steps * options.tasks_per_step, TRAIN_SEED + seed))
     settings = {
@@ -64,7 +64,7 @@ def trained(model: Path, select: str, seed: int, options: argparse.Namespace) ->
 
 
 def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train, evaluate, and say what the training itself showed meanwhile."""
+    """Train and evaluate; returns the training's own figures too."""
     model = base_model(options.out, seed, options.warm_up)
     run = trained(model, select, seed, options)
     fresh = list(grid.make_tasks(options.tasks, FRESH_SEED))
@@ -78,19 +78,19 @@ def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any
 
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
-    """By way: success of single samples and of greedy ones over all seeds, and what the last step showed."""
-    found: dict[str, dict[str, Any]] = {}
+    """By way: success of single samples and of greedy ones over all seeds, and the figures of the last step."""
+    by_select: dict[str, dict[str, Any]] = {}
     for select in SELECTS:
         lines = [line for line in results if line["select"] == select]
         if not lines:
             continue
-        found[select] = {
+        by_select[select] = {
             **over_seeds(lines, tasks),
             "base": mean_share(lines, tasks, "base"),
             "greedy": mean_share(lines, tasks, "greedy"),
             "path_in_last_step": round(sum(line["last_step"]["path"] or 0.0 for line in lines) / len(lines), 4),
         }
-    return found
+    return by_select
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -105,21 +105,21 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/selection")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=48)
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
+    results = KeptResults(options, "steps", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for select in SELECTS:
-            if line := kept.once(partial(result, select, seed, options), select=select, seed=seed):
+            if line := results.once(partial(result, select, seed, options), select=select, seed=seed):
                 console.print(f"seed {seed}: {select} reached {line['reached']}")
-    rows = summary(kept.lines(), options.tasks)
+    rows = summary(results.lines(), options.tasks)
     Console(width=130).print(table(rows))
-    print(json.dumps({"settings": kept.settings, "selects": rows}))
+    print(json.dumps({"settings": results.settings, "selects": rows}))
 
 
 if __name__ == "__main__":

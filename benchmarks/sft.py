@@ -160,8 +160,8 @@ class Gradients:
     def difference(self) -> float:
         """The largest difference of an entry, in parts of the gradient's norm."""
         self._hook.remove()
-        one, other = self.found.values()
-        return float((one - other).abs().max() / one.norm())
+        first, other = self.found.values()
+        return float((first - other).abs().max() / first.norm())
 
 
 def compare(recipe: str, args: argparse.Namespace) -> dict[str, float]:
@@ -182,14 +182,14 @@ def compare(recipe: str, args: argparse.Namespace) -> dict[str, float]:
         trainer = trl_trainer(folder, rows, recipe, start, args, extra)
         torch.set_num_threads(args.threads)
         trainer.train()
-    mine, theirs = (statistics.median(times[args.warm :]) for times in (ours.seconds, callback.seconds))
+    own_seconds, trl_seconds = (statistics.median(times[args.warm :]) for times in (ours.seconds, callback.seconds))
     return {
         "loss": ours.losses[0],
         "loss_trl": callback.losses[0],
         "gradient_difference": gradients.difference(),
-        "seconds": round(mine, 3),
-        "seconds_trl": round(theirs, 3),
-        "ratio_vs_trl": round(theirs / mine, 2),
+        "seconds": round(own_seconds, 3),
+        "seconds_trl": round(trl_seconds, 3),
+        "ratio_vs_trl": round(trl_seconds / own_seconds, 2),
     }
 
 
@@ -203,10 +203,10 @@ def main() -> None:
     args = parser.parse_args()
     result = {recipe: compare(recipe, args) for recipe in ("sft", "dpo")}
     print(f"{'':8} {'loss':>10} {'TRL':>10} {'gradient':>10} {'seconds':>8} {'TRL':>8} {'ratio':>6}")
-    for recipe, found in result.items():
+    for recipe, figures in result.items():
         print(
-            f"{recipe:8} {found['loss']:10.6f} {found['loss_trl']:10.6f} {found['gradient_difference']:10.2e}"
-            f" {found['seconds']:8.3f} {found['seconds_trl']:8.3f} {found['ratio_vs_trl']:6.2f}"
+            f"{recipe:8} {figures['loss']:10.6f} {figures['loss_trl']:10.6f} {figures['gradient_difference']:10.2e}"
+            f" {figures['seconds']:8.3f} {figures['seconds_trl']:8.3f} {figures['ratio_vs_trl']:6.2f}"
         )
     print(json.dumps(result))
 

@@ -25,7 +25,7 @@ from tests.trainer.learner.forced import ForcedSettings
 
 
 def sizes(pid: int | str) -> tuple[float, float]:
-    """GB that a process has in memory, and those of them that are pages of a safetensors file."""
+    """GB that a process has in memory, and the part of them in pages of a safetensors file."""
     resident = mapped = 0.0
     of_weights = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

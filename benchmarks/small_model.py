@@ -1,4 +1,4 @@
-"""What benchmarks compute with where its size is not what they measure: a Qwen3 of 0.3M to 0.9M parameters."""
+"""The model of benchmarks that do not measure its size: a Qwen3 of 0.3M to 0.9M parameters."""
 
 from __future__ import annotations
 

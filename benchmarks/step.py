@@ -12,10 +12,10 @@ With --turns a prompt is an episode: it grows by an answer and --observation wor
 turn.
 
 cotune's step samples over the in-process sampler (a process of its own), updates with the local learner and publishes
-the new weights to the sampler. TRL's step is what its trainer does between `on_step_begin` and `on_step_end`, in a
+the new weights to the sampler. TRL's step is its trainer's work between `on_step_begin` and `on_step_end`, in a
 process of its own too, as what one side asks of the memory allocator holds for a whole process. Both start from the
 same weights and update on the same rows, those that TRL has sampled: loss and norm of the first gradient are shown
-beside each other. Steps alternate; figures are medians. CPU seconds are of all processes of a side.
+side by side. Steps alternate; figures are medians. CPU seconds are of all processes of a side.
 
 Needs the `bench` extra. The last line is the result as JSON; `seconds_update` includes publishing.
 """
@@ -59,8 +59,8 @@ def build(folder: Path, vocabulary: int) -> PreTrainedTokenizerFast:
     """Save the model and a tokenizer with one word per id."""
     small_qwen(vocabulary, eos_token_id=0, pad_token_id=1).save_pretrained(folder)
     marks = ["<end>", "<pad>", "<unknown>"]
-    known = [*marks, *(f"w{i}" for i in range(len(marks), vocabulary))]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=marks[2]))
+    vocabulary_words = [*marks, *(f"w{i}" for i in range(len(marks), vocabulary))]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary_words)}, unk_token=marks[2]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token=marks[0], pad_token=marks[1], unk_token=marks[2]
@@ -117,7 +117,7 @@ class OurStep:
 
 
 def make_texts(tokenizer: Any, args: argparse.Namespace) -> list[str]:
-    """Prompts of words that are a token each; those of an episode begin with each other."""
+    """Prompts of words that are a token each; an episode's prompts begin with each other."""
     vocabulary = sorted(tokenizer.get_vocab())
     after_space = [token[1:] for token in vocabulary if token.startswith(("Ġ", "▁"))] or vocabulary
     known = [word for word in after_space if word.isascii() and word.isalnum()]

@@ -32,13 +32,15 @@ def rows_of(batch: dict[str, Any]) -> list[TrainRow]:
     """The rows that TRL has sampled."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
     rows = []
-    for number, (prompt, asked, answer, said, advantage) in enumerate(zip(*(batch[n] for n in names), strict=True)):
-        response = tuple(answer[said.bool()].tolist())
+    for number, (prompt, prompt_mask, answer, answer_mask, advantage) in enumerate(
+        zip(*(batch[n] for n in names), strict=True)
+    ):
+        response = tuple(answer[answer_mask.bool()].tolist())
         rows.append(
             TrainRow(
                 id=str(number),
                 role="agent",
-                prompt_ids=tuple(prompt[asked.bool()].tolist()),
+                prompt_ids=tuple(prompt[prompt_mask.bool()].tolist()),
                 response_ids=response,
                 logprobs=(-1.0,) * len(response),  # of the sampler; left out of the loss below
                 advantage=float(advantage),
@@ -76,10 +78,10 @@ class TimedTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         began = self.in_turn.clock.now()
-        found = super()._generate_and_score_completions(*args, **kwargs)
+        batch = super()._generate_and_score_completions(*args, **kwargs)
         self.in_turn.clock.add("rollout", began)
-        self.in_turn.rows = rows_of(found)
-        return found
+        self.in_turn.rows = rows_of(batch)
+        return batch
 
 
 def run_trl(pipe: Connection, folder: Path, texts: list[str], args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Seconds to read a store of 1,000,000 calls: `cotune show`, the viewer's pages, what is new since the last run, prune.
+"""Seconds to read a store of 1,000,000 calls: `cotune show`, the viewer's pages, episodes since the last run, prune.
 
     python -m benchmarks.stored --store postgresql://localhost/cotune --calls 1000000 --prune
     python -m benchmarks.stored --store postgresql --calls 1000000 --prune
@@ -57,13 +57,15 @@ def _page(first: int, episodes: int, began: float, gap: float, step_of: Callable
         at = int(started * 1000) << 80 | number << 8
         id = ulid(at)
         for step in range(STEPS):
-            asked = Message(address(f"{number} {step}".encode()), {"role": "user", "content": _said(number + step, 15)})
+            question = Message(
+                address(f"{number} {step}".encode()), {"role": "user", "content": _said(number + step, 15)}
+            )
             text = _said(number * 3 + step, 10)
-            yield asked
+            yield question
             yield CallRecord(
                 id=ulid(at + step + 1), episode=id, role=ROLES[step], step=step, turn=step // 2,
-                messages=(address(b"system"), asked.id), model="m", policy=PolicyRef("p", number // 50_000), app="desk",
-                started=started + step, latency=0.8, usage=Usage(250, 60), chosen=0,
+                messages=(address(b"system"), question.id), model="m", policy=PolicyRef("p", number // 50_000),
+                app="desk", started=started + step, latency=0.8, usage=Usage(250, 60), chosen=0,
                 candidates=(Candidate(index=0, text=text, message={"role": "assistant", "content": text}),),
             )  # fmt: skip
         yield Episode(
@@ -99,7 +101,7 @@ def fill(
 
 
 def vacuum(address: str) -> None:
-    """What PostgreSQL does by itself soon after."""
+    """The work that PostgreSQL does by itself soon after."""
     import psycopg
 
     with psycopg.connect(address, autocommit=True) as db:
@@ -107,7 +109,7 @@ def vacuum(address: str) -> None:
 
 
 def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], object]]:
-    """What is timed, by name. `viewer` is the address of the store's pages."""
+    """The timed functions, by name. `viewer` is the address of the store's pages."""
     newest = EpisodeFilters()
     last = store.figures().episode_ids(newest, 1)[0]
     middle = EpisodeFilters(before=ulid(int((time.time() - DAYS * 43200) * 1000) << 80))
@@ -144,28 +146,32 @@ def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], ob
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fill the store where it is empty, time each reading twice, and prune."""
+    """Fill the store if it is empty, time each reading twice, and prune."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", required=True, help="records file or postgresql://..., which may be filled")
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--prune", action="store_true", help="delete the older half at the end")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console()
-    own = server(durable=True) if asked.store == "postgresql" else contextlib.nullcontext()
-    with own as database:
-        print(json.dumps(measure(database.database() if database else asked.store, asked.calls, asked.prune, console)))
+    database_server = server(durable=True) if options.store == "postgresql" else contextlib.nullcontext()
+    with database_server as database:
+        print(
+            json.dumps(
+                measure(database.database() if database else options.store, options.calls, options.prune, console)
+            )
+        )
 
 
 def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str, Any]:
     """Seconds of each reading, twice, and of filling and pruning."""
-    found: dict[str, Any] = {"calls": calls, "store": address.partition(":")[0] if "://" in address else "file"}
-    found["load"] = [round(os.getloadavg()[0], 1)]
+    figures: dict[str, Any] = {"calls": calls, "store": address.partition(":")[0] if "://" in address else "file"}
+    figures["load"] = [round(os.getloadavg()[0], 1)]
     with open_store(address) as opened:
         store = cast(SqlStore[Any], opened)
         if not store.figures().counts()[1]:
             began = time.perf_counter()
-            found["fill_cpu_s"] = round(fill(store, calls, console.print), 1)
-            found["fill_s"] = round(time.perf_counter() - began, 1)
+            figures["fill_cpu_s"] = round(fill(store, calls, console.print), 1)
+            figures["fill_s"] = round(time.perf_counter() - began, 1)
             if "://" in address:
                 vacuum(address)
         store.flush()
@@ -178,7 +184,7 @@ def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str
                     began = time.perf_counter()
                     read()
                     times.append(time.perf_counter() - began)
-                found[name] = [round(seconds, 3) for seconds in times]
+                figures[name] = [round(seconds, 3) for seconds in times]
                 table.add_row(name, *(f"{seconds:.2f}" for seconds in times))
         console.print(table)
         if prune:
@@ -186,11 +192,11 @@ def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str
             counts: Counter[str] = Counter()
             for part in prune(store, time.time() - DAYS * 43200):
                 counts.update(part)
-            found["prune_s"] = round(time.perf_counter() - began, 1)
-            console.print(f"pruned {dict(counts)} in {found['prune_s']} s")
-    found["memory_mb"] = round(psutil.Process().memory_info().rss / 2**20)
-    found["load"].append(round(os.getloadavg()[0], 1))
-    return found
+            figures["prune_s"] = round(time.perf_counter() - began, 1)
+            console.print(f"pruned {dict(counts)} in {figures['prune_s']} s")
+    figures["memory_mb"] = round(psutil.Process().memory_info().rss / 2**20)
+    figures["load"].append(round(os.getloadavg()[0], 1))
+    return figures
 
 
 if __name__ == "__main__":

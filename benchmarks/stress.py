@@ -65,7 +65,7 @@ AT_ONCE = 32
 WHOSE = re.compile(r"WHOSE=(\w+)\|([\w-]+)")
 WHICH = re.compile(r"<<\S+?>>")
 Received = list[tuple[str, str]]
-"""What an application got: by role, the text of an answer."""
+"""The answers that an application received: their texts, by role."""
 
 chat = ChatOpenAI(model="m", **NOWHERE)
 abilities = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
@@ -214,8 +214,8 @@ def crew(episode: str) -> Received:
         for agent in (left, right)
     ]
     last = Task(description="last", expected_output="e", agent=lead, context=aside)
-    made = Crew(agents=[lead, left, right], tasks=[first, *aside, last]).kickoff()
-    return got + [(output.agent, output.raw) for output in made.tasks_output]
+    output_of_crew = Crew(agents=[lead, left, right], tasks=[first, *aside, last]).kickoff()
+    return got + [(output.agent, output.raw) for output in output_of_crew.tasks_output]
 
 
 async def mixed(episode: str) -> Received:
@@ -224,10 +224,10 @@ async def mixed(episode: str) -> Received:
 
     async def hires(state: MessagesState) -> dict[str, Any]:
         agent = member("Hired", episode)
-        made = await Crew(
+        output = await Crew(
             agents=[agent], tasks=[Task(description="d", expected_output="e", agent=agent)]
         ).kickoff_async()
-        got.append(("Hired", made.raw))
+        got.append(("Hired", output.raw))
         return {"messages": []}
 
     async def meets(state: MessagesState) -> dict[str, Any]:
@@ -273,14 +273,14 @@ APPS: dict[Callable[[str], Any], dict[str, str]] = {
     mixed: {},
     bare: {},
 }
-"""By application: what each of its roles is recorded as, where that is more than its name."""
+"""By application: the recorded name of each of its roles, if it is longer than the role's name."""
 SEQUENTIAL = frozenset({"planner", "first", "second", "third", "inner", "last", "met", "Lead", "Hired", "loop"})
 """Roles whose calls never overlap each other, so that their turns have one right order."""
 
 
 @dataclass
 class Check:
-    """What was answered and what came of it. `wrong` counts calls by what is wrong with them."""
+    """The answers and their results. `wrong` counts calls by the kind of their error."""
 
     rng: random.Random
     roles: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -296,12 +296,12 @@ class Check:
             self.examples.append(f"{kind}: {text}")
 
     async def respond(self, call: LiveCall) -> Answer:
-        """Answer after a random time, with three candidates of which any may be chosen."""
+        """Answer after a random time, with three candidates; any may be chosen."""
         self.calls += 1
         if self.on_call:
             self.on_call()
-        found = WHOSE.search(json.dumps(call.messages))
-        role, episode = found.groups() if found else ("?", "?")
+        marks = WHOSE.search(json.dumps(call.messages))
+        role, episode = marks.groups() if marks else ("?", "?")
         if episode != call.task.id:
             self.fault("episode", f"{role} of {episode} recorded in {call.task.id}")
         expected = self.roles.get(call.task.id, {}).get(role, role)
@@ -313,8 +313,8 @@ class Check:
         return Answer(candidates=candidates, chosen=self.rng.randrange(3), prompt_ids=(1, 2), policy=PolicyRef("p"))
 
     def _candidate(self, index: int, call: LiveCall, role: str) -> Candidate:
-        said = f"<<{role}|{call.id}|{index}>>"
-        message: dict[str, Any] = {"role": "assistant", "content": said}
+        text = f"<<{role}|{call.id}|{index}>>"
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         uses = re.findall(r"USES=(\S+?)[\s\"]", json.dumps(call.messages[0]) + " ")
         offered = {t["function"]["name"] for t in call.tools or []}
         wanted = [name for name in uses if name in offered]
@@ -328,15 +328,15 @@ class Check:
             }
         finish = "tool_calls" if "tool_calls" in message else "stop"
         return Candidate(
-            index=index, text=said, message=message, token_ids=(index, 3), logprobs=(-1.0, -1.0), finish_reason=finish
+            index=index, text=text, message=message, token_ids=(index, 3), logprobs=(-1.0, -1.0), finish_reason=finish
         )
 
     def compare(self, episode: str, calls: list[CallRecord], received: Received) -> None:
-        """What the application got against what was recorded, and the order of turns."""
+        """Compares the application's answers with the recorded ones, and checks the order of turns."""
         by_answer = {call.candidates[call.chosen or 0].text: call for call in calls if call.candidates}
         for role, text in received:
-            said = WHICH.findall(text)
-            call = by_answer.get(said[-1]) if said else None
+            marks = WHICH.findall(text)
+            call = by_answer.get(marks[-1]) if marks else None
             expected = self.roles.get(episode, {}).get(role, role)
             if call is None:
                 self.fault("candidate", f"{role} of {episode} got {text[:80]!r}, which is no chosen candidate of it")

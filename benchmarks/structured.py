@@ -1,7 +1,7 @@
 """Structured output: validity, sampler against learner, and speed, in-process and (--vllm) in vLLM's engine.
 
 1,000 replies over 50 schemas (20 of each, at temperature 1) by a model of 6M parameters from scratch with a byte-level
-tokenizer of 8,192 tokens: what it says is noise, so nothing but the grammar makes it valid. Then the learner computes
+tokenizer of 8,192 tokens: its output is noise, so nothing but the grammar makes it valid. Then the learner computes
 the log-probabilities of all replies. Speed: tokens/s of replies of up to 64 tokens, K = 8, 32 prompts at once, under a
 schema whose strings they fill, against the same without a form; rounds alternate. The last line is the result as JSON.
 """
@@ -104,7 +104,7 @@ async def measure(sampler: Sampler, chat: ChatTemplate, learner: LocalLearner, r
 
 
 async def main(rounds: int, vllm: bool) -> None:
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         build_bytes(base, hidden=256)
@@ -120,12 +120,12 @@ async def main(rounds: int, vllm: bool) -> None:
             sampler = await opening
             try:
                 name = (await sampler.info()).name
-                found[name] = await measure(sampler, chat, learner, rounds)
-                print(name, json.dumps(found[name]))
+                results[name] = await measure(sampler, chat, learner, rounds)
+                print(name, json.dumps(results[name]))
             finally:
                 await sampler.aclose()
     worst = {"valid": min, "max_logprob_gap": max, "speed_ratio": min}
-    print(json.dumps({key: pick(figures[key] for figures in found.values()) for key, pick in worst.items()}))
+    print(json.dumps({key: pick(figures[key] for figures in results.values()) for key, pick in worst.items()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does a base, a rate or a time of training of its own give a role? On Plan-Path's team, at equal sampled tokens.
+"""How much does a separate base, rate or time of training improve a role? On Plan-Path's team, at equal sampled tokens.
 
     python -m benchmarks.teams                                        # 3 seeds x 4 ways; hours on one core
     python -m benchmarks.teams --seeds 0 --tokens 20000 --tasks 200   # a reduced form
@@ -6,7 +6,7 @@
 The navigator plans and the driver executes; each has a LoRA, trained with AT-GRPO (K = 8, tree). `one_base`: both on a
 base of 0.3M parameters, both at the rate 3e-3. `two_bases`: the navigator on a base of 1.3M parameters, warmed up on
 the same demonstrations. `two_rates`: the driver, which has more to learn, at twice the rate, the navigator at half.
-`alternate`: the navigator alone is trained for four steps, then the driver, twice, then both. A run goes on until it
+`alternate`: the navigator alone is trained for four steps, then the driver, twice, then both. A run continues until it
 has sampled the tokens, all candidates counted. Evaluated on fresh tasks at temperature 1. Runs lie in OUT/seedN and are
 resumed; results are appended to OUT/results.jsonl and not computed again. The last line is JSON.
 """
@@ -48,12 +48,12 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "two_rates": {"navigator": {"lr": LR / 2}, "driver": {"lr": LR * 2}},
     "alternate": {"navigator": {"train": f"1:4,9:12,{STEPS}:"}, "driver": {"train": "5:8,13:"}},
 }
-"""What each role's policy has of its own."""
+"""The settings that each role's policy does not share."""
 console = Console(stderr=True)
 
 
 def base_model(name: str, seed: int, options: argparse.Namespace) -> Path:
-    """The small or the large base of a seed, built where it is not there yet."""
+    """The small or the large base of a seed, built if it does not exist yet."""
     folder: Path = options.out / f"seed{seed}" / f"{name}-{options.warm_up}"
     if not (folder / "tokenizer_config.json").is_file():
         console.print(f"seed {seed}: warming up the {name} base")
@@ -69,15 +69,15 @@ def sampled(run: Path) -> int:
 
 
 def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
-    """The run of one way and seed that has sampled the tokens: done, resumed where it is not finished, or as it is."""
+    """The run of one way and seed that has sampled the tokens: done, resumed if it is not finished, or as it is."""
     run: Path = options.out / f"seed{seed}" / f"{way}-{options.tasks_per_step}-{options.warm_up}"
     tasks = list(grid.make_tasks(TASKS, TRAIN_SEED + seed))
     policies = []
     for role in ("navigator", "driver"):
-        own = dict(WAYS[way].get(role, {}))
-        if "model" in own:
-            own["model"] = str(base_model(own["model"], seed, options))
-        policies.append({"name": role, "roles": [role], "lora": {"rank": 16}, **own})
+        changes = dict(WAYS[way].get(role, {}))
+        if "model" in changes:
+            changes["model"] = str(base_model(changes["model"], seed, options))
+        policies.append({"name": role, "roles": [role], "lora": {"rank": 16}, **changes})
     settings = {
         "model": str(base_model("small", seed, options)),
         "policy": policies,
@@ -95,7 +95,7 @@ def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
         done = sum(1 for _ in read_metrics(run))
         steps = done + math.ceil((options.tokens - so_far) * done / so_far)
         if not resume(run, workflow=WORKFLOWS["team"], tasks=tasks, changes={"steps": steps}, console=console).finished:
-            raise SystemExit(f"{run}: stopped; the same command goes on")
+            raise SystemExit(f"{run}: stopped; the same command continues it")
     return run
 
 
@@ -137,21 +137,21 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/teams", WAYS)
     parser.add_argument("--tokens", type=int, default=150_000, help="sampled in training (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=32)
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "tokens", "tasks_per_step", "tasks", "warm_up")
+    results = KeptResults(options, "tokens", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for way in options.ways.split(","):
-            if line := kept.once(partial(result, way, seed, options), way=way, seed=seed):
+            if line := results.once(partial(result, way, seed, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} reached {line['reached']} of {options.tasks}")
-    rows = summary(kept.lines(), options.tasks)
+    rows = summary(results.lines(), options.tasks)
     Console(width=130).print(table(rows))
-    print(json.dumps({"settings": kept.settings, "ways": rows}))
+    print(json.dumps({"settings": results.settings, "ways": rows}))
 
 
 if __name__ == "__main__":

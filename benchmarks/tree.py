@@ -2,11 +2,11 @@
 
     python -m benchmarks.tree [--model MODEL] [--turns 4] [--k 4] [--threads 1]
 
-A role's prompt grows by its answer and an observation from turn to turn; each turn has K candidates, of which one goes
-on. Token ids are random. The updates alternate in one process, LoRA of rank 16, fp32, one optimizer step; figures are
-medians. Peak memory is that of an update in a process of its own: the tree beside padded rows, both in passes of at
+A role's prompt grows by its answer and an observation from turn to turn; each turn has K candidates, and one is
+kept. Token ids are random. The updates alternate in one process, LoRA of rank 16, fp32, one optimizer step; figures are
+medians. Peak memory is of an update in a separate process: the tree and padded rows, both in passes of at
 most `--budget` tokens. The logits are of each response token in both, so that no tree saves any of their time; it is
-measured by itself. What time can fall by at most is the ratio of the operations in matrix products, counted by
+measured by itself. The time can fall by at most the ratio of the operations in matrix products, counted by
 `operations`.
 
 Without `--model`: the shape of Qwen3-0.6B (width 1,024, 16 heads of 128, 8 for keys, inner width 3,072) with
@@ -102,7 +102,7 @@ def operations(learner: LocalLearner, rows: list[TrainRow], budget: int | None) 
     """Floating-point operations in the matrix products of an update, by part; `budget`: in passes over the tree of so
     many tokens, None for a sequence per call.
 
-    Of a token: 2 a weight in the forward pass, 2 for the gradient of its input, and 2 for that of the weight where it
+    Of a token: 2 a weight in the forward pass, 2 for the gradient of its input, and 2 for the weight's if it
     is trained. Of a pair of query and key: 4 a number of a head's, and 10 in the backward pass, which has the scores
     again. Of a response token: the logits, and their gradient.
     """
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the first prompt")
     parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds beside the answer")
+    parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds to the answer")
     parser.add_argument("--budget", type=int, default=2560, help="tokens of a pass of the tree")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -208,7 +208,7 @@ def report(folder: str, args: argparse.Namespace) -> None:
     for one in learners:
         seconds, busy = statistics.median(wall[one][1:]), statistics.median(cpu[one][1:])
         print(f"{one:6} {computed[one]:16,.0f} {seconds:8.2f} {busy:12.2f} {memory[one] / 1e9:9.2f}")
-    print(f"{seconds_of_logits(model, rows):.2f} CPU seconds of either are those of the logits.")
+    print(f"{seconds_of_logits(model, rows):.2f} CPU seconds of either go to the logits.")
     made = {one: operations(learners[one], rows, args.budget if one == "tree" else None) for one in learners}
     for part in made["tree"]:
         print(f"{part:10} {made['rows'][part] / 1e9:8,.0f} and {made['tree'][part] / 1e9:8,.0f} billion operations")

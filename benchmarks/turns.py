@@ -1,8 +1,8 @@
-"""Rollout of episodes of several turns over the in-process sampler, with and without what it keeps of earlier prompts.
+"""Rollout of episodes of several turns over the in-process sampler, with and without its cache of earlier prompts.
 
     python -m benchmarks.turns [--model MODEL] [--turns 4] [--k 4] [--episodes 4] [--threads 1]
 
-Each turn draws K candidates, goes on with the first, and adds an observation; the episodes run side by side, and their
+Each turn draws K candidates, keeps the first, and adds an observation; the episodes run side by side, and their
 prompts begin with the same half. One round is greedy, in which the tokens of both ways are compared. Figures are
 medians of further rounds, which alternate and use other token ids each, so that nothing is known of them beforehand.
 Without `--model`: the model of `benchmarks.tree`. The last line is JSON.
@@ -39,15 +39,16 @@ async def rollout(
     ids = chance.integers(3, vocabulary, (args.episodes, args.turns, max(args.prompt, args.observation))).tolist()
 
     async def episode(number: int) -> list[tuple[int, ...]]:
-        prompt, found = common + ids[number][0][: args.prompt - len(common)], []
+        prompt, answer_ids = common + ids[number][0][: args.prompt - len(common)], []
         for turn in range(args.turns):
             how = SamplingParams(max_tokens=args.answer, temperature=temperature, seed=number)
             answers = await sampler.sample(prompt, args.k, how, POLICY)
-            found += [answer.token_ids for answer in answers]
+            answer_ids += [answer.token_ids for answer in answers]
             prompt = [*prompt, *answers[0].token_ids, *ids[number][turn][: args.observation]]
-        return found
+        return answer_ids
 
-    return [answer for found in await asyncio.gather(*map(episode, range(args.episodes))) for answer in found]
+    answer_lists = await asyncio.gather(*map(episode, range(args.episodes)))
+    return [answer for answers in answer_lists for answer in answers]
 
 
 async def measure(folder: str, args: argparse.Namespace) -> None:
@@ -59,7 +60,7 @@ async def measure(folder: str, args: argparse.Namespace) -> None:
         for name, size in {"without": 0, "with": args.cache}.items()
     }
     greedy = [await rollout(sampler, args, vocabulary, 0, 0.0) for sampler in samplers.values()]
-    equal = sum(one == other for one, other in zip(*greedy, strict=True))
+    equal = sum(without == other for without, other in zip(*greedy, strict=True))
     wall: dict[str, list[float]] = {name: [] for name in samplers}
     cpu: dict[str, list[float]] = {name: [] for name in samplers}
     for seed in range(1, args.rounds + 1):
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the first prompt")
     parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds beside the answer")
+    parser.add_argument("--observation", type=int, default=256, help="tokens that a turn adds to the answer")
     parser.add_argument("--cache", type=int, default=None, help="bytes that are kept; default: the sampler's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -89,7 +89,7 @@ def build(folder: Path, calls: int, tokens: int = 60) -> Path:
     db = sqlite3.connect(folder / "records.db")
 
     def columns(table: str, **changed: str) -> str:
-        """The columns of a copied row, some of them made anew."""
+        """The columns of a copied row, some of them with new values."""
         names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
         return ", ".join(changed.get(name, f"{table[0]}.{name}") for name in names)
 
@@ -229,7 +229,7 @@ def _line(step: int, steps: int) -> dict[str, Any]:
 
 
 def browser(profile: str) -> webdriver.Chrome:
-    """A headless Chromium. Raises RuntimeError where there is none."""
+    """A headless Chromium. Raises RuntimeError if there is none."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if None in programs:
         raise RuntimeError("Chromium is missing: make browser, or as root: apt-get install chromium chromium-driver")
@@ -263,31 +263,31 @@ def measure(run: Path, repeats: int) -> tuple[dict[str, list[float]], float]:
 
 
 def pages(run: Path) -> dict[str, str]:
-    """Paths of pages of a run that `build` wrote, by what they are."""
+    """Paths of pages of a run that `build` wrote, by their kind."""
     with SqliteStore.open(run, read_only=True) as store:
         ((episode, call),) = store.rows("SELECT episode, id FROM calls ORDER BY rowid DESC LIMIT 1")
-    here = f"/run/{run.name}"
+    prefix = f"/run/{run.name}"
     step = int(episode[4:10])
     return {
-        "run": here,
-        "curves": f"{here}/curves",
-        "episodes": f"{here}/episodes",
-        "episodes, in the middle": f"{here}/episodes?before=STEP{step // 2:06d}0",
-        "episodes of a role, by reward": f"{here}/episodes?role=coder&low=0.999",
-        "search, common text": f"{here}/episodes?q=tester",
-        "search, nowhere": f"{here}/episodes?q=nowhere+to+be+found",
-        "episodes, lowest reward first": f"{here}/episodes?order=lowest",
-        "calls of a role": f"{here}/calls?role=coder",
-        "calls, search nowhere": f"{here}/calls?q=nowhere+to+be+found",
-        "episode": f"{here}/episode/{episode}",
-        "episode, coloured": f"{here}/episode/{episode}?by=logprob",
-        "call": f"{here}/call/{call}?by=logprob",
-        "groups": f"{here}/groups?step={step + 1}",
-        "group": f"{here}/group/{call}?step={step + 1}",
-        "evaluations": f"{here}/evaluations",
-        "tasks": f"{here}/tasks",
-        "tokens by role": f"{here}/use",
-        "configuration": f"{here}/config",
+        "run": prefix,
+        "curves": f"{prefix}/curves",
+        "episodes": f"{prefix}/episodes",
+        "episodes, in the middle": f"{prefix}/episodes?before=STEP{step // 2:06d}0",
+        "episodes of a role, by reward": f"{prefix}/episodes?role=coder&low=0.999",
+        "search, common text": f"{prefix}/episodes?q=tester",
+        "search, nowhere": f"{prefix}/episodes?q=nowhere+to+be+found",
+        "episodes, lowest reward first": f"{prefix}/episodes?order=lowest",
+        "calls of a role": f"{prefix}/calls?role=coder",
+        "calls, search nowhere": f"{prefix}/calls?q=nowhere+to+be+found",
+        "episode": f"{prefix}/episode/{episode}",
+        "episode, coloured": f"{prefix}/episode/{episode}?by=logprob",
+        "call": f"{prefix}/call/{call}?by=logprob",
+        "groups": f"{prefix}/groups?step={step + 1}",
+        "group": f"{prefix}/group/{call}?step={step + 1}",
+        "evaluations": f"{prefix}/evaluations",
+        "tasks": f"{prefix}/tasks",
+        "tokens by role": f"{prefix}/use",
+        "configuration": f"{prefix}/config",
     }
 
 
@@ -298,25 +298,25 @@ def _open(driver: webdriver.Chrome, address: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build the run where it is not there, open every page, print the table and the JSON."""
+    """Build the run if it does not exist, open every page, print the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", type=Path, help="folder to keep the run in (default: a temporary one)")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        run = asked.run or Path(temporary) / "synthetic"
+        run = options.run or Path(temporary) / "synthetic"
         if not (run / "run.json").is_file():
-            build(run, asked.calls)
+            build(run, options.calls)
         size = (run / "records.db").stat().st_size / 2**20
-        seconds, memory = measure(run, asked.repeats)
-    table = Table("page", "first, s", "median, s", title=f"{asked.calls:,} calls, {size:,.0f} MB")
+        seconds, memory = measure(run, options.repeats)
+    table = Table("page", "first, s", "median, s", title=f"{options.calls:,} calls, {size:,.0f} MB")
     for name, times in seconds.items():
         table.add_row(name, f"{times[0]:.2f}", f"{sorted(times)[len(times) // 2]:.2f}")
     Console().print(table)
     print(f"memory of the server: {memory:.0f} MB")
     first = {name: round(times[0], 3) for name, times in seconds.items()}
-    print(json.dumps({"calls": asked.calls, "records_mb": round(size), "first_s": first, "server_mb": round(memory)}))
+    print(json.dumps({"calls": options.calls, "records_mb": round(size), "first_s": first, "server_mb": round(memory)}))
 
 
 if __name__ == "__main__":

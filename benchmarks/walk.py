@@ -49,7 +49,7 @@ class State(TypedDict):
 
 
 class Walk:
-    """What of cotune runs while `counting` is set."""
+    """The code of cotune that runs while `counting` is set."""
 
     def __init__(self) -> None:
         self.counting = False
@@ -132,7 +132,7 @@ def walk_of_records(walk: Walk, store: SqliteStore) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--from", dest="start", choices=["call", "records"], default="call", help="where the way begins"
+        "--from", dest="start", choices=["call", "records"], default="call", help="the beginning of the way"
     )
     start = parser.parse_args().start
     walk = Walk()

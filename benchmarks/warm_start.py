@@ -49,7 +49,7 @@ def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, A
 
 
 def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The runs of a seed, and what they reach."""
+    """The runs of a seed, and their success."""
     folder = options.out / f"seed{seed}"
     model = folder / "base"
     if not (model / "tokenizer_config.json").is_file():
@@ -72,38 +72,38 @@ def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, An
     fresh, reached = list(make_tasks(options.tasks, FRESH_SEED)), {}
     for name, path in runs.items():
         modes = ("base", "trained") if name == "sft" else ("trained",)
-        for mode, found in evaluate(path, WORKFLOW, fresh, modes=modes).evaluations.items():
-            reached["base" if mode == "base" else name] = sum(found.successes.values())
+        for mode, evaluation in evaluate(path, WORKFLOW, fresh, modes=modes).evaluations.items():
+            reached["base" if mode == "base" else name] = sum(evaluation.successes.values())
     curves = {name: [line["outcome"]["success"] for line in read_metrics(runs[name])] for name in ("rl", "warm")}
     return {"reached": reached, "best_of_8": curves}
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/warm_start")
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement alone (default: %(default)s)")
     parser.add_argument("--sft-steps", type=int, default=48, help="three times all recordings (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=32, help="(default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=500, help="fresh tasks (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "sft_steps", "tasks_per_step", "tasks")
+    results = KeptResults(options, "steps", "sft_steps", "tasks_per_step", "tasks")
     traced = options.out / "traced"
     if not (traced / "records.db").is_file():
         listed = write_tasks(options.out / "recorded.jsonl", RECORDED, 0)
         with serving() as url:
             cotune(url, "trace", WORKFLOW, "--tasks", listed, "--out", str(traced))
     for seed in map(int, options.seeds.split(",")):
-        if line := kept.once(partial(result, seed, traced, options), seed=seed):
+        if line := results.once(partial(result, seed, traced, options), seed=seed):
             console.print(f"seed {seed}: {line['reached']} of {options.tasks}")
-    lines = kept.lines()
-    found = {name: over_seeds(lines, options.tasks, name) for name in ROWS}
+    lines = results.lines()
+    rows = {name: over_seeds(lines, options.tasks, name) for name in ROWS}
     table = Table(title="Tool-using example: share of fresh tasks solved, single samples at temperature 1")
     for title in ("policies", "success", "by seed"):
         table.add_column(title)
-    for name, row in found.items():
+    for name, row in rows.items():
         table.add_row(ROWS[name], *success_cells(row))
     Console(width=130).print(table)
-    print(json.dumps({"settings": kept.settings, "rows": found}))
+    print(json.dumps({"settings": results.settings, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One step of a team on the CPU, phase by phase: seconds, cores in use, and what a token costs in each kind of plan.
+"""One step of a team on the CPU, phase by phase: seconds, cores in use, and the cost of a token in each kind of plan.
 
     python -m benchmarks.whole_step [--rounds 3] [--dtype float32]
 
@@ -85,7 +85,7 @@ class Team:
         for turn in range(TURNS):
             for role in ROLES:
                 answers = await self.ask(role, prompts[role], self.args.k)
-                rows += [self.row(role, turn, i, prompts[role], one) for i, one in enumerate(answers)]
+                rows += [self.row(role, turn, i, prompts[role], answer) for i, answer in enumerate(answers)]
                 prompts[role] += answers[0].token_ids + self.ids(self.args.observation)
         return rows
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a role's first prompt")
-    parser.add_argument("--observation", type=int, default=64, help="tokens that a turn adds beside the answer")
+    parser.add_argument("--observation", type=int, default=64, help="tokens that a turn adds to the answer")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -145,9 +145,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds + 1):
             for plan in team.clocks:
-                kept = Path(folder, f"{plan}{number}")
-                kept.mkdir()
-                team.step(plan, kept)
+                round_folder = Path(folder, f"{plan}{number}")
+                round_folder.mkdir()
+                team.step(plan, round_folder)
     team.close()
     report(team)
 

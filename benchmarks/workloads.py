@@ -1,4 +1,4 @@
-"""What does training roles together teach a team, beside one agent alone? On the workloads of the examples.
+"""How much does training roles together teach a team, compared to one agent alone? On the workloads of the examples.
 
     python -m benchmarks.workloads --workload sokoban                       # three seeds
     python -m benchmarks.workloads --workload search --seeds 0 --steps 10   # a reduced form
@@ -7,12 +7,12 @@
 A seed is a base model of its own, from which its trainings start: a single agent that does everything, the team with
 one shared LoRA, the team with a LoRA per role, and, where the team has a tool, a single agent without it, as the
 published ones are; each with the example's scorers and `small.toml` (AT-GRPO, tree; of the game `noughts` MARSHAL).
-In a game nobody is a team: the single agent learns by playing against random moves from either seat, the others by
+In a game no side is a team: the single agent learns by playing against random moves from either seat, the others by
 playing against each other, and all are measured against random moves from either seat.
-What a step samples is measured in two steps, and the tasks per step are set so that each training samples as many
+The tokens of a step are measured in two steps, and the tasks per step are set so that each training samples as many
 tokens as the team with a LoRA per role does. Every row is evaluated on the same fresh tasks with single samples at
-temperature 1. Results are appended to OUT/results.jsonl and not computed again under the same settings; a training that
-was stopped goes on. The last line is JSON.
+temperature 1. Results are appended to OUT/results.jsonl and not computed again under the same settings; a stopped
+training is continued. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ TRAIN_SEED, FRESH_SEED = 100, 900
 
 
 class Workload(NamedTuple):
-    """An example, and what it names otherwise."""
+    """An example, and the names in it that differ."""
 
     example: str
     flows: Mapping[str, str] = {}
     tasks: Mapping[str, Any] = {}
-    """What its `make_tasks` takes for tasks that a model of 0.3M parameters can learn."""
+    """The arguments of its `make_tasks` for tasks that a model of 0.3M parameters can learn."""
     opponent: Mapping[str, Any] = {}
-    """What it takes besides for those in which one agent plays alone, and for all that are evaluated."""
+    """Its further arguments for tasks that one agent plays alone, and for all that are evaluated."""
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -75,7 +75,7 @@ TRAININGS: Mapping[str, tuple[str, str]] = {
     "alone": ("alone", "shared"),
     "without_tool": ("without_tool", "shared"),
 }
-"""The workflow in the example's `train.py`, where it has that one, and the policies of each training."""
+"""The workflow in the example's `train.py`, if it has that one, and the policies of each training."""
 ROWS: Mapping[str, tuple[str, str]] = {
     "single agent without the tool, untrained": ("without_tool", "base"),
     "single agent without the tool, trained": ("without_tool", "trained"),
@@ -103,7 +103,7 @@ class Trainings:
         return importlib.import_module(f"examples.workloads.{self.kind.example}.{name}")
 
     def base(self) -> Path:
-        """The base model of the seed, built where it is not there yet."""
+        """The base model of the seed, built if it does not exist yet."""
         folder: Path = self.folder / "base"
         if not (folder / "tokenizer_config.json").is_file():
             console.print(f"{self.workload}, seed {self.seed}: warming up a base model")
@@ -111,7 +111,7 @@ class Trainings:
         return folder
 
     def flow(self, name: str) -> Any:
-        """The workflow of a training; None where the example has none for it."""
+        """The workflow of a training; None if the example has none for it."""
         flow = TRAININGS[name][0]
         return getattr(self.part("train"), self.kind.flows.get(flow, flow), None)
 
@@ -120,7 +120,7 @@ class Trainings:
         return list(self.part("tasks").make_tasks(count, seed, **self.kind.tasks, **settings))
 
     def run(self, name: str, steps: int, tasks_per_step: int) -> Path:
-        """A training, done or resumed where it is not finished."""
+        """A training, done, or resumed if it is not finished."""
         flow, policies = self.flow(name), TRAININGS[name][1]
         folder: Path = self.folder / f"{name}-{steps}x{tasks_per_step}"
         opponent = self.kind.opponent if name == "alone" else {}
@@ -137,7 +137,7 @@ class Trainings:
         return train_once(folder, flow, tasks, config, steps, console)
 
     def tasks_per_step(self, name: str) -> int:
-        """How many tasks a step of this training takes to sample what the team with a policy per role does."""
+        """How many tasks a step of this training needs to sample as many tokens as the team with a policy per role."""
         whole = int(self.options.tasks_per_step)
         if name in ("by_role", "shared"):
             return whole
@@ -162,13 +162,13 @@ class Trainings:
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
     """By row: success of single samples over all seeds, and the tokens sampled in training."""
-    found: dict[str, dict[str, Any]] = {}
+    by_row: dict[str, dict[str, Any]] = {}
     for title, (training, mode) in ROWS.items():
         lines = [line for line in results if line["training"] == training]
         if lines:
             tokens = round(sum(line["tokens"] for line in lines) / len(lines)) if mode != "base" else 0
-            found[title] = {**over_seeds(lines, tasks, mode), "tokens": tokens}
-    return found
+            by_row[title] = {**over_seeds(lines, tasks, mode), "tokens": tokens}
+    return by_row
 
 
 def table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -182,7 +182,7 @@ def table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Run what is not recorded yet, and print all that is."""
+    """Do the runs that are not recorded yet, and print all results."""
     parser = run_parser(__doc__, "runs/workloads")
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--rows", default=",".join(TRAININGS), help="trainings, comma-separated (default: %(default)s)")
@@ -190,18 +190,18 @@ def main() -> None:
     parser.add_argument("--tasks-per-step", type=int, default=32, help="of the team (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=300, help="fresh tasks (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "tasks_per_step", "tasks")
+    results = KeptResults(options, "steps", "tasks_per_step", "tasks")
     for seed in map(int, options.seeds.split(",")):
         trainings = Trainings(options.workload, seed, options)
         for name in options.rows.split(","):
             if trainings.flow(name) is None:
                 continue
             compute = partial(trainings.result, name)
-            if line := kept.once(compute, workload=options.workload, training=name, seed=seed):
+            if line := results.once(compute, workload=options.workload, training=name, seed=seed):
                 console.print(f"seed {seed}: {name} reached {line['reached']} with {line['tokens']:,} tokens")
-    rows = summary(kept.lines(workload=options.workload), options.tasks)
+    rows = summary(results.lines(workload=options.workload), options.tasks)
     Console(width=130).print(table(options.workload, rows))
-    print(json.dumps({"workload": options.workload, "settings": kept.settings, "rows": rows}))
+    print(json.dumps({"workload": options.workload, "settings": results.settings, "rows": rows}))
 
 
 if __name__ == "__main__":

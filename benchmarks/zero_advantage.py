@@ -38,15 +38,15 @@ def rows_of(run: Path, step: int) -> dict[str, list[TrainRow]]:
     try:
         chosen, _ = recipes_of(store)
         roles = trained_roles(store, step)
-        found = regroup(
+        grouped = regroup(
             store,
             store.episodes(EpisodeFilters(phase="train", training_step=step)),
             chosen,
             read_run(run).config,
             roles,
         )
-        assert found.prepared is not None, found.problems
-        return train_rows(found.prepared, found.collected, store)
+        assert grouped.prepared is not None, grouped.problems
+        return train_rows(grouped.prepared, grouped.collected, store)
     finally:
         store.close()
 
@@ -65,8 +65,8 @@ def main() -> None:
     checkpoint = newest_checkpoint(RunLayout(args.run).checkpoints)
     assert checkpoint is not None
     lora = next(policy.lora for policy in read_policies(checkpoint) if policy.lora is not None)
-    given = {**read_run_json(args.run)["config"]["learner"], "threads": args.threads, "device": "cpu"}
-    settings = msgspec.convert(given, ForcedSettings)
+    learner_settings = {**read_run_json(args.run)["config"]["learner"], "threads": args.threads, "device": "cpu"}
+    settings = msgspec.convert(learner_settings, ForcedSettings)
     model = read_run(args.run).model
     assert model is not None
     policies = policies_for("lora", sorted(rows), lora)
@@ -76,15 +76,15 @@ def main() -> None:
     for number in range(args.rounds):
         for way, advantage in ways.items():
             began = time.process_time()
-            for role, own in rows.items():
-                given_rows = [msgspec.structs.replace(r, advantage=r.advantage or advantage) for r in own]
+            for role, role_rows in rows.items():
+                given_rows = [msgspec.structs.replace(r, advantage=r.advantage or advantage) for r in role_rows]
                 figures = learners[way].update(role, given_rows)
                 tokens[way] += figures["computed_tokens"] if number == 0 else 0.0
             seconds[way].append(time.process_time() - began)
-    silent = sum(not row.advantage for own in rows.values() for row in own)
+    silent = sum(not row.advantage for role_rows in rows.values() for row in role_rows)
     line = next(line for line in read_metrics(args.run) if line["step"] == args.step - 1)
     print(f"{sum(map(len, rows.values()))} rows, {silent} of advantage 0; rollout {line['seconds']['rollout']:.0f} s")
-    median = {way: statistics.median(found) for way, found in seconds.items()}
+    median = {way: statistics.median(times) for way, times in seconds.items()}
     for way in ways:
         print(f"{way:10} {tokens[way]:10,.0f} tokens computed {median[way]:8.1f} s of CPU")
     print(json.dumps({"seconds": round(median["passed"] / median["left out"], 2)}))

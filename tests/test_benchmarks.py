@@ -70,7 +70,7 @@ def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
     monkeypatch.setattr(kept_results, "resume", lambda *_, **__: done.append("resume"))
     monkeypatch.setattr(kept_results, "read_metrics", lambda _: iter(done))
     once = functools.partial(kept_results.train_once, tmp_path, None, [], {}, 3, Console(quiet=True))
-    with pytest.raises(SystemExit, match="stopped after 2 of 3 steps; the same command goes on"):
+    with pytest.raises(SystemExit, match="stopped after 2 of 3 steps; the same command continues it"):
         once()
     assert once() == once() == tmp_path
     assert done == ["train", "train", "resume"]

@@ -1,1 +1,1 @@
-"""What one GPU does with cotune, in a few minutes and without network access: `python -m benchmarks.gpu`."""
+"""Measurements of cotune on one GPU, in a few minutes and without network access: `python -m benchmarks.gpu`."""

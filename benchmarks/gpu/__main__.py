@@ -1,4 +1,4 @@
-"""What one GPU does with cotune, in a few minutes and without network access.
+"""Measurements of cotune on one GPU, in a few minutes and without network access.
 
     make gpu
     python -m benchmarks.gpu --minutes 7 --out build/gpu.jsonl --parts device,correctness,updates
@@ -6,7 +6,7 @@
     python -m benchmarks.gpu --vllm --minutes 11 --out build/gpu-vllm.jsonl
 
 The weights are random and made on the device, in the shapes of Qwen3-0.6B, 1.7B and 4B; prompts are token ids. Each
-part runs in a process of its own and has its share of the minutes; what does not fit in is named as left out. Every
+part runs in a process of its own and has its share of the minutes; a part that does not fit is named as omitted. Every
 figure is appended to the file as a line of JSON at once, so a part that fails or hangs is a line, too, and loses
 nothing. Without a GPU only `--tiny` runs, which measures nothing. The last line is a summary as JSON.
 """
@@ -74,7 +74,7 @@ def run_all(args: argparse.Namespace, parts: list[str]) -> None:
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What failed and what was left out, and how many checks held."""
+    """The parts that failed or were omitted, and the number of checks that passed."""
     checks = [line for line in lines if "check" in line]
     return {
         "checks": len(checks),
@@ -108,9 +108,9 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text("")
     run_all(args, parts)
-    found = summary([json.loads(line) for line in args.out.read_text().splitlines()])
-    print(json.dumps(found))
-    return 1 if found["checks_failed"] or found["parts_failed"] else 0
+    figures = summary([json.loads(line) for line in args.out.read_text().splitlines()])
+    print(json.dumps(figures))
+    return 1 if figures["checks_failed"] or figures["parts_failed"] else 0
 
 
 if __name__ == "__main__":

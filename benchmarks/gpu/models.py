@@ -81,7 +81,7 @@ def episode_rows(
     draw = random.Random(seed)
     rows: list[TrainRow] = []
     for episode in range(episodes):
-        known = tuple(draw.randrange(2, vocabulary) for _ in range(prompt))
+        prompt_ids = tuple(draw.randrange(2, vocabulary) for _ in range(prompt))
         for turn in range(turns):
             answers = [tuple(draw.randrange(2, vocabulary) for _ in range(answer)) for _ in range(candidates)]
             for number, ids in enumerate(answers):
@@ -89,12 +89,12 @@ def episode_rows(
                     TrainRow(
                         id=f"episode {episode}, turn {turn}, candidate {number}",
                         role="agent",
-                        prompt_ids=known,
+                        prompt_ids=prompt_ids,
                         response_ids=ids,
                         logprobs=(-1.0,) * answer,
                         advantage=1.0 if number % 2 else -1.0,
                         trajectory=f"episode {episode}",
                     )
                 )
-            known = known + answers[0] + tuple(draw.randrange(2, vocabulary) for _ in range(answer // 4))
+            prompt_ids = prompt_ids + answers[0] + tuple(draw.randrange(2, vocabulary) for _ in range(answer // 4))
     return rows

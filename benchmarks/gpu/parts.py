@@ -51,7 +51,7 @@ def models(bench: Bench) -> tuple[str, ...]:
 
 
 def device(bench: Bench) -> Iterator[Figures]:
-    """Which device this is, and what of its peaks is reached."""
+    """The name of the device, and the share of its peaks that is reached."""
     figures: Figures = {"python": platform.python_version(), "cores": os.cpu_count()}
     figures |= installed(("torch", "transformers", "peft", "triton"))
     if bench.device == "cuda":
@@ -76,7 +76,7 @@ def device(bench: Bench) -> Iterator[Figures]:
 
 
 def correctness(bench: Bench) -> Iterator[Figures]:
-    """Whether small models compute on the device what they should. Each line says `ok`, and figure and bound."""
+    """Whether small models compute correctly on the device. Each line has `ok`, the figure and its bound."""
     yield from gradients(bench)
     yield from agreement(bench)
     if bench.device == "cuda":
@@ -218,7 +218,7 @@ def timed_update(bench: Bench, learner: LocalLearner, rows: Sequence[TrainRow]) 
 
 
 def kernels(bench: Bench, learner: LocalLearner, rows: Sequence[TrainRow]) -> int | None:
-    """Kernels that an update launches; None where there is no GPU."""
+    """Kernels that an update launches; None without a GPU."""
     if bench.device != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -352,4 +352,4 @@ PARTS: Mapping[str, tuple[float, Callable[[Bench], Iterator[Figures]]]] = {
     "step": (60, step),
     "rest": (60, rest),
 }
-"""By name: the seconds that it has of seven minutes, and what it runs."""
+"""By name: the seconds that it has of seven minutes, and the function that it runs."""

@@ -1,4 +1,4 @@
-"""What the parts share: a learner and an engine on the device, clocks and comparisons."""
+"""Shared by the parts: a learner and an engine on the device, clocks and comparisons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Figures = dict[str, Any]
 
 
 class Bench(NamedTuple):
-    """What the parts run on. `tiny`: the same parts with small shapes, as the tests run them."""
+    """The device and shapes of the parts. `tiny`: the same parts with small shapes, as the tests run them."""
 
     device: str
     dtype: str
@@ -102,17 +102,17 @@ class Engine:
         return self._loop.run_until_complete(draw_all())
 
     def rows(self, policy: str, prompts: Sequence[Sequence[int]], *, n: int, tokens: int) -> list[TrainRow]:
-        """What it draws, as rows to train on; candidates are rewarded by turns."""
+        """Its samples, as rows to train on; candidates are rewarded by turns."""
         self.last = []
         for number, candidates in enumerate(self.draw(prompts, n=n, tokens=tokens, policies=[policy])):
-            for place, one in enumerate(candidates):
+            for place, candidate in enumerate(candidates):
                 self.last.append(
                     TrainRow(
                         id=f"call {number}, candidate {place}",
                         role=policy,
                         prompt_ids=tuple(prompts[number]),
-                        response_ids=one.token_ids,
-                        logprobs=one.logprobs,
+                        response_ids=candidate.token_ids,
+                        logprobs=candidate.logprobs,
                         advantage=1.0 if place % 2 else -1.0,
                         trajectory=f"call {number}",
                     )
@@ -138,9 +138,9 @@ class Engine:
 def gap(engine: Engine, learner: LocalLearner, what: str, prompts: Sequence[Sequence[int]], tokens: int) -> Figures:
     """How far log-probabilities of engine and learner are apart, in nats a token."""
     rows = engine.rows("agent", prompts, n=4, tokens=tokens)
-    ours = np.concatenate(learner.logprobs("agent", rows))
-    theirs = np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows])
-    gaps = np.abs(ours - theirs)
+    learner_logprobs = np.concatenate(learner.logprobs("agent", rows))
+    engine_logprobs = np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows])
+    gaps = np.abs(learner_logprobs - engine_logprobs)
     return {
         "check": what,
         "ok": bool(gaps.mean() <= MOST_GAP),
@@ -185,7 +185,7 @@ def wait(bench: Bench) -> None:
 
 
 def free_memory(bench: Bench) -> None:
-    """Give back what nothing refers to any more."""
+    """Give back memory that nothing refers to any more."""
     gc.collect()
     if bench.device == "cuda":
         torch.cuda.empty_cache()
@@ -193,5 +193,5 @@ def free_memory(bench: Bench) -> None:
 
 
 def peak_gb(bench: Bench) -> float | None:
-    """The most that tensors took since `free_memory`; None where there is no GPU."""
+    """The most that tensors took since `free_memory`; None without a GPU."""
     return round(torch.cuda.max_memory_allocated() / 1e9, 2) if bench.device == "cuda" else None

@@ -1,4 +1,4 @@
-"""What a GPU does with vLLM beside a learner. Each part opens one engine, and its sections share it.
+"""Measurements of a GPU with vLLM and a learner. Each part opens one engine, and its sections share it.
 
 The weights are random, made on the device and written to a folder, as vLLM reads them from files. Prompts are token
 ids; the tokenizer, without which vLLM does not start, has a number as each word.
@@ -159,13 +159,13 @@ def sleeping(bench: Bench, engine: Engine, learner: LocalLearner, name: str) -> 
     }
 
     after = engine.rows("agent", prompts, n=2, tokens=8)
-    unchanged = [one.response_ids == other.response_ids for one, other in zip(after, before, strict=True)]
+    unchanged = [row.response_ids == other.response_ids for row, other in zip(after, before, strict=True)]
     yield {"same_answers_after_waking": sum(unchanged), "answers": len(unchanged)}
     yield gap(engine, learner, "vLLM against learner, after waking", prompts, bench.size(64, 8))
 
 
 def free_bytes(bench: Bench) -> int:
-    """Free memory of the GPU; 0 where there is none."""
+    """Free memory of the GPU; 0 without one."""
     return int(torch.cuda.mem_get_info()[0]) if bench.device == "cuda" else 0
 
 
@@ -184,4 +184,4 @@ VLLM_PARTS: Mapping[str, tuple[float, Callable[[Bench], Iterator[Figures]]]] = {
     "adapters": (420, adapters),
     "full": (240, full),
 }
-"""By name: the seconds that it has of eleven minutes, most of them to open the engine, and what it runs."""
+"""By name: the seconds that it has of eleven minutes, most to open the engine, and the function that it runs."""
