@@ -7,7 +7,6 @@ docs/internals/architecture.md, which gives the reason for each.
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -39,9 +38,12 @@ class Variable(NamedTuple):
         return f"{self.module.removeprefix('cotune.')}.{self.name}"
 
 
-@functools.cache
-def modules() -> list[tuple[str, ast.Module]]:
-    """The import name and the syntax tree of each module of the product."""
+Modules = list[tuple[str, ast.Module]]
+"""Modules of the product by import name, with their syntax trees."""
+
+
+def modules() -> Modules:
+    """Parse the whole product, which takes seconds."""
     found = []
     for layer, package in LAYERS.items():
         for path in sorted((ROOT / layer).rglob("*.py")):
@@ -97,22 +99,22 @@ def nodes_in_functions(tree: ast.Module) -> Iterator[ast.AST]:
         waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
 
 
-def context_variables() -> list[Variable]:
+def context_variables(modules: Modules) -> list[Variable]:
     """All ContextVars at the top level of modules."""
     return [
         Variable(module, name)
-        for module, tree in modules()
+        for module, tree in modules
         for name, value in assignments(tree)
         if constructor(value) == "ContextVar"
     ]
 
 
-def module_variables() -> list[Variable]:
+def module_variables(modules: Modules) -> list[Variable]:
     """Top-level names that are changed after import, in their own module or in one that imports them, and locks.
 
     Caches of pure functions (`functools.cache`) are not counted: what they hold depends on their arguments alone.
     """
-    trees = dict(modules())
+    trees = dict(modules)
     assigned = {Variable(module, name): value for module, tree in trees.items() for name, value in assignments(tree)}
     found = {variable for variable, value in assigned.items() if constructor(value) in LOCKS}
     for module, tree in trees.items():
@@ -151,7 +153,9 @@ def locally_bound(tree: ast.Module, nodes: list[ast.AST]) -> set[str]:
 
 
 if __name__ == "__main__":
-    for title, variables in (("context variables", context_variables()), ("module variables", module_variables())):
+    product = modules()
+    of_contexts, of_modules = context_variables(product), module_variables(product)
+    for title, variables in (("context variables", of_contexts), ("module variables", of_modules)):
         print(f"{len(variables)} {title}")
         for variable in variables:
             print(f"    {variable.text}")

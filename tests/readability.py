@@ -124,7 +124,8 @@ def count_file(path: Path, source: str, counts: Counts) -> None:
     counts.add("comments", path, len(comments))
 
     occurrences = Counter(re.findall(r"\w+", source))
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, COMPREHENSIONS):
             counts.add("comprehensions", path)
             if is_dense(node):
@@ -138,7 +139,7 @@ def count_file(path: Path, source: str, counts: Counts) -> None:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             count_function(node, occurrences, path, counts)
 
-    prose = " ".join(comments + docstrings_and_errors(tree))
+    prose = " ".join(comments + docstrings_and_errors(nodes))
     counts.totals["words"] += len(re.findall(r"[A-Za-z']+", prose))
     for name, pattern in PHRASES.items():
         counts.add(name, path, len(re.findall(pattern, prose, re.IGNORECASE)))
@@ -181,10 +182,10 @@ def read_comments(source: str) -> list[str]:
     return [comment for comment in comments if not DIRECTIVE.search(comment)]
 
 
-def docstrings_and_errors(tree: ast.AST) -> list[str]:
+def docstrings_and_errors(nodes: list[ast.AST]) -> list[str]:
     """Strings that stand alone, as docstrings do, and the string literals of raised errors."""
     texts = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             texts.append(node.value.value)
         elif isinstance(node, ast.Raise) and node.exc is not None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.global_state import ROOT, changed_names, constructor, context_variables, module_variables
+import pytest
+
+from tests.global_state import (
+    ROOT,
+    Modules,
+    changed_names,
+    constructor,
+    context_variables,
+    module_variables,
+    modules,
+)
 
 MOST_CONTEXT_VARIABLES = 12
 MOST_MODULE_VARIABLES = 26
@@ -18,14 +28,19 @@ def listed(title: str) -> list[str]:
     return re.findall(r"^\| `([\w.]+)` \| \w", section, re.MULTILINE)
 
 
-def test_every_context_variable_is_listed_with_its_reason():
-    found = [variable.text for variable in context_variables()]
+@pytest.fixture(scope="module")
+def product() -> Modules:
+    return modules()
+
+
+def test_every_context_variable_is_listed_with_its_reason(product: Modules) -> None:
+    found = [variable.text for variable in context_variables(product)]
     assert sorted(listed("Context variables")) == sorted(found)
     assert len(found) <= MOST_CONTEXT_VARIABLES
 
 
-def test_every_module_variable_that_changes_is_listed_with_its_reason():
-    found = [variable.text for variable in module_variables()]
+def test_every_module_variable_that_changes_is_listed_with_its_reason(product: Modules) -> None:
+    found = [variable.text for variable in module_variables(product)]
     assert sorted(listed("Module variables")) == sorted(found)
     assert len(found) <= MOST_MODULE_VARIABLES
 
