@@ -15,7 +15,7 @@ def gae(values: Floats, reward: float, gamma: float, lam: float) -> Floats:
 
         delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  V and A after the last token 0
 
-    What the critic should have said is A + V.
+    The critic's target is A + V.
     """
     after = np.append(values[1:], 0.0)
     rewards = np.zeros(len(values))
@@ -30,8 +30,8 @@ def gae(values: Floats, reward: float, gamma: float, lam: float) -> Floats:
 
 
 def whitened(advantages: Sequence[Floats]) -> list[Floats]:
-    """The advantages of a batch of responses, (A - mean) / std over all its tokens; less the mean alone where all are
-    equal."""
+    """The advantages of a batch of responses, (A - mean) / std over all its tokens; A - mean if all are equal."""
     pooled = np.concatenate(advantages)
     deviation = float(pooled.std())
-    return [(own - pooled.mean()) / (deviation + 1e-8 if deviation > 0.0 else 1.0) for own in advantages]
+    scale = deviation + 1e-8 if deviation > 0.0 else 1.0
+    return [(of_response - pooled.mean()) / scale for of_response in advantages]

@@ -1,4 +1,4 @@
-"""From named rewards to one number for each sample: weights, gates, penalties, failures, later turns, other roles."""
+"""Turn named rewards into one number for each sample: weights, gates, penalties, failures, later turns, other roles."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
 
 
 class Weighed(NamedTuple):
-    """The rewards of samples, [n] each, of their own and of the outcome of their episode."""
+    """The rewards of samples, [n] each: from the candidates and from the outcomes of their episodes."""
 
     own: Floats
-    """Weighted sum of the own components; NaN if one is missing, 0 if none counts."""
+    """Weighted sum of the candidate's components; NaN if one is missing, 0 if none counts."""
     outcome: Floats
-    """The same of the components of the outcome, with failures (`reward_failures`)."""
+    """Weighted sum of the outcome's components, likewise, with failures (`reward_failures`)."""
     counts: Bools
     """Whether any component counts for the sample."""
     outcome_missing: Bools
-    """Whether the episode failed without a whole outcome of its own, so that its failure takes the outcome's place."""
+    """Whether the episode failed without a complete outcome, so that its failure replaces the outcome."""
     lacking: frozenset[tuple[str, str]]
-    """(role, component) that a sample of the role lacks although it has others, and that it needs."""
+    """(role, component) that a sample of the role needs and lacks, although it has other components."""
 
     def total(self) -> Floats:
-        """The sum of both; NaN for samples whose reward is not known."""
+        """The sum of `own` and `outcome`; NaN for samples whose reward is not known."""
         return np.where(self.counts, self.own + self.outcome, np.nan)
 
 
@@ -42,42 +42,45 @@ def weigh(
 ) -> Weighed:
     """Weigh the rewards of all samples of a step.
 
-    A component that any candidate of a role carries is needed of all candidates of that role in its group (`group_by`,
-    within a task). With `later_turns`, whose rewards are summed up over groups, it is needed of the role in the whole
-    task. A component that any episode of a task carries is needed of all its episodes. A component of weight 0 is never
-    needed.
+    If any candidate of a role has a component, all candidates of that role in its group (`group_by`, within a task)
+    need it. With `later_turns`, whose rewards are summed up over groups, all candidates of the role in the task need
+    it. If any episode of a task has a component, all its episodes need it. A component of weight 0 is never needed.
 
-    An episode that the policy failed has its failure in place of the outcome (`reward_failures`).
+    In an episode that the policy failed, the failure replaces the outcome (`reward_failures`).
     """
     roles = [sample.role for sample in samples]
     peers_by = ("task", "role") if later_turns else tuple(dict.fromkeys(("task", "role", *group_by)))
     peers, _ = codes(keys(samples, peers_by))
     tasks, _ = codes([sample.task for sample in samples])
 
-    # 1. Weighted sums. A component that a candidate has of its own is not taken from the outcome again.
+    # 1. Weighted sums. If a candidate has a component, the outcome's component of that name does not count again.
     own_components = [sample.rewards if own else {} for sample in samples]
-    mine = _weighted_sum(own_components, roles, peers, attribution)
+    own_sum = _weighted_sum(own_components, roles, peers, attribution)
     outcome_components = [sample.outcome if outcome else {} for sample in samples]
-    shared = _weighted_sum(outcome_components, roles, tasks, attribution, skip=mine.needed, of_outcome=True)
+    outcome_sum = _weighted_sum(outcome_components, roles, tasks, attribution, skip=own_sum.needed, of_outcome=True)
 
-    # 2. Penalties and gates. Without the gate of a failed episode nobody knows whether its own rewards are deserved.
+    # 2. Penalties and gates. If a failed episode lacks its gate, a candidate's own reward can only count against it.
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
     gate = np.ones(len(samples))
     if attribution.gates:
         gate = _gate([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
-    own_value = mine.value - overlong(samples, attribution)
+    own_value = own_sum.value - overlong(samples, attribution)
     gate_missing = np.isnan(gate) & failed
     own_value = np.where(gate_missing, np.minimum(own_value, 0.0), gate * own_value)
 
-    # 3. Failures take the place of outcomes that are not known.
-    outcome_missing = failed & (np.isnan(gate * shared.value) | ~shared.counts)
-    outcome_value, outcome_counts = shared.value, shared.counts
+    # 3. Failures replace outcomes that are not known.
+    outcome_missing = failed & (np.isnan(gate * outcome_sum.value) | ~outcome_sum.counts)
+    outcome_value, outcome_counts = outcome_sum.value, outcome_sum.counts
     if outcome:
         late = attribution.timeout_penalty * np.array([sample.timed_out for sample in samples], np.float64)
-        outcome_value = gate * (shared.value - late)
+        outcome_value = gate * (outcome_sum.value - late)
         outcome_value, outcome_counts = reward_failures(samples, outcome_value, outcome_counts, late)
     return Weighed(
-        own_value, outcome_value, mine.counts | outcome_counts, outcome_missing, mine.lacking | shared.lacking
+        own=own_value,
+        outcome=outcome_value,
+        counts=own_sum.counts | outcome_counts,
+        outcome_missing=outcome_missing,
+        lacking=own_sum.lacking | outcome_sum.lacking,
     )
 
 
@@ -98,7 +101,7 @@ class _WeightedSum(NamedTuple):
     needed: Sequence[Collection[str]]
     """The components that each sample needs."""
     lacking: frozenset[tuple[str, str]]
-    """(role, component) that samples need and lack although they have others."""
+    """(role, component) that samples need and lack, although they have other components."""
 
 
 def _weighted_sum(
@@ -110,10 +113,10 @@ def _weighted_sum(
     skip: Sequence[Collection[str]] = (),
     of_outcome: bool = False,
 ) -> _WeightedSum:
-    """Weighted sums of components, [n]; `skip` are components of each sample that do not count here."""
-    carried: dict[int, dict[str, None]] = defaultdict(dict)
+    """Weighted sums of components, [n]. `skip` has the components of each sample that do not count here."""
+    components_of_peers: dict[int, dict[str, None]] = defaultdict(dict)
     for peer, components in zip(peers.tolist(), rewards, strict=True):
-        carried[peer].update(dict.fromkeys(components))
+        components_of_peers[peer].update(dict.fromkeys(components))
 
     weights: dict[tuple[int, str], list[tuple[str, float]]] = {}
     values: list[float] = []
@@ -121,8 +124,11 @@ def _weighted_sum(
     lacking: set[tuple[str, str]] = set()
     for i, (peer, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
         if (peer, role) not in weights:
-            named = [(name, weight_of(name, role, attribution, outcome=of_outcome)) for name in carried[peer]]
-            weights[peer, role] = [(name, weight) for name, weight in named if weight != 0.0]
+            weights[peer, role] = []
+            for name in components_of_peers[peer]:
+                weight = weight_of(name, role, attribution, outcome=of_outcome)
+                if weight != 0.0:
+                    weights[peer, role].append((name, weight))
         total = 0.0
         names: list[str] = []
         for name, weight in weights[peer, role]:
@@ -146,10 +152,10 @@ def _weighted_sum(
 def reward_failures(
     samples: Sequence[Sample], rewards: Floats, counts: Bools, late_penalties: Floats
 ) -> tuple[Floats, Bools]:
-    """Give episodes that failed a reward, so that failing never pays better than finishing.
+    """Give episodes that failed a reward, so that a failure is never better than a finished episode.
 
-    A failed episode without a whole outcome of its own gets the number that the user configured (`Sample.failure`), or,
-    with "lowest", the lowest reward of its role in any finished episode of this step (of any role, if its own finished
+    A failed episode without a complete outcome gets the number that the user configured (`Sample.failure`), or, with
+    "lowest", the lowest reward of its role in any finished episode of this step (of any role, if its role finished
     none), but at most 0.
 
     Returns the rewards, [n], and whether each counts, [n].
@@ -173,7 +179,7 @@ def reward_failures(
         has_own_outcome = counts[i] and not np.isnan(rewards[i])
         if sample.failure is None or has_own_outcome:
             continue
-        # A role that never earns an outcome when episodes finish must not lose one when they fail.
+        # A role that has no outcome in finished episodes must not get one in failed episodes.
         counts[i] = sample.role in roles_with_outcome or sample.role not in roles_that_finished
         if not counts[i]:
             rewards[i] = 0.0
@@ -187,14 +193,14 @@ def reward_failures(
 def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma: float) -> Floats:
     """G_t = r_t + gamma^(t' - t) G_t' over the role's next turn t' in the episode; the last turn adds the outcome.
 
-    Candidates that were not chosen share the future of the one that was. Returns [n].
+    Candidates that were not chosen have the same future as the chosen one. Returns [n].
     """
     returns = np.empty(len(samples))
     chains: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         chains[sample.rollout, sample.role].append(i)
     for chain in chains.values():
-        # From the last turn to the first; of one turn the chosen candidate last, whose return its predecessors have.
+        # From the last turn to the first. In each turn the chosen candidate comes last: earlier turns need its return.
         chain.sort(key=lambda i: (-samples[i].turn, samples[i].chosen))
         future, future_turn = float(outcome[chain[0]]), samples[chain[0]].turn
         for i in chain:
@@ -206,8 +212,8 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
 
 
 def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mean: bool) -> Floats:
-    """Sum or mean over the roles that act in a turn of an episode and have a reward that `counts`: a sample's own
-    reward, and those of the other roles as their chosen candidates earned them. Returns [n]."""
+    """Sum or mean over the roles that act in a turn of an episode and have a reward that `counts`: the sample's reward,
+    and for the other roles the rewards of their chosen candidates. Returns [n]."""
     moment, _ = codes([(s.rollout, s.turn) for s in samples])
     part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
     taken = counts & np.array([s.chosen for s in samples], np.bool_)
@@ -220,7 +226,7 @@ def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mea
 
 
 def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
-    """[n] product of the gates. A gate is NaN if it is missing and others of the role carry it, and 1 if none does."""
+    """[n] product of the gates. A missing gate is NaN if other samples of the role have it, and 1 if none has it."""
     gate = np.ones(len(rewards))
     for name in attribution.gates:
         carrying = {role for role, components in zip(roles, rewards, strict=True) if name in components}
@@ -230,7 +236,7 @@ def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribut
 
 
 class Length(NamedTuple):
-    """Tokens of an answer, the most that it could have (None: unknown), and whether it was cut there."""
+    """Tokens of an answer, its limit (None: unknown), and whether it was cut at the limit."""
 
     tokens: int
     limit: int | None
@@ -238,8 +244,9 @@ class Length(NamedTuple):
 
 
 def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
-    """[n] what each sample loses by its length: the penalty times 0 up to `overlong_buffer` tokens before its limit,
-    rising to 1 at the limit, and 1 for an answer that was cut (arXiv 2503.14476, equation 13, with the sign turned)."""
+    """[n] penalty of each sample for its length: `overlong_penalty` times a share that is 0 up to `overlong_buffer`
+    tokens before its limit, rises to 1 at the limit, and is 1 for an answer that was cut (arXiv 2503.14476, equation
+    13, with the opposite sign)."""
     if not attribution.overlong_penalty:
         return np.zeros(len(samples))
     return _overlong([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
@@ -259,9 +266,9 @@ def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
 def attribute_siblings(
     rewards: Sequence[Mapping[str, float]], role: str, attribution: Attribution, lengths: Sequence[Length] = ()
 ) -> Floats:
-    """[n] own rewards of the candidates of one call by `role`, as `weigh` gives them: what a candidate is chosen by.
+    """[n] own rewards of the candidates of one call by `role`, computed as in `weigh`, to choose one of them.
 
-    `lengths` are those of the candidates; without them only their rewards count.
+    `lengths` are the lengths of the candidates; without them only their rewards count.
     """
     roles = [role] * len(rewards)
     own = _weighted_sum(rewards, roles, np.zeros(len(rewards), np.int64), attribution)

@@ -1,4 +1,4 @@
-"""The recipes by name, and one with single settings replaced. To add a recipe, add its class to `RECIPES`."""
+"""The recipes by name. `recipe` makes one with some settings replaced. To add a recipe, add its class to `RECIPES`."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ REMOVED: Mapping[str, str] = {
 
 
 def recipe(name: str, **settings: Any) -> Method:
-    """The recipe `name`, or the class of a user's that it names as `file.py:Class`, with single settings replaced.
+    """The recipe `name`, or the user's class that `name` gives as `file.py:Class`, with some settings replaced.
 
-    With `weights`, components that are not listed count for nothing. `plan` takes the groups with it: gspo, dapo and
-    cispo compare siblings under a tree or replay plan, and a method for trees takes in the outcome where each episode
-    has one of its own. Raises ConfigError for an unknown name, setting or value.
+    With `weights`, components that are not listed do not count. `plan` also decides the groups: gspo, dapo and cispo
+    compare siblings under a tree or replay plan, and a method for trees adds the outcome if each episode has a separate
+    one. Raises ConfigError for an unknown name, setting or value.
     """
     method = recipe_class(name)()
     method.name = name
@@ -132,7 +132,7 @@ def recipe(name: str, **settings: Any) -> Method:
 
 
 def recipe_class(name: str) -> type[Method]:
-    """The class of a recipe; a user's own is loaded from its file or module. Raises ConfigError."""
+    """The class of a recipe. A user's class is loaded from its file or module. Raises ConfigError."""
     if name in RECIPES:
         return RECIPES[name]
     if not is_own(name):
@@ -140,15 +140,15 @@ def recipe_class(name: str) -> type[Method]:
         if nearest := did_you_mean(near_names(name, RECIPES)):
             remedy = f"{nearest} {remedy}"
         raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(RECIPES))}", remedy)
-    found = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_one=_is_own_method)
-    if not _is_method(found):
+    loaded = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_one=_is_own_method)
+    if not _is_method(loaded):
         raise ConfigError("recipe", name, "is not a class that derives from cotune.methods.Method")
-    own: type[Method] = found
-    return own
+    method: type[Method] = loaded
+    return method
 
 
 def is_own(name: str) -> bool:
-    """Whether a recipe's name is that of a class of the user's own."""
+    """Whether a recipe's name names a class of the user."""
     return ":" in name
 
 

@@ -40,17 +40,17 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     calls: Mapping[str, CallRecord]
     left_out: Mapping[str, int]
     roles: frozenset[str] = frozenset()
-    """All roles that called, trained or not."""
+    """All roles that made a call, trained or not."""
     unrewarded: frozenset[str] = frozenset()
     """Policies that had candidates left out because no reward arrived."""
     images: Mapping[str, bytes] = {}
     """The encoded bytes of the images that the calls show, by their hash."""
     outcomes: Mapping[str, Mapping[str, float]] = {}
-    """Rewards of the episodes, by id: those that have any, trained on or not."""
+    """Rewards of the episodes that have any, by id, trained on or not."""
 
 
 class RoleRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the methods of the roles require of collecting. The functions take a role."""
+    """The requirements of the roles' methods on collecting. The functions take a role."""
 
     continuations: Callable[[str], bool] = lambda role: False
     """Whether the role also trains on calls after the fork of a branch."""
@@ -60,7 +60,7 @@ class RoleRules(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the role plays against others. Then a failed episode is the failure of the seat whose call ended last
     (`failed_seat`), and the candidates of other seats are left out."""
     others: bool = False
-    """Whether to read the rewards of calls that are not trained on too."""
+    """Whether to read also the rewards of calls that are not trained on."""
 
 
 def collect(
@@ -77,30 +77,30 @@ def collect(
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan the samples come from the branches (`Episode.fork`): the call at the fork, and later calls only
-    for roles with `rules.continuations`. Calls that a branch repeats from the record are no candidates. The answers of
-    the trunk are left out: whether a call was forked depends on what came after it in the trunk (`choose_forks`), so
-    the trunk's answer is no fair sample of the prompt.
+    for roles with `rules.continuations`. Calls that a branch repeats from the record are not candidates. The answers of
+    the trunk are left out: whether a call was forked depends on the later calls of the trunk (`choose_forks`), so
+    the trunk's answer is not a fair sample of the prompt.
 
-    Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
-    only the chosen one is, and the episode's outcome is enough. `roles` are the trained roles (None: all). If they are
+    Under a tree plan all candidates of a call are samples, and each needs a reward. Under independent rollouts only the
+    chosen one is, and the episode's outcome is enough. `roles` are the trained roles (None: all). If they are
     mapped to the policies that play them, answers of other policies are not trained on. `versions` is the version of
     each policy that is trained now; a candidate is stale if its version is later, or more than `max_lag` earlier.
 
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
     the candidates of its calls are still compared with each other. `exclude` leaves out all episodes that failed. A
-    call that failed is left out of every episode. `rules` say what the methods of the roles require.
+    call that failed is left out of every episode. `rules` are the requirements of the roles' methods.
     """
     rules = rules or RoleRules()
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
-    answered: list[tuple[Episode, CallRecord]] = []  # whose rewards count for others, trained on or not
+    answered: list[tuple[Episode, CallRecord]] = []  # their rewards count for other calls, trained on or not
     timed_out: set[str] = set()
     calling_roles: set[str] = set()
     turns: dict[str, int] = {}
     images: dict[str, bytes] = {}
     episodes = list(episodes)
-    # The trunk's call that was forked, by the call in its place in a branch: siblings have the same one.
+    # The forked call of the trunk, by the call that replaces it in a branch: siblings have the same one.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
 
     # Calls to train on; the first reason against a call counts for all of its candidates.
@@ -205,19 +205,19 @@ def collect(
 
 
 def _placed(sample: Sample, trunk_call: str | None, turns: Mapping[str, int]) -> Sample:
-    """A sample of a branch in its place: beside its siblings, which have the branch and the turn of the trunk's call
-    that was forked, or after the fork."""
+    """A sample of a branch. At the fork it gets the `branch` and the turn of the forked call, as its siblings do;
+    otherwise it is marked as after the fork."""
     if trunk_call is None:
         return msgspec.structs.replace(sample, continues=True)
     return msgspec.structs.replace(sample, branch=trunk_call, turn=turns.get(trunk_call, sample.turn))
 
 
 def temperature(call: CallRecord) -> float:
-    """The temperature of a call: the sampler's, else the application's, else 1."""
+    """The temperature of a call: the sampler's, otherwise the application's, otherwise 1."""
     for params in (call.sampling, call.params):
-        asked = params.get("temperature")
-        if isinstance(asked, int | float) and 0 <= asked < math.inf:  # an application may send anything
-            return float(min(asked, sys.float_info.max))
+        value = params.get("temperature")
+        if isinstance(value, int | float) and 0 <= value < math.inf:  # an application may send anything
+            return float(min(value, sys.float_info.max))
     return 1.0
 
 

@@ -1,4 +1,4 @@
-"""How rewards are compared: the building blocks of advantages, and the statistics of groups that figures show."""
+"""Compare rewards: the building blocks of advantages, and the statistics of groups for figures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes
 Unit = Literal["sample", "trajectory", "token"]
 
 FLAT = 1e-12
-"""Rewards whose range is within this share of their size count as equal, and so do a reward and its baseline: sums of
-floats differ by less."""
+"""Rewards whose range is within this share of their size count as equal, and so do a reward and its baseline: rounding
+of float sums stays below it."""
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
 
 
 def all_equal(rewards: Floats) -> bool:
-    """Whether rewards do not differ, so that a comparison of them teaches nothing. One reward alone is equal."""
+    """Whether rewards are equal, so that a comparison teaches nothing. True for a single reward."""
     if len(rewards) < 2:
         return True
     low, high = float(rewards.min()), float(rewards.max())
@@ -27,7 +27,7 @@ def all_equal(rewards: Floats) -> bool:
 
 
 def above(rewards: Floats, baseline: Floats | float) -> Floats:
-    """How far each reward is above its baseline; 0 where only rounding is left of the difference."""
+    """The difference of each reward from its baseline; 0 if the difference is only rounding."""
     difference = np.asarray(rewards - baseline, np.float64)
     largest = np.abs(rewards).max(initial=0.0)
     difference[np.abs(difference) <= FLAT * largest] = 0.0
@@ -43,7 +43,7 @@ def standardized(rewards: Floats, *, ddof: int, weights: Floats | None = None) -
     """(r - mean(r)) / (std(r) + 1e-6); 0 if all rewards are equal.
 
     `ddof` is subtracted from the number of rewards under the variance: 0 for the population's, 1 for the sample's.
-    `weights` count each reward so many times, such as the number of tokens of its answer.
+    `weights` say how many times each reward counts, for example the number of tokens of its answer.
     """
     if all_equal(rewards):
         return np.zeros(len(rewards))
@@ -64,8 +64,8 @@ def leave_one_out(rewards: Floats) -> Floats:
 
 
 class Units(NamedTuple):
-    """What counts once in the statistics of a group: each sample, each trajectory (with the mean reward of its
-    samples), or each sample as often as it has tokens. There are n samples, u units and g groups."""
+    """The units of the statistics of a group: each sample, each trajectory (with the mean reward of its samples), or
+    each sample weighted by its number of tokens. There are n samples, u units and g groups."""
 
     of_sample: Codes
     """[n] the unit of each sample."""
@@ -100,7 +100,7 @@ def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -
 
 
 def spread(units: Units, count: int, ddof: int = 0) -> Spread:
-    """Statistics of the rewards of `units` by group, of which there are `count`."""
+    """Statistics of the rewards of `units` for each of `count` groups."""
     _, group, reward, weight = units
     size = np.bincount(group, minlength=count).astype(np.float64)
     total: Floats = np.bincount(group, weight, minlength=count).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What is left out of training, and why. Every reason has its name here and nowhere else."""
+"""Leave samples out of training. Every reason has its name here and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REASONS: Mapping[str, str] = {
     "failed_call": "the request failed, so there is no answer to learn from",
     "timed_out_call": "the request timed out",
     "cancelled_call": "the request was cancelled, or its answer not read to the end",
-    "malformed_call": "what the provider sent is no answer, or breaks off",
-    "opponent_failed": "another seat of the game failed the episode, so its outcome says nothing of this one",
+    "malformed_call": "the provider's response is not an answer, or is incomplete",
+    "opponent_failed": "another seat of the game failed the episode, so the outcome does not judge this one",
     "untrained_role": "no trained policy plays the role, or none did yet",
     "no_policy": "an outside provider answered",
     "no_token_ids": "the engine or provider gave no token ids",
@@ -36,9 +36,9 @@ REASONS: Mapping[str, str] = {
     "stale_version": "sampled from another version of the policy than the one being trained",
     "trunk": "an answer of the episode that was forked: only its branches are compared",
     "not_forked": "the call comes after the fork of its branch, and the recipe trains on the forks alone",
-    "continuation": "it goes on from a candidate that is not trained on",
+    "continuation": "it follows a candidate that is not trained on",
     "diverged": "the episode did not repeat what was recorded: see its error",
-    "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
+    "not_chosen": "the application continued with another candidate, and the plan compares whole episodes",
     "scorer_failed": "the scorer raised or returned something that is not a reward",
     "missing_reward": "a reward component that the recipe needs never arrived",
     "non_finite_reward": "a reward is NaN or infinite",
@@ -93,16 +93,16 @@ def low_entropy(groups: Sequence[Group], share: float) -> set[str]:
 def group_reasons(
     groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
 ) -> list[str | None]:
-    """Per group, the first reason to leave it out, or None. `stats` are those of the first term's rewards."""
+    """For each group, the first reason to leave it out, or None. `stats` are the statistics of its rewards."""
     low, high = filters.mean_range or (float("-inf"), float("inf"))
-    among = filters.mean_range_roles
+    checked_roles = filters.mean_range_roles
     reasons: list[str | None] = []
     for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
         if group.id in consumed:
             reasons.append("consumed")
         elif filters.zero_variance and flat:
             reasons.append("zero_variance")
-        elif not low <= mean <= high and (not among or group.samples[0].role in among):
+        elif not low <= mean <= high and (not checked_roles or group.samples[0].role in checked_roles):
             reasons.append("mean_out_of_range")
         else:
             reasons.append(None)
@@ -113,7 +113,7 @@ def group_reasons(
 
 
 def _outside_share(groups: Sequence[Group], stats: Spread, filters: Filters, candidates: Sequence[int]) -> list[int]:
-    """Places of the groups, among those of `candidates`, that are not in the share that `keep_groups` keeps."""
+    """The places from `candidates` whose groups are outside the share that `keep_groups` keeps."""
     assert filters.keep_groups is not None
     measure = stats.mean if filters.keep_groups_by == "mean" else stats.variance
     of_policy: dict[str, list[int]] = {}
@@ -130,9 +130,9 @@ def align(samples: Sequence[Sample], most: int) -> list[int]:
     """Indices of the samples to train on, some of them twice or more, in order.
 
     M-GRPO (arXiv 2511.13288, trajectory alignment): a sub-agent is called d times in an episode, and the episodes of a
-    task differ in d. All get D = min(most, the largest d of the task), so that each weighs the same: of more than D a
-    random D stay, of fewer all are taken again, at random, until there are D. The choice depends on the task, the role,
-    the episode's place among those of the task, and the training step alone.
+    task differ in d. All get D = min(most, the largest d of the task), so that each weighs the same: from more than D
+    calls a random D are kept; fewer than D are repeated, at random, until there are D. The choice depends only on the
+    task, the role, the episode's place in the task, and the training step.
     """
     calls: dict[tuple[str, str], dict[str, list[int]]] = {}
     for i, sample in enumerate(samples):
@@ -140,8 +140,9 @@ def align(samples: Sequence[Sample], most: int) -> list[int]:
     taken: list[int] = []
     for (task, role), episodes in calls.items():
         count = min(most, max(map(len, episodes.values())))
-        for place, own in enumerate(episodes.values()):
-            order = np.random.default_rng(seed_of(samples[own[0]].training_step, task, role, place))
-            whole, rest = divmod(count, len(own))
-            taken += own * whole + [own[i] for i in order.choice(len(own), rest, replace=False)]
+        for place, indices in enumerate(episodes.values()):
+            random = np.random.default_rng(seed_of(samples[indices[0]].training_step, task, role, place))
+            repeats, rest = divmod(count, len(indices))
+            taken += indices * repeats
+            taken += [indices[i] for i in random.choice(len(indices), rest, replace=False)]
     return sorted(taken)

@@ -1,4 +1,4 @@
-"""What an evaluation measures: the reward that a run trains on, of single samples, failed episodes included."""
+"""The measure of an evaluation: the reward that a run trains on, for single samples, including failed episodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cotune.storage.outcomes import OnFailure, failure_reward
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""
 TELLING = 6
-"""Least number of episodes with one constant sum of rewards, other than 0, that is not taken for chance."""
+"""Minimum number of episodes with the same sum of rewards, other than 0, that does not count as chance."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return self.method.attribution
 
     def of_role(self, role: str) -> Goal:
-        """The goal of one role alone; of a taught role, the goal of all."""
+        """The goal of one role; for a taught role, the goal of all roles."""
         if role in self.taught:
             return self
         goal = next((other for other in self.others if role in (other.roles or ())), self)
@@ -72,7 +72,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of some episodes. The lists have one entry for each episode, in their order.
 
     `by_role` has the reward of each trained role, and `reward` is their mean; None for an episode without rewards.
-    `failed` marks the failed episodes without an outcome of their own. They have `floor`, the lowest reward of the
+    `failed` marks the failed episodes without an outcome. They have `floor`, the lowest reward of the
     episodes that ended well, but at most 0. `opposed` names trained roles whose rewards add up to the same number in
     every episode: one role's gain is another's loss, so their mean says nothing.
     """
@@ -157,19 +157,19 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         return _with_taught(worth(played, msgspec.structs.replace(goal, taught=())), goal.taught)
     if goal.others:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
-        return _together(played, goals, [worth(played, one) for one in goals])
+        return _together(played, goals, [worth(played, part) for part in goals])
     samples: list[Sample] = []
-    for one in played:
-        if _has_reward(one.episode, goal):
-            samples += _samples(one, goal)
+    for run in played:
+        if _has_reward(run.episode, goal):
+            samples += _samples(run, goal)
     step = goal.method.step(samples)
     rewards = _rewards_by_role(step, goal)
 
-    # No failed episode counts more than the worst one that ended well.
-    sound = [rewards[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in rewards]
+    # A failed episode never has a higher reward than the worst one that ended well.
+    sound = [rewards[run.episode.id] for run in played if run.episode.status == "ok" and run.episode.id in rewards]
     floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
 
-    # An episode has failed for good if no role that counts knows its outcome.
+    # An episode counts as failed if no role that counts has an outcome for it.
     failed: set[str] = set()
     with_outcome: set[str] = set()
     outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
@@ -184,7 +184,7 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         if NO_ROLE in rewards[id]:
             rewards[id] = {NO_ROLE: floor}
 
-    ids = [one.episode.id for one in played]
+    ids = [run.episode.id for run in played]
     return Worth(
         reward=[fmean(rewards[id].values()) if id in rewards else None for id in ids],
         by_role=[rewards.get(id, {}) for id in ids],
@@ -195,7 +195,8 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
 
 
 def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
-    """The worth of episodes with the taught roles added, each with the reward of the episode. Their mean stays."""
+    """The worth of episodes with the taught roles added, each with the reward of the episode. The mean does not
+    change."""
     by_role = []
     for rewards, reward in zip(of_others.by_role, of_others.reward, strict=True):
         shared = {} if reward is None else dict.fromkeys(taught, reward)
@@ -204,19 +205,19 @@ def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
 
 
 def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
-    """The worth of episodes in which roles go by different goals; each part is the worth by one of them."""
+    """The worth of episodes whose roles have different goals. `parts` has the worth for each goal."""
     by_role: list[dict[str, float]] = []
     failed: list[bool] = []
     sound: list[dict[str, float]] = []
-    for i, one in enumerate(played):
+    for i, run in enumerate(played):
         rewards: dict[str, float] = {}
         for part in parts:
             rewards |= part.by_role[i]
-        # NO_ROLE stands for an episode without a call, so it says nothing if a role has a reward.
+        # NO_ROLE stands for an episode without a call, so it does not count if a role has a reward.
         rewards = {role: reward for role, reward in rewards.items() if role != NO_ROLE} or rewards
         by_role.append(rewards)
         failed.append(any(part.failed[i] for part in parts))
-        if one.episode.status == "ok" and rewards:
+        if run.episode.status == "ok" and rewards:
             sound.append(rewards)
 
     opposed = tuple(role for part in parts for role in part.opposed)
@@ -233,7 +234,7 @@ def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[W
 
 
 def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
-    """By episode, the reward of each role that counts."""
+    """The reward of each role that counts, by episode."""
     turns: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for sample, reward in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
         if math.isfinite(reward) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
@@ -255,8 +256,8 @@ def _has_reward(episode: Episode, goal: Goal) -> bool:
 
 
 def _samples(played: Played, goal: Goal) -> list[Sample]:
-    """The samples of an episode with what the episode tells of them. An episode without an answered call has one sample
-    for its outcome alone."""
+    """The samples of an episode with its task and outcome. An episode without an answered call has one sample, for its
+    outcome."""
     episode, samples = played.episode, played.samples
     role = NO_ROLE
     if goal.by_seat and episode.status != "ok" and played.last != NO_ROLE:
@@ -264,11 +265,11 @@ def _samples(played: Played, goal: Goal) -> list[Sample]:
         role = played.last
         samples = [sample for sample in samples if sample.role == role]
     if not samples:
-        outcome_alone = Sample(
+        for_outcome = Sample(
             id=f"{episode.id}.0", task="", rollout=episode.id, role=role, turn=0, step=0, branch=episode.id,
             prompt=episode.id, policy=PolicyRef(role), tokens=0,
         )  # fmt: skip
-        samples = [outcome_alone]
+        samples = [for_outcome]
     timed_out = any(goal.roles is None or role in goal.roles for role in played.timed_out)
     failure = failure_of(episode, goal.on_failure)
     return [
@@ -280,19 +281,19 @@ def _samples(played: Played, goal: Goal) -> list[Sample]:
 
 
 def _names(by_role: Sequence[Mapping[str, float]]) -> list[str]:
-    return sorted({role for found in by_role for role in found})
+    return sorted(set().union(*by_role))
 
 
 def _components(played: Sequence[Played]) -> list[str]:
-    return sorted({name for one in played for name in one.outcome})
+    return sorted(set().union(*(run.outcome for run in played)))
 
 
 def _opposed(
     sound: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
 ) -> tuple[str, ...]:
-    """The roles whose rewards always add up to the same, although each weighs the outcome differently.
+    """The roles whose rewards always add up to the same number, although each weighs the outcome differently.
 
-    `methods` are the methods of the roles. If a role has none (`NO_ROLE`), nobody is opposed.
+    `methods` are the methods of the roles. If a role has none (`NO_ROLE`), no roles are opposed.
     """
     # Roles that weigh each component of the outcome alike do not play against each other.
     roles = _names(sound)
@@ -305,7 +306,7 @@ def _opposed(
     if len(weights) < 2:
         return ()
 
-    # Some episode must tell the roles apart, and the sum of all roles must never change. A sum of 0 is enough; another
+    # The roles must differ in some episode, and the sum over all roles must never change. A sum of 0 is enough; another
     # constant sum may be chance in a few episodes.
     totals = [sum(by_role.values()) for by_role in sound]
     rounding = 1e-9 * max(abs(reward) for by_role in sound for reward in by_role.values())

@@ -1,4 +1,4 @@
-"""Groups: the candidates that are compared with each other."""
+"""Put candidates into groups, whose members are compared with each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cotune.errors import GroupError
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that agree in the recipe's key.
 
-    `id` depends on nothing but what is grouped: the call under a tree or replay plan, else the key and the training
-    step.
+    `id` depends only on the call under a tree or replay plan, and otherwise on the key and the training step.
     """
 
     id: str
@@ -25,22 +24,22 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups in order of first appearance, and how many samples are in none of them, by reason."""
+    """Groups in order of first appearance, and the number of samples without a group, by reason."""
 
     groups: tuple[Group, ...]
     left_out: Mapping[str, int]
 
 
 def build_groups(samples: Sequence[Sample], recipe: Method, part: str = "") -> Groups:
-    """Put samples into groups by the recipe's key; samples alone in theirs are counted as `group_of_one`.
+    """Put samples into groups by the recipe's key. Samples that are alone in a group are counted as `group_of_one`.
 
-    What a group holds depends on the key. (task, role, turn, branch): candidates of one prompt, which is asserted.
+    The members of a group depend on the key. (task, role, turn, branch): candidates of one prompt, which is asserted.
     (task, role), as in dr_mas: all calls of one role in the episodes of a task, whatever their prompts.
     (task,), as in grpo: all calls of all roles in the episodes of a task. For the latter two, a group of one is a
     group of one episode. Recipes that compare nothing keep groups of one. Groups of another
     `part` have other ids (`prepare`).
 
-    Raises GroupError when candidates of different prompts meet in a group that must share one.
+    Raises GroupError if a group that must share one prompt has candidates of different prompts.
     """
     numbers, distinct = codes(keys(samples, recipe.group_by))
     members: list[list[Sample]] = [[] for _ in distinct]
@@ -65,7 +64,7 @@ def one_prompt(recipe: Method) -> bool:
 
 
 def explain_alone(recipe: Method, alone: int, total: int) -> str:
-    """A sentence that says how many samples stood alone, why, and what to do."""
+    """A text with the number of samples that are alone in their groups, the cause and the remedy."""
     share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
     if recipe.plan != "independent":
         return f"{share} Their siblings were left out, for the reasons counted beside."

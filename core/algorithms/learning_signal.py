@@ -1,4 +1,4 @@
-"""The rewards that each role learns from, by name: shown before anything is trained."""
+"""Name the rewards that each role learns from, before anything is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cotune.near_names import did_you_mean, near_names
 def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> dict[str, str]:
     """A sentence for each role on the rewards that it is trained on, as `0.5 x team`.
 
-    `own` are the components that a role's scorer returned (none without a scorer), `outcome` those of the episodes.
+    `own` are the components that a role's scorer returned (none without a scorer), `outcome` the components of the
+    episodes.
     """
     if not recipe.takes_rewards:
         return dict.fromkeys(own, "learns from the teacher; rewards count for nothing")
@@ -42,7 +43,8 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
 
 def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> tuple[str, str]:
-    """A note that rewards of scorers train no role, and the remedy; both empty if they do, or if there are none."""
+    """A note that rewards of scorers do not train any role, and the remedy; both empty if they do, or if there are
+    none."""
     how = recipe.attribution
     scored = sorted(role for role, names in own.items() if names)
     if not scored or how.own or how.gates or not recipe.takes_rewards:
@@ -55,8 +57,8 @@ def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> tuple[
 
 
 def outcome_unused(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> tuple[str, str]:
-    """A note that a reward of the workflow trains no role, and the remedy; both empty if it does, if a scorer returns a
-    component of that name, or if there is no such reward."""
+    """A note that a reward of the workflow does not train any role, and the remedy; both empty if it does, if a scorer
+    returns a component of that name, or if the workflow returns no reward."""
     scored = set().union(*own.values())
     unused = sorted(set(outcome) - scored)
     if not unused or recipe.attribution.outcome:
@@ -73,7 +75,7 @@ def unknown_names(
     recipe: Method, own: Mapping[str, Collection[str]], outcome: Collection[str], roles: Collection[str]
 ) -> tuple[list[ConfigError], list[str]]:
     """Check the rewards and roles that a recipe names: errors for misspelt rewards and for roles that do not exist, and
-    notes on rewards that no episode had. The arguments are those of `learns_from`; `roles` are all roles."""
+    notes on rewards that no episode had. For the arguments see `learns_from`; `roles` are all roles."""
     errors: list[ConfigError] = []
     notes: list[str] = []
     for setting, name, known in _unknown(recipe, set().union(*own.values()), outcome, roles):
@@ -100,7 +102,7 @@ def unknown_names(
 def _unknown(
     recipe: Method, scored: Collection[str], outcome: Collection[str], roles: Collection[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """The names that do not exist: (setting, name, the names that do)."""
+    """The names that do not exist: (setting, name, existing names)."""
     weighing = recipe.loss.entropy_by
     if outcome and weighing and weighing not in outcome:
         yield "entropy_by", weighing, sorted(outcome)
@@ -117,7 +119,7 @@ def _unknown(
 
 
 def _weighted_names(weights: Mapping[str, float]) -> str:
-    """As `team, 0.5 x local`; without components of weight 0."""
+    """In the form `team, 0.5 x local`, without components of weight 0."""
     texts: list[str] = []
     for name, weight in weights.items():
         if weight == 1:

@@ -1,4 +1,4 @@
-"""A method: the small class that a recipe is, with its rewards, its advantages and its loss."""
+"""A method: the small class of a recipe, with its rewards, its advantages and its loss."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SETTINGS = ("name", "plan", "group_by", "attribution", "filters", "loss")
 
 
 class Method:
-    """What a policy is trained on: which samples are compared, the reward and the advantage of each, and the loss.
+    """Defines the training of a policy: which samples are compared, the reward and the advantage of each, and the loss.
 
-    A method of your own derives from this class or from a published method, and overrides what differs.
+    Derive your own method from this class or from a published method, and override the attributes that differ.
     """
 
     name: str = ""
@@ -33,7 +33,7 @@ class Method:
     group_by: tuple[str, ...] = ("task", "role")
     """Samples that agree in these fields are one group."""
     unit: Unit = "sample"
-    """What counts once in the mean and the deviation of a group, as figures show them: sample | trajectory | token."""
+    """The unit of the mean and the deviation of a group in figures: sample | trajectory | token."""
     compares: bool = True
     """Whether samples of a group are compared. Then a sample alone in its group is left out."""
     attribution: Attribution = Attribution()
@@ -43,20 +43,20 @@ class Method:
     loss: LossSpec = LossSpec()
     """The policy loss."""
     to_go: bool = False
-    """Whether the reward of a call covers the later turns of its role too."""
+    """Whether the reward of a call also covers the later turns of its role."""
     joins_roles: bool = False
-    """Whether the reward of a call covers the calls of other roles too."""
+    """Whether the reward of a call also covers the calls of other roles."""
     needs_all_roles: bool = False
     """Whether a role's advantages depend on the advantages of the other roles."""
     remembers: bool = False
     """Whether advantages depend on moving averages of earlier steps."""
     trains_branches: bool = True
-    """Under a replay plan: whether later calls of a branch are trained on, not just the candidates of its fork."""
+    """Under a replay plan: whether also later calls of a branch are trained on, or only the candidates of its fork."""
     unread: ClassVar[bool] = False
-    """Whether this is a placeholder for a class of the user that was not loaded."""
+    """Whether this is a placeholder for a user's class that was not loaded."""
 
     def rewards(self, step: Step) -> Floats:
-        """One reward for each of the step's samples, [n]; NaN for one whose reward is not known."""
+        """One reward for each of the step's samples, [n]; NaN if it is not known."""
         return step.rewards()
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
@@ -64,8 +64,8 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} has no advantages(step, rewards)")
 
     def step(self, samples: Sequence[Sample], state: AdvantageState | None = None, part: str = "") -> Step:
-        """The samples of a step as `rewards` and `advantages` take them. `part` keeps the moving averages of policies
-        apart that have recipes of their own."""
+        """The samples of a step, for `rewards` and `advantages`. `part` separates the moving averages of policies that
+        have a recipe of their own."""
         return Step(samples, self.attribution, self.group_by, state, part, to_go=self.to_go)
 
     def under(self, plan: PlanKind) -> Self:
@@ -81,7 +81,7 @@ class Method:
         if plan != "independent" and not self.takes_rewards:  # nothing is compared
             changed.group_by, changed.attribution = PROMPT_KEY, Attribution()
         elif plan != "tree" and self.plan == "tree":
-            # Outside a tree each candidate has an episode of its own, so its outcome tells candidates apart.
+            # Outside a tree each candidate has a separate episode, so the outcomes of candidates can differ.
             changed.attribution = msgspec.structs.replace(self.attribution, outcome=True)
         return changed
 
@@ -93,7 +93,7 @@ class Method:
         return changed
 
     def check(self) -> None:
-        """Raise ConfigError for attributes that do not go together."""
+        """Raise ConfigError for attributes that contradict each other."""
         for field in self.group_by:
             if field not in KEY_FIELDS:
                 raise ConfigError("recipe", self.name, f"groups by {field!r}, not one of {', '.join(KEY_FIELDS)}")
@@ -134,12 +134,12 @@ class Method:
 
     @property
     def by_seat(self) -> bool:
-        """Whether roles play against each other: each has an outcome of its own."""
+        """Whether roles play against each other, so that each has a separate outcome."""
         return self.attribution.seats and self.attribution.outcome and not self.joins_roles
 
     @property
     def takes_rewards(self) -> bool:
-        """Whether candidates need a reward. They need none if a teacher, or the policy itself, scores them."""
+        """Whether candidates need a reward. They do not if a teacher, or the policy itself, scores them."""
         return self.loss.kl_to == "untrained"
 
     @property
@@ -158,7 +158,7 @@ class Method:
 
 
 class Outcome(Method):
-    """The outcome of episodes. Evaluations of anything but a run use it."""
+    """The outcome of episodes, for evaluations of anything that is not a run."""
 
     name = "outcome"
     group_by = PROMPT_KEY
@@ -167,7 +167,7 @@ class Outcome(Method):
 
 
 class Unread(Method):
-    """A placeholder for a class of the user while a run is only shown: the groups of its plan, and no advantages."""
+    """A placeholder for a user's class when a run is only shown: the groups of its plan, without advantages."""
 
     compares = False
     unread = True
@@ -176,7 +176,7 @@ class Unread(Method):
         self.name, self.plan = name, plan
         self.group_by = ("task", "role") if plan == "independent" else PROMPT_KEY
         self.attribution = Attribution(outcome=plan != "tree", absent=0.0)
-        # With a loss of its own no sample is left out for lack of an advantage.
+        # A token_loss, so that no sample is left out because its advantage is zero.
         self.loss = LossSpec(token_loss=name)
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:

@@ -1,5 +1,5 @@
-"""Code of the user's own: functions that a loss names as `module:function` or `path/to/file.py:function`, and what a
-method's class returns."""
+"""Call code of the user: functions that a loss names as `module:function` or `path/to/file.py:function`, and methods of
+a recipe's class, whose results are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "token_loss": ("tokens",),
     "teacher_sees": ("candidate", "call", "task"),
 }
-"""What the function of each setting is called with."""
+"""The arguments of the function of each setting."""
 
 
 @functools.cache
@@ -36,13 +36,13 @@ def own_function(setting: str, spec: str) -> Callable[..., Any]:
 
 
 def rewards_of(method: Method, step: Step) -> Floats:
-    """[n] `method.rewards(step)`. Raises GroupError for a method of the user's that fails, with its file and line."""
+    """[n] `method.rewards(step)`. Raises GroupError if a user's method fails, with its file and line."""
     return _checked(method, "rewards", step, lambda: method.rewards(step))
 
 
 def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
-    """[n] `method.advantages(step, rewards)`. Raises GroupError for a method of the user's that fails, with its file
-    and line, and for advantages that are no finite numbers."""
+    """[n] `method.advantages(step, rewards)`. Raises GroupError if a user's method fails, with its file and line, and
+    for advantages that are not finite numbers."""
     advantages = _checked(method, "advantages", step, lambda: method.advantages(step, rewards.copy()))
     for group in step.groups:
         if not np.isfinite(advantages[group]).all():

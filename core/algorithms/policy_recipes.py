@@ -21,8 +21,7 @@ from cotune.errors import ConfigError
 
 
 def by_equal(recipes: Iterable[tuple[Method, str]]) -> list[tuple[Method, list[str]]]:
-    """The different recipes in order of first appearance, each with the names that come with it. An empty name adds the
-    recipe alone."""
+    """The different recipes in order of first appearance, each with its names. An empty name adds only the recipe."""
     different: list[tuple[Method, list[str]]] = []
     for recipe, name in recipes:
         names = next((names for other, names in different if other == recipe), None)
@@ -47,7 +46,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return self.own.get(policy, self.run)
 
     def of_role(self, role: str) -> Method:
-        """The recipe of the policy that plays a role by the configuration."""
+        """The recipe of the policy that plays a role according to the configuration."""
         return self.of(self.roles.get(role, ""))
 
     @property
@@ -57,7 +56,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> str:
-        """The recipes by name. Each but the run's is named with its policies."""
+        """The names of the recipes; other recipes than the run's with their policies."""
         (of_run, _), *others = self.parts
         texts = [f"recipe {of_run.name}"]
         texts += [f"{recipe.name} for {', '.join(policies)}" for recipe, policies in others]
@@ -105,8 +104,8 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collecting_rules(recipes: Recipes, method_of: Callable[[str], Method | None]) -> RoleRules:
-    """What `collect` must know about the methods of a run; `method_of` gives the method of a role, None for a role that
-    is not trained."""
+    """The rules of a run's methods for `collect`. `method_of` returns the method of a role, None for a role that is not
+    trained."""
 
     def trains_branches(role: str) -> bool:
         method = method_of(role)
@@ -176,7 +175,7 @@ def _joined(parts: Sequence[Prepared]) -> Prepared:
     left_out: Counter[str] = Counter()
     roles: dict[str, RoleStats] = {}
     reached: dict[str, Reached] = {}
-    warnings: dict[str, None] = {}  # each once, in order
+    warnings: dict[str, None] = {}  # a dictionary, so that each warning occurs once and in order
     rewards = 0.0
     rewarded = 0
     for part in parts:

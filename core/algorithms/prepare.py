@@ -1,4 +1,4 @@
-"""From the samples of a step to the rows of an update: rewards, groups, filters, advantages.
+"""Turn the samples of a step into the rows of an update: rewards, groups, filters, advantages.
 
 samples [n]  ── rewards ──>         rewards [n]           without a reward: left out
              ── build_groups ──>    groups of samples     alone in its group: left out
@@ -35,19 +35,19 @@ from cotune.records.structs import LARGEST_REWARD
 from cotune.storage.protocol import Store
 
 Reached = Literal["no reward", "no comparison", "no signal", "filtered"]
-"""Why a policy with samples has nothing to learn from, unless some are trained on: none has its reward, none has others
-to be compared with, all that were compared are equal, or filters left out those that differ."""
+"""The last stage that samples of a policy reached, which explains why none is trained on: none has its reward, none has
+others to be compared with, all compared ones are equal, or filters left out the ones that differ."""
 
 
 class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One role in one step. Rewards are the recipe's mixed ones.
+    """One role in one step. Rewards are weighted by the recipe.
 
-    `reward` is the mean over tasks of each task's mean over the samples that have one, kept or not: it does not move
-    because some tasks get more samples than others, or were drawn with other chances (`task_weights`). `groups` counts
-    groups of two or more, `group_spread` is the mean of their standard deviations (population), `zero_variance` the
-    share whose rewards are all equal, both NaN without a group. `kept` counts the samples that are trained on.
-    `truncated` is the share of all samples that were cut at their length limit, `overlong` of those that lose reward by
-    their length.
+    `reward` is the mean over tasks of each task's mean over the samples with a reward, kept or not. It does not change
+    if some tasks get more samples than others, or are drawn with other chances (`task_weights`). `groups` counts groups
+    of two or more, `group_spread` is the mean of their standard deviations (population), `zero_variance` the share
+    whose rewards are all equal, both NaN without a group. `kept` counts the samples that are trained on. `truncated` is
+    the share of samples that were cut at their length limit, `overlong` the share of samples with a penalty for their
+    length.
     """
 
     samples: int
@@ -61,10 +61,10 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples of an update with their advantages ([n], aligned), and what was left out.
+    """The samples of an update with their advantages ([n], in the same order), and the number of samples left out.
 
-    `trained` are those that the policies learn from, and `groups` hold these alone. The other samples have advantage 0:
-    they count in the denominators of the loss and nowhere else, and are left out as `zero_advantage`.
+    `trained` are the samples that the policies learn from, and `groups` have only these. The other samples have
+    advantage 0: they count only in the denominators of the loss, and are left out as `zero_advantage`.
     """
 
     samples: tuple[Sample, ...]
@@ -74,17 +74,17 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     roles: Mapping[str, RoleStats]
     reward: float | None
-    """Mean over tasks of the mean reward of all candidates that have one, kept or not; None without any."""
+    """Mean over tasks of the mean reward of all candidates with a reward, kept or not; None without any."""
     rewarded: int = 0
-    """How many have one."""
+    """Number of candidates with a reward."""
     reached: Mapping[str, Reached]
-    """How far the samples of each policy came."""
+    """The last stage that samples of each policy reached."""
     warnings: tuple[str, ...]
     state: AdvantageState
 
 
 class StepContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What preparing an update must know about the run, besides the samples. All policies of a step share it."""
+    """Facts about the run that `prepare` needs besides the samples, the same for all policies of a step."""
 
     consumed: Container[str] = ()
     """Ids of groups that were trained on before."""
@@ -109,7 +109,7 @@ def prepare(
     signal: its samples are left out, unless the loss moves the policy anyway. `part` names the samples
     if other samples of the step have another recipe; each part has its own groups and moving averages.
 
-    Raises GroupError when candidates of different prompts meet in a group that must share one, and when more than half
+    Raises GroupError if a group that must share one prompt has candidates of different prompts, and if more than half
     of the candidates of independent rollouts are alone under a recipe that compares candidates of one prompt.
     """
     context = context or StepContext()
@@ -133,7 +133,7 @@ def prepare(
         ties = has_reward & tied(samples, rewards)
     left_out.update(missing_reward=int((~has_reward).sum()), tie=int(ties.sum()))
 
-    # Groups. Calls after the fork of a branch are in none; they join their branch's candidate below.
+    # Groups. Calls after the fork of a branch have no group; they get the advantage of their branch's candidate below.
     usable = [samples[i] for i in np.flatnonzero(has_reward & ~ties)]
     continuing = [sample for sample in usable if sample.continues]
     built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
@@ -143,7 +143,7 @@ def prepare(
         warnings += _lacking(step)
     warnings += _alone(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
-    # Filters of whole groups, before the advantages.
+    # Whole groups are filtered before the advantages are computed.
     place_of = {sample.id: i for i, sample in enumerate(samples)}
     places_of_groups: list[Codes] = []
     for group in built.groups:
@@ -159,11 +159,11 @@ def prepare(
         else:
             left_out[reason] += len(group.samples)
 
-    # Advantages of the groups that stay. Each later call of a branch has the advantage of the candidate at its fork.
+    # Advantages of the remaining groups. Each later call of a branch has the advantage of the candidate at its fork.
     step.groups = compared
     advantages = advantages_of(recipe, step, all_rewards).tolist()
     weighed = [_Weighed(samples[i], advantages[i]) for places in compared for i in places]
-    advantage_of_branch = {one.sample.rollout: one.advantage for one in weighed}
+    advantage_of_branch = {row.sample.rollout: row.advantage for row in weighed}
     for sample in continuing:
         if sample.rollout in advantage_of_branch:
             weighed.append(_Weighed(sample, advantage_of_branch[sample.rollout]))
@@ -171,26 +171,26 @@ def prepare(
             left_out["continuation"] += 1
 
     _filter_samples(weighed, groups, recipe, context)
-    rows = [one for one in weighed if not one.reason]
+    rows = [row for row in weighed if not row.reason]
 
-    # Alignment takes some samples twice and leaves others out.
+    # Alignment repeats some samples and leaves others out.
     if filters.align_to is not None:
-        aligned = align([one.sample for one in rows], filters.align_to)
+        aligned = align([row.sample for row in rows], filters.align_to)
         for i in set(range(len(rows))).difference(aligned):
             rows[i].reason = "beyond_alignment"
         rows = [rows[i] for i in aligned]
 
-    # A sample without an advantage teaches nothing: it counts in the denominators of the loss alone.
+    # A sample without an advantage teaches nothing: it counts only in the denominators of the loss.
     moves_alone = recipe.loss.moves_alone
-    for one in weighed:
-        if one.reason:
-            left_out[one.reason] += 1
-        elif not one.advantage and not moves_alone:
+    for row in weighed:
+        if row.reason:
+            left_out[row.reason] += 1
+        elif not row.advantage and not moves_alone:
             left_out["zero_advantage"] += 1
-    trained = tuple(one.sample for one in rows if one.advantage or moves_alone)
+    trained = tuple(row.sample for row in rows if row.advantage or moves_alone)
     return Prepared(
-        samples=tuple(one.sample for one in rows),
-        advantages=np.array([one.advantage for one in rows], np.float64),
+        samples=tuple(row.sample for row in rows),
+        advantages=np.array([row.advantage for row in rows], np.float64),
         trained=trained,
         groups=_of_these(groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
@@ -214,29 +214,28 @@ class _Weighed:
 
 
 def _filter_samples(weighed: Sequence[_Weighed], groups: Sequence[Group], recipe: Method, context: StepContext) -> None:
-    """Note for each sample the first reason to leave it out. `groups` are those that stay."""
-    for one in weighed:
-        one.reason = sample_reason(one.sample, one.advantage, recipe.filters)
+    """Set the first reason to leave out each sample. `groups` are the groups that are trained on."""
+    for row in weighed:
+        row.reason = sample_reason(row.sample, row.advantage, recipe.filters)
     if recipe.filters.top_entropy is not None:
         low = low_entropy(groups, recipe.filters.top_entropy)
-        for one in weighed:
-            if not one.reason and one.sample.id in low:
-                one.reason = "low_entropy"
+        for row in weighed:
+            if not row.reason and row.sample.id in low:
+                row.reason = "low_entropy"
 
-    # Without an advantage in the whole step a policy stays as it is, unless its loss moves it anyway.
+    # A policy without an advantage in the whole step does not change, unless its loss changes it anyway.
     if not recipe.loss.moves_alone:
-        moving = {one.sample.policy.name for one in weighed if one.advantage and not one.reason}
-        for one in weighed:
-            policy = one.sample.policy.name
-            if not one.reason and policy not in moving:
-                one.reason = "no_signal"
-    for one in weighed:
-        if not one.reason and one.sample.policy.name in context.frozen:
-            one.reason = "frozen_step"
+        changing = {row.sample.policy.name for row in weighed if row.advantage and not row.reason}
+        for row in weighed:
+            if not row.reason and row.sample.policy.name not in changing:
+                row.reason = "no_signal"
+    for row in weighed:
+        if not row.reason and row.sample.policy.name in context.frozen:
+            row.reason = "frozen_step"
 
 
 def _of_these(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Group, ...]:
-    """The groups with their trained samples alone; groups that have none are left out."""
+    """The groups with only their trained samples; groups without any are left out."""
     ids = {sample.id for sample in trained}
     trimmed: list[Group] = []
     for group in groups:
@@ -249,8 +248,8 @@ def _of_these(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Group
 def train_rows(
     prepared: Prepared, collected: Collected, store: Store, entropy_by: Callable[[str], str] = lambda policy: ""
 ) -> dict[str, list[TrainRow]]:
-    """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded; `entropy_by`
-    tells for a policy the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
+    """Rows for the learner by role, with the recorded token ids and the sampler's log-probabilities. `entropy_by` maps
+    a policy to the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
     prompts: dict[str, tuple[int, ...]] = {}
     images: dict[str, tuple[bytes, ...]] = {}
     grammars: dict[str, str] = {"": ""}
@@ -287,7 +286,7 @@ def train_rows(
 
 
 def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
-    """Raise GroupError where a reward is beyond what training can hold."""
+    """Raise GroupError if a reward is too large for training."""
     for i in np.flatnonzero(np.abs(rewards) > LARGEST_REWARD)[:1]:
         sample = samples[i]
         named = ", ".join(f"{name} {value:g}" for name, value in {**sample.outcome, **sample.rewards}.items())
@@ -300,7 +299,7 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
 
 
 def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
-    """Name the roles without a single usable reward: something is set up wrongly there, it is no chance."""
+    """A warning for each role without any usable reward: its setup is wrong, as this is not chance."""
     rewarded = {samples[i].role for i in np.flatnonzero(has_reward)}
     for role in sorted({sample.role for sample in samples} - rewarded):
         own = sorted({name for s in samples if s.role == role for name in s.rewards})
@@ -314,12 +313,13 @@ def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
 def _reached(
     samples: Sequence[Sample], has_reward: Bools, ties: Bools, groups: Sequence[Group], flat: Bools
 ) -> dict[str, Reached]:
-    """How far the samples of each policy came.
+    """The last stage that samples of each policy reached.
 
-    `has_reward` and `ties` say it of the samples, [n]; `flat` says of each group whether all its rewards are equal.
+    `has_reward` and `ties` have an entry for each sample, [n]; `flat` says for each group whether its rewards are
+    equal.
     """
     reached: dict[str, Reached] = {sample.policy.name: "no reward" for sample in samples}
-    # Each loop is a stage that is reached later, so it overwrites the one before.
+    # Each loop is a later stage than the loop before, so it overwrites that one's entries.
     for i in np.flatnonzero(ties):
         reached[samples[i].policy.name] = "filtered"
     for i in np.flatnonzero(has_reward & ~ties):
@@ -332,7 +332,7 @@ def _reached(
 
 
 def _lacking(step: Step) -> Iterable[str]:
-    """Name the components that samples lack, and are left out for, while others of their group carry them."""
+    """A warning for each component that samples lack and other samples of their group have."""
     for role, name in sorted(step.lacking):
         yield (
             f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
@@ -341,7 +341,7 @@ def _lacking(step: Step) -> Iterable[str]:
 
 
 def _alone(recipe: Method, alone: int, total: int) -> Iterable[str]:
-    """Say how many of `total` candidates are alone in their group. Raises GroupError if the plan cannot work."""
+    """A warning if some of `total` candidates are alone in their group. Raises GroupError if the plan cannot work."""
     if not alone:
         return
     text = explain_alone(recipe, alone, total)
@@ -359,7 +359,7 @@ def group_spread(groups: Sequence[Group], rewards: Sequence[Floats], recipe: Met
 
 
 def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
-    """`rewards` [n] as far as they are known: `lowest` says nothing of failures where no episode ended well."""
+    """`rewards` [n] without unknown ones: if no episode ended well, `lowest` gives no reward for a failure."""
     if any(sample.failure is None for sample in every):
         return rewards
     unknown = np.array([s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples], np.bool_)
@@ -410,7 +410,7 @@ def _role_stats(
 
 
 def means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float]:
-    """The mean reward of each task over its samples that have one; tasks without any are left out."""
+    """The mean reward of each task over its samples with a reward; tasks without any are left out."""
     of_task: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards.tolist(), strict=True):
         if not math.isnan(reward):
@@ -419,7 +419,7 @@ def means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float
 
 
 def mean_over_tasks(means: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
-    """The weighted mean of these means of tasks; None if no task weighs anything."""
+    """The weighted mean of the tasks' means; None if all weights are 0."""
     total = weight_of_all = 0.0
     for task, mean in means.items():
         weight = 1.0 if weights is None else weights.get(task, 0.0)

@@ -21,13 +21,13 @@ MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
     "sequence": (0.5, 2.0),
     "geometric": (0.999, 1.001),
 }
-"""Where pi_old / pi_sampler is believed, by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
+"""Default `mask_range` by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
 
 USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "c3_branches"}
-"""The recipe of each plan where none is named."""
+"""The default recipe of each plan."""
 
 FEEDBACK = "feedback"
-"""`teacher_sees` of the texts that stand beside rewards."""
+"""Value of `teacher_sees` for the texts beside rewards (`cotune.Feedback`)."""
 
 PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
@@ -46,22 +46,23 @@ def _shares(settings: object, *names: str) -> None:
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rewards a candidate answers for, and how much each component weighs.
+    """Which rewards count for a candidate, and the weight of each component.
 
     `own` counts the candidate's own components, which its role's scorer returned, and `outcome` the components of its
-    episode. A component that both carry counts once, as the candidate's own.
+    episode. A component that both have counts once, as the candidate's own.
 
-    A component weighs `weights[name]`, or `other` if it is not listed. `weights["role/name"]` is the weight for one
-    role alone. The weight of `team` is multiplied by `team_weight`. With `seats` a component of the outcome that is
-    named after a role, as in {"white": 1, "black": -1}, counts for that role, and unlisted components of the outcome
+    The weight of a component is `weights[name]`, or `other` if it is not listed. `weights["role/name"]` is the weight
+    for one role only. The weight of `team` is multiplied by `team_weight`. With `seats` a component of the outcome that
+    is named after a role, as in {"white": 1, "black": -1}, counts for that role, and unlisted components of the outcome
     count for none.
-    `gates` are components that multiply the sum of the others: with a `format` of 0, a right answer earns nothing. A
-    gate that no candidate of the role carries changes nothing.
-    `absent` is the value of a component that a candidate or its episode lacks while others that it is compared with
-    carry it. Without it (None) these candidates are left out.
-    `overlong_penalty` is taken from the reward of an answer that was cut at its length limit, and a growing share of it
-    from an answer that ends in the last `overlong_buffer` tokens before that limit (DAPO's soft overlong punishment).
-    `timeout_penalty` is taken from the outcome of an episode in which a call of a trained role timed out.
+    `gates` are components that multiply the sum of the others: with a `format` of 0, a right answer has no reward. A
+    gate that no candidate of the role has changes nothing.
+    `absent` is the value of a component that a candidate or its episode lacks, if others that it is compared with have
+    it. Without it (None) these candidates are left out.
+    `overlong_penalty` is subtracted from the reward of an answer that was cut at its length limit, and a growing share
+    of it from an answer that ends in the last `overlong_buffer` tokens before that limit (DAPO's soft overlong
+    punishment). `timeout_penalty` is subtracted from the outcome of an episode in which a call of a trained role timed
+    out.
     """
 
     own: bool = True
@@ -90,7 +91,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OUTCOME = Attribution(own=False, outcome=True)
-"""The outcome of the episode alone."""
+"""Only the outcome of the episode."""
 OWN_AND_OUTCOME = Attribution(outcome=True)
 """The candidate's own rewards and the outcome of its episode."""
 
@@ -98,18 +99,18 @@ OWN_AND_OUTCOME = Attribution(outcome=True)
 class Filters(msgspec.Struct, frozen=True, kw_only=True):
     """Which samples are left out of training, and counted by reason, besides groups of one.
 
-    Before the advantages, so that these samples are compared with nothing:
+    Before the advantages, so that these samples are not compared with others:
     `ties` leaves out episodes in which all roles have the same reward. `zero_variance` leaves out groups with equal
     rewards. `mean_range` leaves out groups whose mean reward is outside these bounds; with `mean_range_roles`, only
     groups of these roles. `keep_groups` keeps this share of the groups of each policy that the other filters leave
-    (rounded up): the groups with the largest standard deviation of rewards, or with `keep_groups_by = "mean"` those
-    with the highest mean reward (PettingLLMs' `filter_method` and `filter_ratio`).
+    (rounded up): the groups with the largest standard deviation of rewards, or with `keep_groups_by = "mean"` the
+    groups with the highest mean reward (PettingLLMs' `filter_method` and `filter_ratio`).
 
     After the advantages, so that the samples are compared with the others of their group:
     `zero_advantage` leaves out samples whose advantage is 0. `drop_truncated` leaves out answers that were cut at their
     length limit (DAPO's overlong filtering). `drop_timed_out` leaves out episodes in which a call of a trained role
-    timed out. `top_entropy` keeps this share of the samples of a group, those with the highest mean token entropy
-    (DART). `align_to` trains each role on the same number of calls of each episode of a task, at most this many
+    timed out. `top_entropy` keeps this share of the samples of a group, with the highest mean token entropy first
+    (DART). `align_to` trains each role on the same number of calls of each episode of a task, at most this number
     (M-GRPO).
     """
 
@@ -141,25 +142,25 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     (rho = 1: REINFORCE). `style`: `ppo` takes min(rho A, clip(rho) A); `cispo` takes stop_grad(clip(rho)) A log p;
     `none` takes rho A. `dual_clip` c > 1 bounds the loss of tokens with A < 0 at c |A|.
     `tis_cap`: each token weighs min(pi_old / pi_sampler, cap), the truncated importance sampling between the
-    trainer's and the sampler's log-probabilities (its geometric mean over the response where `ratio` is `sequence`);
-    None leaves the weight out. `mask` rejects what lies outside `mask_range` of that quotient: a `token`
-    by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
-    carry no gradient and leave the denominators. Without a range it is that of `MASK_BOUNDS`.
+    trainer's and the sampler's log-probabilities (its geometric mean over the response if `ratio` is `sequence`);
+    None leaves the weight out. `mask` rejects tokens or responses whose quotient is outside `mask_range`: a `token` by
+    its own quotient, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens' quotients.
+    Rejected tokens have no gradient and are not in the denominators. The default range is in `MASK_BOUNDS`.
     `kl` is beta of the KL penalty to the untrained policy, to a `teacher` that scores the samples, or to the policy
-    `self` that sees more (`kl_to`): k3 of each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the
-    token's advantage: A - beta (log pi_old - log pi_ref). `teacher_sees` is what a teacher reads and the policy does
-    not, at the end of the last user message: a field of each task, a text; `feedback`, the texts beside the rewards of
-    the candidate and its episode (`cotune.Feedback`); or `module:function`, called with (candidate, call, task), which
-    returns a text, or a list of messages in place of all, or None. Candidates without one are left out as `no_hint`.
-    `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's outcome where one is
-    named and there.
-    `critic`: a value head judges each token, and GAE (`gae_gamma`, `gae_lambda`) gives the tokens their advantages,
+    `self` that sees more (`kl_to`): k3 of each token in the loss, or its k1 in the `reward` (`kl_in`), subtracted from
+    the token's advantage: A - beta (log pi_old - log pi_ref). `teacher_sees` is a text that only a teacher reads, at
+    the end of the last user message: a field of each task; `feedback`, the texts beside the rewards of the candidate
+    and its episode (`cotune.Feedback`); or `module:function`, called with (candidate, call, task), which returns a
+    text, or a list of messages that replace all, or None. Candidates without one are left out as `no_hint`.
+    `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's outcome if this is
+    set and the outcome has it.
+    `critic`: a value head judges each token, and GAE (`gae_gamma`, `gae_lambda`) computes the tokens' advantages,
     normalised over the update. The advantage of a sample is then its reward. `critic_lr` is the value head's rate.
     `critic_sees` names a field of each task, a text, that the critic reads before the prompt.
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
-    trajectories (all that the policy wrote in an episode) of their token means; or the sum over tokens divided by
-    (responses x `constant_length`), where None stands for the run's response limit.
-    `token_loss` names a function of your own, which takes the place of ratio, clip and style: in the file of its class
+    trajectories (all answers of the policy in an episode) of their token means; or the sum over tokens divided by
+    (responses x `constant_length`), with None for the run's response limit.
+    `token_loss` names your own function, which replaces ratio, clip and style: in the file of its class
     f"{__file__}:soft_clip".
     """
 
@@ -188,13 +189,13 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_untrained(self) -> bool:
-        """Whether the loss takes what the untrained policy says of the samples."""
+        """Whether the loss needs the untrained policy's log-probabilities of the samples."""
         return self.kl > 0.0 and self.kl_to == "untrained"
 
     @property
     def moves_alone(self) -> bool:
-        """Whether a candidate of advantage zero teaches something: by the KL penalty, the entropy bonus or a loss of
-        your own, or as a critic makes the advantages."""
+        """Whether a candidate of advantage zero teaches something: by the KL penalty, the entropy bonus or your own
+        loss, or because a critic computes the advantages."""
         return self.kl > 0.0 or self.entropy > 0.0 or self.critic or bool(self.token_loss)
 
     def __post_init__(self) -> None:
@@ -210,15 +211,15 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.kl_to != "self" or bool(sees), "kl_to", self.kl_to, alone, "Set teacher_sees = feedback.")
         clip = self.dual_clip
         _require(clip is None or clip > 1.0, "dual_clip", clip, "must be a number above 1")
-        given = self.mask_range
+        bounds = self.mask_range
         remedy = "Set mask to token, sequence or geometric."
-        _require(self.mask != "none" or given is None, "mask_range", given, "has no effect, as mask is none", remedy)
+        _require(self.mask != "none" or bounds is None, "mask_range", bounds, "has no effect, as mask is none", remedy)
         low, high = self.mask_bounds
-        _require(0.0 <= low < high, "mask_range", given, "must be two numbers, 0 or more, the lower one first")
+        _require(0.0 <= low < high, "mask_range", bounds, "must be two numbers, 0 or more, the lower one first")
 
     @property
     def mask_bounds(self) -> tuple[float, float]:
-        """Between which pi_old / pi_sampler is trained on, both included."""
+        """The bounds of pi_old / pi_sampler for tokens that are trained on, both included."""
         if self.mask_range is not None:
             return self.mask_range
         return MASK_BOUNDS.get(self.mask, (0.0, float("inf")))

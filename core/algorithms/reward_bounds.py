@@ -1,4 +1,4 @@
-"""The least and the greatest reward that an episode of an evaluation can have, from what scorers declare."""
+"""The minimum and maximum reward of an episode of an evaluation, from the bounds that scorers declare."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SHARE: Bounds = (0.0, 1.0)
 
 
 def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
-    """Bounds of the reward that these episodes count by `goal` (`worth`), or None if they are not known.
+    """Bounds of the reward of these episodes by `goal` (`worth`), or None if they are not known.
 
-    A role's reward is a weighted sum of components, so its bounds are the weighted sums of theirs. A scorer declares
-    bounds for all that it returns (`Goal.bounds`). The reward of an episode is a mean over its roles, and lies within
-    the bounds of all of them. Nothing is known if no scorer declares bounds, or if a recipe multiplies rewards (gates),
-    adds up turns or roles, or takes penalties.
+    A role's reward is a weighted sum of components, so its bounds are the weighted sums of the components' bounds. A
+    scorer declares bounds for all that it returns (`Goal.bounds`). The reward of an episode is a mean over its roles,
+    and lies within the bounds of all of them. Bounds are not known if no scorer declares any, or if a recipe multiplies
+    rewards (gates), adds up turns or roles, or subtracts penalties.
     """
     if not goal.bounds:
         return None
@@ -41,20 +41,20 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
         bounds.append(of_role)
     if not bounds:
         return None
-    # An episode that fails without any answer has this reward alone.
+    # An episode that fails without any answer has only this reward.
     failure = _failure(goal)
     return _hull(bounds if failure is None else [*bounds, (failure, failure)])
 
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
-    """Bounds of the reward of one role, whose goal this is."""
+    """Bounds of the reward of one role with this goal."""
     how = goal.attribution
     adds_up = goal.method.to_go or goal.method.joins_roles
     penalties = how.overlong_penalty or how.timeout_penalty
     if adds_up or penalties or how.gates or how.absent is not None:
         return None
 
-    # 1. The components of its own answers.
+    # 1. The components of the role's answers.
     answers: list[Mapping[str, float]] = []
     for episode in played:
         answers += [sample.rewards for sample in episode.samples if sample.role == role]
@@ -64,7 +64,7 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
     if own is None or not how.outcome:
         return own
 
-    # 2. The outcome of its episodes. A component that its answers have too counts once, with them.
+    # 2. The outcome of its episodes. A component that the answers also have counts only there.
     in_answers: set[str] = set()
     if how.own:
         in_answers = _names(answers)
@@ -83,8 +83,8 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
 
 
 def _failure(goal: Goal) -> float | None:
-    """The greatest outcome of a failed episode; None if outcomes or failed episodes do not count. "lowest" is at most
-    0, and no less than the lowest outcome of the other episodes."""
+    """The maximum outcome of a failed episode; None if outcomes or failed episodes do not count. "lowest" is at most 0,
+    and at least the lowest outcome of the other episodes."""
     if goal.on_failure == "exclude" or not goal.attribution.outcome:
         return None
     return 0.0 if goal.on_failure == "lowest" else goal.on_failure
@@ -97,7 +97,7 @@ def _names(rewards: Sequence[Mapping[str, float]]) -> set[str]:
 def _bounds_of_sum(
     rewards: Sequence[Mapping[str, float]], role: str, how: Attribution, declared: Bounds | None, *, outcome: bool
 ) -> Bounds | None:
-    """Bounds of the weighted sum of components; None if those of a component are not known."""
+    """Bounds of the weighted sum of components; None if the bounds of a component are not known."""
     low = high = 0.0
     for name in sorted(_names(rewards)):
         weight = weight_of(name, role, how, outcome=outcome)
@@ -115,6 +115,6 @@ def _bounds_of_sum(
 
 
 def _hull(bounds: Iterable[Bounds]) -> Bounds:
-    """The narrowest bounds that hold all of these."""
+    """The narrowest bounds that contain all of these."""
     lows, highs = zip(*bounds, strict=True)
     return min(lows), max(highs)

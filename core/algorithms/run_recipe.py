@@ -1,9 +1,10 @@
-"""The recipe that a run was trained with, read from its folder, or the usual one for records by themselves; and what
-it makes of recorded episodes."""
+"""Find the recipe of a run from its folder, or the usual one for records without a run, and apply it to recorded
+episodes."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from cotune.algorithms.method import Method, Unread
 from cotune.algorithms.policy_recipes import Recipes, attributed_each, collecting_rules, prepare_each
 from cotune.algorithms.prepare import Prepared, StepContext
 from cotune.algorithms.recipes import USUAL
-from cotune.algorithms.samples import Floats
+from cotune.algorithms.samples import Floats, Sample
 from cotune.config.methods import KlTo, changed_settings, dotted_name
 from cotune.config.policy import PolicyConfig
 from cotune.config.train import TrainConfig
@@ -34,10 +35,10 @@ from cotune.storage.run_layout import RunLayout, is_run, read_run
 
 
 class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recipe makes of recorded episodes: candidates with advantages, groups with their mixed rewards [n].
+    """Recorded episodes under a recipe: candidates with advantages, groups with their weighted rewards [n].
 
-    `prepared` is None, with the reason among `problems`, where it can make nothing of them; `left_out` counts
-    candidates of both stages by reason, out of `candidates`.
+    `prepared` is None if the recipe cannot be applied; `problems` then has the reason. `left_out` counts the candidates
+    left out in both stages by reason, out of `candidates`.
     """
 
     collected: Collected
@@ -56,7 +57,7 @@ def regroup(
     roles: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Regrouped:
-    """Group and weigh recorded episodes as training did in `step`; `roles` as `trained_roles` gives them."""
+    """Group and weigh recorded episodes as in training step `step`. `roles` is the result of `trained_roles`."""
 
     def of(role: str) -> Method:
         return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
@@ -71,7 +72,7 @@ def regroup(
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
-    unread = [recipe.name for recipe in chosen.every if recipe.unread]
+    unread = [method.name for method in chosen.every if method.unread]
     names = {sample.policy.name for sample in samples}
     try:
         prepared = prepare_each(
@@ -92,7 +93,7 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
-    if unread:  # looking at a run runs no code of the user's
+    if unread:  # a command that shows a run does not run the user's code
         of_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
         prepared = msgspec.structs.replace(prepared, advantages=np.where(of_unread, np.nan, prepared.advantages))
         text = (
@@ -102,14 +103,22 @@ def regroup(
         problems = (*problems, text)
     left_out.update(prepared.left_out)
     rewards = attributed_each(collected, chosen).tolist()
-    reward = dict(zip((s.id for s in samples), rewards, strict=True))
-    grouped = [s for s in samples if reward[s.id] == reward[s.id] and not s.continues]
-    parts = [(recipe, part, [grouped[i] for i in places]) for part, recipe, places in chosen.split(grouped)]
-    built = [group for recipe, part, among in parts for group in build_groups(among, recipe, part).groups]
+
+    # Groups with their rewards, also the ones that training left out. Calls after a fork have no group.
+    reward_of: dict[str, float] = {}
+    comparable: list[Sample] = []
+    for sample, reward in zip(samples, rewards, strict=True):
+        if not math.isnan(reward) and not sample.continues:
+            reward_of[sample.id] = reward
+            comparable.append(sample)
+    groups: list[tuple[Group, Floats]] = []
+    for part, method, places in chosen.split(comparable):
+        for group in build_groups([comparable[i] for i in places], method, part).groups:
+            groups.append((group, np.array([reward_of[sample.id] for sample in group.samples])))
     return Regrouped(
         collected=collected,
         prepared=prepared,
-        groups=tuple((group, np.array([reward[s.id] for s in group.samples])) for group in built),
+        groups=tuple(groups),
         left_out=left_out,
         candidates=candidates,
         problems=problems,
@@ -117,19 +126,20 @@ def regroup(
 
 
 def recipes_of(store: Store) -> tuple[Recipes, str]:
-    """The run's recipes as its run.json tells, else the default one for the plan that the records look like."""
+    """The run's recipes from its run.json, otherwise the usual one for the plan that the records look like; and a text
+    that names them."""
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
-    found = policy_recipes(config, plan, run_code=False)
+    recipes = policy_recipes(config, plan, run_code=False)
     source = "as the run was configured" if _is_of_run(store.folder) else "as the records suggest"
-    return found, f"plan {plan}, {found.names}, {source}"
+    return recipes, f"plan {plan}, {recipes.names}, {source}"
 
 
 def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True) -> Recipes:
-    """The recipe of a run, and those of its policies that have one of their own.
+    """The recipe of a run, and the recipes of the policies that have their own.
 
-    Without `run_code`, `Unread` stands for classes of the user's. Raises ConfigError that names a field as it is in
-    the configuration.
+    Without `run_code`, `Unread` replaces classes of the user. Raises ConfigError, which names a field as in the
+    configuration.
     """
 
     def resolved(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
@@ -149,7 +159,7 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
             raise ConfigError(field, error.value, f"{of}{error.fault}", error.remedy) from None
         kl_to = method.loss.kl_to
         if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
-            # Teachers are opened, and runs are shown, by what the configuration says: neither loads the class.
+            # Teachers are opened, and runs are shown, from the configuration alone, without loading the class.
             field, table = ("policy.recipe", "policy.loss") if policy else ("recipe", "loss")
             fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
             raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
@@ -157,17 +167,18 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
 
     usual = config.recipe or USUAL[plan]
     own: dict[str, Method] = {}
-    for one in config.policy:
-        name, settings = _recipe_settings(config, one)
-        if one.recipe or changed_settings(one.rewards, one.loss):
-            own[one.name] = resolved(name or usual, settings, one.name)
-    roles = {role: one.name for one in config.policy for role in one.roles}
+    roles: dict[str, str] = {}
+    for policy in config.policy:
+        name, settings = _recipe_settings(config, policy)
+        if policy.recipe or changed_settings(policy.rewards, policy.loss):
+            own[policy.name] = resolved(name or usual, settings, policy.name)
+        roles |= dict.fromkeys(policy.roles, policy.name)
     return Recipes(run=resolved(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
 
 
 def _recipe_settings(config: TrainConfig, own: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The recipe that a [[policy]] table, or None the run, names, and what it changes of it: as the run does, unless
-    the recipe is another one than the run's."""
+    """The recipe of a [[policy]] table, or of the run if `own` is None, and its changed settings. The run's changes
+    apply too, unless the table names another recipe."""
     of_run = changed_settings(config.rewards, config.loss)
     if own is None:
         return config.recipe, of_run
@@ -178,8 +189,8 @@ def _recipe_settings(config: TrainConfig, own: PolicyConfig | None) -> tuple[str
 
 
 def taught_by(config: TrainConfig, own: PolicyConfig | None = None) -> KlTo:
-    """Who teaches a policy, that of a [[policy]] table or any other one: a "teacher", its "self", or nobody beside the
-    rewards ("untrained"), whatever the plan."""
+    """The source that a policy learns from, under any plan: a "teacher", the policy it"self", or only rewards
+    ("untrained"). `own` is the [[policy]] table of the policy, None for a policy without one."""
     name, settings = _recipe_settings(config, own)
     usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
     teacher: KlTo = settings.get("kl_to", usual)
@@ -187,32 +198,35 @@ def taught_by(config: TrainConfig, own: PolicyConfig | None = None) -> KlTo:
 
 
 def all_taught(config: TrainConfig) -> bool:
-    """Whether every trained policy learns from a teacher or itself, so that rewards count for nothing."""
-    found = [taught_by(config, own) for own in config.policy if own.trained] or [taught_by(config)]
-    return "untrained" not in found
+    """Whether every trained policy learns from a teacher or itself, so that rewards do not count."""
+    sources = [taught_by(config, policy) for policy in config.policy if policy.trained] or [taught_by(config)]
+    return "untrained" not in sources
 
 
 def _plan_of(store: Store) -> PlanKind:
-    """Only under a tree plan are the candidates of a call scored; an application may ask for several all the same."""
+    """The plan that the records look like. Candidates of a call have scores only under a tree plan, although an
+    application may request several candidates under any plan."""
     return "tree" if store.figures().has_scored_candidates() else "independent"
 
 
 def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
-    """The roles that the run trains in a step of training, each with the policy that plays it then; None (all) for
-    records of no run or no step, or before a checkpoint."""
+    """The roles that the run trains in a step, each with the policy that plays it then; None (all) for records without
+    a run or a step, or before the first checkpoint."""
     folder = store.folder
     checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if _is_of_run(folder) else None
     with contextlib.suppress(RunError):  # a damaged one
         if checkpoint is not None and step is not None:
             swap = config_of(store).routing.swap
-            trained = [one for one in read_policies(checkpoint) if one.kind in TRAINED]
-            roles = {role: one.name for one in trained for role in one.roles}
+            roles: dict[str, str] = {}
+            for policy in read_policies(checkpoint):
+                if policy.kind in TRAINED:
+                    roles |= dict.fromkeys(policy.roles, policy.name)
             return swapped_roles(roles, swap, step)
     return None
 
 
 def config_of(store: Store) -> TrainConfig:
-    """The configuration of the run that the records belong to; the defaults where they belong to none."""
+    """The configuration of the run that the records belong to; the defaults if they do not belong to a run."""
     folder = store.folder
     return read_run(folder).config if _is_of_run(folder) else TrainConfig()
 

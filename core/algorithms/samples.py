@@ -1,4 +1,4 @@
-"""Samples: one row per candidate, as filters, advantages and the learner see it."""
+"""Samples: one row per candidate, the input of filters, advantages and the learner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Codes = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 Failure = float | Literal["lowest"]
-"""The reward of a failed episode, after weights and gates: a number, or the lowest of the step and 0."""
+"""The reward of a failed episode, after weights and gates: a number, or the lowest reward of the step and at most 0."""
 
 KEY_FIELDS = ("task", "rollout", "role", "turn", "step", "branch", "prompt", "observation", "policy")
 """Fields of a sample that a recipe may group by."""
@@ -27,18 +27,17 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate with everything that a recipe may group, weigh or normalise by.
 
     `prompt` is the segment id of the prompt path, with the ids of its images: equal ids mean identical prompt token ids
-    and images. `branch` names the
-    history the call happened in: under a tree plan the episode, whose chosen prefix all siblings share; under a replay
-    plan the call that was forked, whose `turn` all siblings have; under independent rollouts the prompt, as equal
-    prompts are all that two episodes can have in common.
-    `observation` is what the role saw last: the id of the prompt's last message, its anchor state (GiGPO).
-    `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
-    `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
-    the episode's. `failure` stands for the outcome of an episode that the policy failed (`reward_failures`); it is None
-    where the episode ended well. `limit` is the most tokens that the answer could have, None where unknown; `truncated`
-    says that it was cut there, `timed_out` that a call of a trained role timed out in its episode. `continues` marks a
-    call that a branch of a replay plan makes after its fork: it is in no group, and has the advantage of the branch's
-    candidate.
+    and images. `branch` identifies the history of the call: under a tree plan the episode, whose chosen prefix all
+    siblings share; under a replay plan the forked call, whose `turn` all siblings have; under independent rollouts the
+    prompt, as two episodes can have only equal prompts in common.
+    `observation` is the id of the prompt's last message, its anchor state (GiGPO).
+    `entropy` is the mean of -log pi_sampler over the tokens, in nats, as an estimate of the mean token entropy.
+    `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome` are the
+    components of the episode. `failure` replaces the outcome of an episode that the policy failed (`reward_failures`);
+    it is None if the episode ended well. `limit` is the maximum number of tokens of the answer, None if unknown;
+    `truncated` says that it was cut there, `timed_out` that a call of a trained role timed out in its episode.
+    `continues` marks a call that a branch of a replay plan makes after its fork: it has no group, and gets the
+    advantage of the branch's candidate.
     """
 
     id: str
@@ -77,7 +76,7 @@ def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
 
 
 def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
-    """The values of `fields` of each sample, as tuples; of a policy its name, whatever its version."""
+    """The values of `fields` of each sample, as tuples. For a policy it is the name, without the version."""
     if not fields:
         return [()] * len(samples)
     get = attrgetter(*("policy.name" if field == "policy" else field for field in fields))
@@ -85,15 +84,15 @@ def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
 
 
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner needs of one candidate. `logprobs` are the sampler's, in nats, one per response token.
+    """The data of one candidate for a learner. `logprobs` are the sampler's, in nats, one per response token.
 
-    `temperature`, `grammar` and `logit_bias` shape the distribution that it was drawn from (`SamplingParams`).
-    `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
-    denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
-    `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
-    Under a critic `advantage` is the reward, and `privileged` are token ids that it reads before the prompt. `hinted`
-    are those of the prompt that a teacher reads in place of the policy's, empty for the same one. `images` are the
-    encoded bytes of the prompt's images, in order.
+    `temperature`, `grammar` and `logit_bias` define the distribution that it was sampled from (`SamplingParams`).
+    `loss_mask`, one per response token, is false for tokens that do not count: they have no gradient and are not in any
+    denominator or metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
+    `trajectory` is the episode of the row. `exploration` multiplies the weight of the entropy bonus.
+    Under a critic, `advantage` is the reward, and `privileged` are token ids that the critic reads before the prompt.
+    `hinted` are the token ids of the prompt that a teacher reads instead of the policy's prompt, empty if both read the
+    same. `images` are the encoded bytes of the prompt's images, in order.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The samples of a step as a method sees them: their rewards, their groups, and the averages of earlier steps."""
+"""The samples of a step for a method: their rewards, their groups, and the moving averages of earlier steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
 
 
 class AdvantageState(msgspec.Struct, frozen=True):
-    """What advantages remember from step to step: the moving averages, by group key."""
+    """The state of advantages between steps: the moving averages, by group key."""
 
     ema: Mapping[str, float] = {}
 
@@ -22,9 +22,9 @@ class AdvantageState(msgspec.Struct, frozen=True):
 class Step:
     """All samples of a step, [n], and the groups that are compared.
 
-    `samples` holds the candidates that are trained on and the other chosen answers of their episodes, whose rewards may
-    be part of a candidate's. `groups` are arrays of places in `samples`; there are none until rewards are known.
-    `tokens` are the numbers of response tokens, [n]. `Method.step` makes a step.
+    `samples` are the candidates that are trained on and the other chosen answers of their episodes, whose rewards can
+    count for a candidate. `groups` are arrays of places in `samples`, empty until rewards are known. `tokens` are the
+    numbers of response tokens, [n]. Create a step with `Method.step`.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Step:
         self._to_go = to_go
         self._weighed: dict[tuple[bool, bool, bool], Weighed] = {}
 
-    # Rewards: one number for each sample, NaN where a component that it needs never arrived.
+    # Rewards: one number for each sample, NaN if a component that it needs is missing.
 
     def rewards(self) -> Floats:
-        """The weighted sum of the components that count by the method's `attribution`: the candidate's own, those of
-        the episode's outcome, or both. Returns [n]."""
+        """The weighted sum of the components that count by the method's `attribution`: the candidate's, the episode's
+        outcome's, or both. Returns [n]."""
         how = self._attribution
         return self._weigh(own=how.own, outcome=how.outcome).total()
 
@@ -69,7 +69,7 @@ class Step:
         return self.rewards_to_go(gamma) / reward_to_go(self.samples, ones, zeros, gamma)
 
     def sum_over_roles(self, rewards: Floats) -> Floats:
-        """The rewards of all roles in a turn of an episode, added up. [n]"""
+        """The sum of the rewards of all roles in a turn of an episode. [n]"""
         return over_roles(self.samples, rewards, self._counts(), mean=False)
 
     def mean_over_roles(self, rewards: Floats) -> Floats:
@@ -79,35 +79,35 @@ class Step:
     def discounted(self, rewards: Floats, gamma: float, by: Literal["turn", "step"] = "step") -> Floats:
         """r gamma^(T - t), so that calls near the end of an episode weigh more. [n]
 
-        `t` is the place of the call in its episode (`step`), or among its role's calls there (`turn`); T is the last.
+        `t` is the place of the call in its episode (`step`) or among its role's calls in the episode (`turn`); T is the
+        last place.
         """
+        chains = [(sample.rollout, sample.role if by == "turn" else "") for sample in self.samples]
+        places: list[int] = [getattr(sample, by) for sample in self.samples]
         last: dict[tuple[str, str], int] = {}
-        for sample in self.samples:
-            chain = sample.rollout, sample.role if by == "turn" else ""
-            last[chain] = max(last.get(chain, 0), getattr(sample, by))
-        places_from_end = np.array(
-            [last[s.rollout, s.role if by == "turn" else ""] - getattr(s, by) for s in self.samples], np.float64
-        )
-        return rewards * gamma**places_from_end
+        for chain, place in zip(chains, places, strict=True):
+            last[chain] = max(last.get(chain, 0), place)
+        places_of_ends = np.array([last[chain] for chain in chains], np.float64)
+        return rewards * gamma ** (places_of_ends - np.array(places, np.float64))
 
     def require(self, values: Floats) -> None:
-        """Leave out samples for which these values are not known (NaN), as `missing_reward`."""
+        """Leave out samples whose value is not known (NaN), as `missing_reward`."""
         self.unknown = self.unknown | np.isnan(values)
 
     def outcome_missing(self, *, later_turns: bool) -> Bools:
-        """Whether the episode of each sample failed without a whole outcome of its own. [n]"""
+        """Whether the episode of each sample failed without a complete outcome. [n]"""
         how = self._attribution
         return self._weigh(own=how.own, outcome=how.outcome, later_turns=later_turns).outcome_missing
 
     def _weigh(self, *, own: bool, outcome: bool, later_turns: bool = False) -> Weighed:
-        asked = own, outcome, later_turns
-        if asked not in self._weighed:
+        arguments = own, outcome, later_turns
+        if arguments not in self._weighed:
             weighed = weigh(
                 self.samples, self._attribution, self._key, own=own, outcome=outcome, later_turns=later_turns
             )
-            self._weighed[asked] = weighed
+            self._weighed[arguments] = weighed
             self.lacking |= weighed.lacking
-        return self._weighed[asked]
+        return self._weighed[arguments]
 
     def _counts(self) -> Bools:
         """Whether any component counts for each sample, in `rewards` or, by `Method.to_go`, in `rewards_to_go`. [n]"""
@@ -119,7 +119,7 @@ class Step:
     # Comparisons.
 
     def group_by(self, *fields: str) -> list[Codes]:
-        """Places of the samples in `groups`, grouped by other fields of a sample than the method's `group_by`."""
+        """Places of the samples in `groups`, grouped by `fields` instead of the method's `group_by`."""
         compared = [int(place) for group in self.groups for place in group]
         members: dict[Hashable, list[int]] = {}
         for place, key in zip(compared, keys([self.samples[place] for place in compared], fields), strict=True):

@@ -1,4 +1,4 @@
-"""How much each task teaches: whether the rewards of its groups differ, and so how often it is drawn again."""
+"""Measure how much each task teaches, which is whether the rewards of its groups differ, and draw tasks accordingly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PRIOR = 2.0
 """The average of all tasks weighs as much as this number of rewards of the task itself."""
 
 EVEN_SHARE = 0.1
-"""Share of an adaptive pool's draws that takes all tasks alike. Without it, a task whose first groups had equal rewards
-might never be tried again. The pool's gain was measured with this share."""
+"""Share of an adaptive pool's draws in which all tasks have the same chance. Without it, a task whose first groups had
+equal rewards might never be drawn again. The pool's gain was measured with this share."""
 
 
 class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
     """One group of a task: its roles, its episodes, the number of its rewards and their variance (population).
 
-    `spread` says whether the group teaches something: its rewards differ, and no filter of groups leaves it out.
+    `spread` says whether the group teaches something: its rewards differ, and no filter leaves the group out.
     """
 
     task: str
@@ -40,7 +40,7 @@ class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a role on a task: its number of rewards, older ones weighing less, and the mean variance of a
+    """Facts about a role on a task: its number of rewards, with less weight for older ones, and the mean variance of a
     group."""
 
     rewards: float
@@ -48,7 +48,7 @@ class RoleFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a task: its mean reward when it was last tried, and the facts of each role over all tries."""
+    """Facts about a task: its mean reward when it was last tried, and the facts of each role over all tries."""
 
     reward: float
     roles: dict[str, RoleFacts] = {}
@@ -90,8 +90,8 @@ def _signals(collected: Collected, recipes: Recipes, rewards: Floats) -> list[Gr
 
 
 def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
-    """What is known of the tasks after a step. Tasks that it tried have a new mean reward, and facts of each role that
-    pool the step's groups with half the weight of what was known before."""
+    """The facts of the tasks after a step. Tasks that the step tried have a new mean reward, and the facts of each role
+    pool the step's groups with the earlier facts at half weight."""
     rewards = attributed_each(collected, recipes)
     signals: dict[str, dict[str, list[GroupSignal]]] = {}
     for signal in _signals(collected, recipes, rewards):
@@ -118,13 +118,13 @@ def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFac
 
 
 def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float) -> Floats:
-    """The chance of each task in a draw, [tasks]; `places` are the places of the tasks in it.
+    """The chance of each task in a draw, [tasks]. `places` are the tasks' places in this array.
 
-    A share of `floor` goes to all tasks alike. The rest is divided evenly among the roles, and the part of a role among
-    the tasks in proportion to the variance that its groups are expected to have: with rewards 0 and 1 that is
-    p (1 - p). The expected variance is the mean of the task's own and the average task's, which weighs as much as
-    `PRIOR` rewards. A task that was never tried counts as the average task. If a role did not act in a task that was
-    tried, its rewards there count as equal. A role that has never shown a variance has no part.
+    A share of `floor` is divided evenly among all tasks. The rest is divided evenly among the roles, and the part of a
+    role among the tasks in proportion to the expected variance of its groups: with rewards 0 and 1 that is p (1 - p).
+    The expected variance is the mean of the task's variance and the average task's, which weighs as much as `PRIOR`
+    rewards. A task that was never tried counts as the average task. If a role did not act in a task that was tried, its
+    rewards on this task count as equal. A role without any variance so far has no part.
     """
     tried = [name for name in known if name in places]
     shares: list[Floats] = []
@@ -147,5 +147,5 @@ def _shown(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
     """The number of rewards of a role on a task that was tried, and their variance."""
     if role in roles:
         return roles[role].rewards, roles[role].variance
-    # It did not act there. Its rewards count as equal, as many as the role with the most has.
+    # It did not act on this task. Its rewards count as equal, and as many as the largest number of any role.
     return max((other.rewards for other in roles.values()), default=0.0), 0.0

@@ -2,7 +2,8 @@
 whose formulas have no numbers).
 
 V of an answer that ends an episode is the episode's outcome; V of any other is the mean of V over the answers that were
-drawn after it: a verifier's critique is worth the mean of its refinements, a generator's answer that of its critiques.
+sampled after it: a verifier's critique has the mean value of its refinements, a generator's answer the mean value of
+its critiques.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from statistics import fmean
 
 
 def tree_values(paths: Iterable[tuple[Sequence[Hashable], float]]) -> dict[Hashable, float]:
-    """V of each answer; `paths` are the answers of each episode in their order, at least one, with its outcome.
+    """V of each answer. `paths` has the answers of each episode in their order, at least one, with its outcome.
 
-    Episodes share the answers up to where they part. Several that end with one answer count alike there.
+    Episodes share answers until they diverge. Episodes that end with the same answer have the same weight in it.
     """
     after: dict[Hashable, dict[Hashable, None]] = {}
     ends: dict[Hashable, list[float]] = {}
@@ -26,7 +27,8 @@ def tree_values(paths: Iterable[tuple[Sequence[Hashable], float]]) -> dict[Hasha
         for answer, following in pairwise(path):
             after[answer][following] = None
         ends.setdefault(path[-1], []).append(outcome)
-    found: dict[Hashable, float] = {}
-    for answer in TopologicalSorter(after).static_order():  # those that come later first
-        found[answer] = fmean([*(found[following] for following in after[answer]), *ends.get(answer, ())])
-    return found
+    values: dict[Hashable, float] = {}
+    for answer in TopologicalSorter(after).static_order():  # later answers first, as earlier ones need their values
+        of_following = [values[following] for following in after[answer]]
+        values[answer] = fmean([*of_following, *ends.get(answer, ())])
+    return values

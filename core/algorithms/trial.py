@@ -1,4 +1,4 @@
-"""Methods and functions of the user's own are tried on made-up samples before a model is loaded."""
+"""Try the user's methods and functions on made-up samples, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cotune.records.structs import PolicyRef
 
 
 def check_own(method: Method) -> None:
-    """Load what a method names of the user's own, and try a class of theirs. Raises ConfigError."""
+    """Load the user's functions that a method names, and try the method if its class is the user's. Raises
+    ConfigError."""
     if method.loss.token_loss:
         own_function("token_loss", method.loss.token_loss)
     if ":" in method.loss.teacher_sees:
@@ -28,7 +29,7 @@ def check_own(method: Method) -> None:
 
 
 def _made_up(method: Method) -> Iterator[Sample]:
-    """Samples of two tasks with three episodes each, in which two roles act twice, grouped as the plan has them."""
+    """Samples of two tasks with three episodes each, in which two roles act twice, with groups that fit the plan."""
     components = [name.rpartition("/")[2] for name in method.attribution.weights] or ["local"]
     reward = 0.0
     for task in range(2):
@@ -37,7 +38,7 @@ def _made_up(method: Method) -> Iterator[Sample]:
             for role in ("first", "second"):
                 for turn in range(2):
                     call = f"{rollout}{role}{turn}"
-                    shared = f"{task}{role}{turn}"  # what the calls of other episodes have in common with it
+                    shared = f"{task}{role}{turn}"  # the same for calls of other episodes, so that they are compared
                     of_episode = method.plan == "tree"
                     for index in range(3 if of_episode else 1):
                         reward = (reward + 0.375) % 1.0
