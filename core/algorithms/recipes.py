@@ -109,9 +109,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     After the advantages, so that the samples are compared with the others of their group:
     `zero_advantage` leaves out samples whose advantage is 0. `drop_truncated` leaves out answers that were cut at their
     length limit (DAPO's overlong filtering). `drop_timed_out` leaves out episodes in which a call of a trained role
-    timed out. `top_entropy` keeps this share of the samples of a group, with the highest mean token entropy first
-    (DART). `align_to` trains each role on the same number of calls of each episode of a task, at most this number
-    (M-GRPO).
+    timed out. `top_entropy` keeps the samples with the highest mean token entropy, this share of each group (DART).
+    `align_to` trains each role on the same number of calls of each episode of a task, at most this number (M-GRPO).
     """
 
     ties: bool = False

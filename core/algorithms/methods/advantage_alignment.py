@@ -20,8 +20,8 @@ class AdvantageAlignment(Method):
         A_t = R_t - mean of the others' R_t, over the episodes of a task, by role and turn
         A*_t = A_t + beta * (sum over k < t of gamma^(t - k) A_k) * B_t
 
-    B_t is the other player's advantage at turn t: its gain is encouraged where one's own past was good, and the
-    reverse. beta = 2, gamma = 0.96, token clip, truncated importance sampling at 2. A turn that is not there counts 0.
+    B_t is the other player's advantage at turn t: its gain is encouraged if one's own past was good, and the
+    reverse. beta = 2, gamma = 0.96, token clip, truncated importance sampling at 2. A missing turn counts 0.
 
     Difference: with more than two players, the others' advantages are added.
     """

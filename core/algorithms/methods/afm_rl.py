@@ -12,8 +12,8 @@ class AfmRl(Grpo):
         R = answer * format, both 0 or 1                (equation 11)
         A = (R - mean(R)) / (std(R) + 1e-6) over the episodes of a task
 
-    An answer of the wrong format earns nothing. Equation 11 is for agents that write code; for web agents, equation 10
-    has the answer alone. Clip 0.2 / 0.28, token mean. Use it with `policies = "shared"`.
+    An answer of the wrong format has no reward. Equation 11 is for agents that write code; for web agents, equation 10
+    has only the answer. Clip 0.2 / 0.28, token mean. Use it with `policies = "shared"`.
 
     Difference: groups without variance are left out, not sampled again.
     """

@@ -12,7 +12,7 @@ class C3(C3Branches):
         A_j = R_j - 1 / (K - 1) * sum of R_i over i != j
 
     There is no division by a deviation. VinePPO (arXiv 2410.01679) takes V(s') - V(s) (equation 6, before the last
-    step) with V the mean outcome of K continuations that are used for that alone (equation 5). Here the siblings
+    step) with V the mean outcome of K continuations that are used only for that (equation 5). Here the siblings
     themselves are the estimate of V(s), and one continuation stands for V(s'), so each continuation begins with an
     answer that is trained on.
     """

@@ -9,7 +9,7 @@ from cotune.algorithms.step import Step
 
 
 class Cory(WithCritic):
-    """CORY (arXiv 2410.06101): a pioneer answers, an observer answers after it, and both earn what both have earned.
+    """CORY (arXiv 2410.06101): a pioneer answers, an observer answers after it, and both get the sum of their rewards.
 
         r = r_pioneer + r_observer                      (equation 4)
 

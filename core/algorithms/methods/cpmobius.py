@@ -19,7 +19,7 @@ class CpMobius(Method):
     The player's group is its answers to one problem, for problems that it solves with a rate of 0.2 to 0.8. The coach's
     group is the problems that it has set from one prompt. The roles are named `coach` and `player`.
 
-    Difference: the coach is compared with its other proposals for the same prompt and earns what the workflow returns,
+    Difference: the coach is compared with its other proposals for the same prompt and gets the workflow's reward,
     not the gain after the update.
     """
 

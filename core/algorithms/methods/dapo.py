@@ -11,7 +11,7 @@ class Dapo(AnyPlan):
 
         clip(rho, 1 - 0.2, 1 + 0.28), mean over tokens  (equations 11 and 12)
 
-    A is that of `grpo`, or of the candidates of a call.
+    A is computed as in `grpo`, or over the candidates of a call.
 
     Difference: the token mean is over an optimizer step. Groups without variance are left out, not sampled again.
     Overlong filtering and punishment are off; set `drop_truncated`, or `overlong_penalty` and `overlong_buffer`.

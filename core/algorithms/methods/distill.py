@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores what the policy samples."""
+"""On-policy distillation: a teacher scores the policy's samples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Distill(Method):
 
         A_t = log pi_teacher(y_t) - log pi_old(y_t)
 
-    A_t is minus the one-sample estimate of the reverse KL of token t. Its policy gradient is that of
-    KL(pi || pi_teacher) at the states that the policy visits. Rewards count for nothing.
+    A_t is minus the one-sample estimate of the reverse KL of token t. Its policy gradient is the gradient of
+    KL(pi || pi_teacher) at the states that the policy visits. Rewards do not count.
 
     Difference: one sampled token instead of the whole distribution, and no off-policy share.
     """

@@ -12,7 +12,7 @@ class Gspo(AnyPlan):
         s = (pi(y) / pi_old(y))^(1 / |y|)               (equation 7)
         loss = -min(s A, clip(s) A)                     (equation 5; clip 3e-4 / 4e-4, section 5.1)
 
-    A is that of `grpo`, or of the candidates of a call.
+    A is computed as in `grpo`, or over the candidates of a call.
 
     Difference: one ratio per call, and the mean is per episode.
     """

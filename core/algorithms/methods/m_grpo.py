@@ -18,8 +18,8 @@ class MGrpo(Method):
         r_sub  = 0.1 format + 0.4 correct + 0.5 judge           (equation 5)
         A = (r - mean(r)) / (std(r) + 1e-6) over the role's calls of a task     (equations 10 and 13)
 
-    `correct` is that of the main agent's answer, `judge` of the sub-agent's own work. A reply of the wrong format earns
-    nothing. One ratio per response (equations 14 and 16, as GSPO). Every episode gives a sub-agent the same number of
+    `correct` judges the main agent's answer, `judge` the sub-agent's own work. A reply of the wrong format has no
+    reward. One ratio per response (equations 14 and 16, as GSPO). Every episode gives a sub-agent the same number of
     calls, at most 8 (equation 11).
 
     Difference: calls, not whole sub-agent conversations, are repeated or dropped, after the advantages.

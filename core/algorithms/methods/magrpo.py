@@ -18,7 +18,7 @@ class MaGrpo(Method):
         A_t = R_t - mean(R_t) over the group's episodes, by role
         loss = -A_t log pi(a_t | h_t)
 
-    r_t is the joint reward of turn t. There is no ratio, standard deviation or KL. gamma = 0.9 is that of the authors'
+    r_t is the joint reward of turn t. There is no ratio, standard deviation or KL. gamma = 0.9 as in the authors'
     code.
 
     Difference: K whole episodes. The authors' code also branches at every turn and ends good branches.

@@ -16,7 +16,7 @@ class MaPoRl(WithCritic):
     Then R_t is the mean over the agents of the turn. r_t is the verifier's score with its bonuses, as the scorers
     return them. gamma = 0.9. PPO with a critic.
 
-    Difference: the value head is that of `cory`. The scorers add the bonuses.
+    Difference: the value head is the one of `cory`. The scorers add the bonuses.
     """
 
     name = "maporl"

@@ -17,8 +17,8 @@ class MMedAgentRl(Method):
         r = format + accuracy
         A = (r - mean(r)) / (std(r) + 1e-6) over the role's calls of a task
 
-    The weight of the entropy is 0.01 times the component `exploration` of the episode's outcome: low where the
-    specialists agree and are right, high where they contradict each other or are wrong. The curriculum, easy to hard,
+    The weight of the entropy is 0.01 times the component `exploration` of the episode's outcome: low if the
+    specialists agree and are right, high if they contradict each other or are wrong. The curriculum, easy to hard,
     is `curriculum.pool = "by:FIELD"`.
 
     Difference: the workflow says how much a task is explored.

@@ -19,7 +19,7 @@ class ReinforcePp(Method):
 
     R is the outcome of the episode. A batch is all that a policy does in a step. PPO's token clip 0.2.
 
-    Difference: the KL of a token counts for that token alone, after the scale.
+    Difference: the KL of a token counts only for that token, after the scale.
     """
 
     name = "reinforce_pp"

@@ -14,7 +14,7 @@ class SelfDistill(Distill):
 
     The policy that reads f, the text beside the reward (`teacher_sees`), teaches the policy that does not. Minus A_t is
     the one-sample estimate of token t of sum over t of KL(pi(. | x, y_<t) || pi(. | x, f, y_<t)), without a gradient
-    through the second, which has the weights from before the update. Rewards count for nothing. An answer without such
+    through the second, which has the weights from before the update. Rewards do not count. An answer without such
     a text is left out.
 
     Difference: SDPO takes the KL over the vocabulary, and both papers a slowly moving teacher.
