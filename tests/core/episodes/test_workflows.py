@@ -88,7 +88,7 @@ def test_scorers_declare_their_bounds():
     solve.scorer("c")(local)
     assert solve.cotune.bounds == {"a": (0.0, 1.0), "b": (-1.0, 0.5)}
     for wrong in ((1, 0), (0, 0), (0, float("inf")), (0, float("nan")), (0,), 1, ("low", "high")):
-        with pytest.raises(WorkflowError, match=r"The scorer of role 'd' has bounds = .*as \(0, 1\)"):
+        with pytest.raises(WorkflowError, match=r"The scorer of role 'd' has bounds = .*for example \(0, 1\)"):
             solve.scorer("d", bounds=wrong)(local)
 
 
@@ -348,7 +348,7 @@ def test_what_is_no_number_has_a_way_to_say_that_nobody_knows(value, name):
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
-        ("Executor is already running.", "Several episodes run at once"),
+        ("Executor is already running.", "Several episodes run at the same time"),
         ("This event loop is already running", "Fix the workflow."),
         ("Connection error.", "Nobody answers at the address that it asks"),
         ("Error code: 401 - {'error': 'invalid key'}", "The provider refuses the key"),

@@ -75,7 +75,7 @@ def changed(tmp_path: Path, change) -> Path:
     [
         (lambda f: f["parts"][0]["new"].__setitem__(1, "better "), "the new text of writer.system"),
         (lambda f: f["parts"][0]["old"].__setitem__(0, "You "), "the old text of writer.system"),
-        (lambda f: f["parts"][0].__setitem__("roles", ["writer"]), "not those of its id"),
+        (lambda f: f["parts"][0].__setitem__("roles", ["writer"]), "its parts do not match its id"),
         (lambda f: f.__setitem__("format", 2), "has format 2"),
         (lambda f: f.__delitem__("format"), "is not a file of prompts"),
         (lambda f: f["parts"][0].__setitem__("kind", "poem"), "is broken: parts"),

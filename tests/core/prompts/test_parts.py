@@ -358,7 +358,7 @@ def test_examples_of_answers_are_shown_and_not_edited(tmp_path: Path) -> None:
         found = find_parts(store)
     examples = [one for one in found.parts if one.part.kind == "assistant"]
     assert [(one.part.name, one.part.old.pieces) for one in examples] == [("writer.assistant", (shown,))]
-    assert "stays as it is" in examples[0].why and examples[0] not in found.editable
+    assert "cannot be changed" in examples[0].why and examples[0] not in found.editable
 
 
 def test_runs_with_edited_prompts_are_not_pooled_with_those_of_the_application(tmp_path: Path) -> None:

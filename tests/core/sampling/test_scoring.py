@@ -236,7 +236,7 @@ def test_a_scorer_that_hangs_costs_its_candidate_and_no_other(is_async):
     assert kept == {"local": 1.0}
     assert lost.cause.startswith("The scorer of role 'writer' did not finish within 0.5 seconds")
     assert ("its thread goes on at" in lost.cause) is not is_async
-    assert lost.remedy.endswith("or let it take longer: .scorer(role, timeout=SECONDS).")
+    assert lost.remedy.endswith("or allow more time: .scorer(role, timeout=SECONDS).")
 
 
 def test_a_scorer_of_the_group_has_its_time_for_each_candidate():

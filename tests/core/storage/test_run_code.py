@@ -183,13 +183,13 @@ def test_at_a_terminal_the_user_is_asked(
     assert "It chooses code or addresses:\n  workflow: sent_app:solve\n" in said
     assert "distill.teacher" not in said  # replay asks no teacher
     assert (sent / "code_ran").exists() == runs
-    assert ("The records have no episode" in error) == runs  # which replay says once the application is loaded
+    assert ("The records have no finished episode" in error) == runs  # which replay says once the application is loaded
 
 
 def test_a_flag_agrees_beforehand(sent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--trust-folder"], []):
         assert main(["replay", str(sent), "--all", *flags]) == 1
-        assert "The records have no episode" in capsys.readouterr().err
+        assert "The records have no finished episode" in capsys.readouterr().err
     assert (sent / "code_ran").exists()
 
 
