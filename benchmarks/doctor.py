@@ -6,7 +6,8 @@
 Measured: the largest resident size of the learner's process in two updates and of the sampler's process while it serves
 two published versions, each fresh; fp32 on the CPU, rows of 64 + 32 tokens. On paper: Qwen3 shapes from their published
 configurations, learner and sampler in process on one GPU with nothing else on it, two roles, bfloat16, default steps
-(128 answers at once), prompts of 1,024 and answers of 256 tokens. The last line is JSON.
+(128 answers at once), prompts of 1,024 and answers of 256 tokens; and the learner alone with rows of 65,536 tokens, two
+LoRAs of rank 16. The last line is JSON, with `--paper` the last two.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ PROMPT, RESPONSE, GROUP = 64, 32, 8
 LORA = LoraSpec(rank=16)
 PAPER_PROMPT, PAPER_ANSWER, PAPER_ANSWERS = 1024, 256, 128
 PAPER_GPUS = (8, 12, 16, 24, 80)
+LONG_ROW = 65_536
 PAPER_KINDS = {
     "LoRA, 4-bit base": {"policies": "lora", "learner": {"quantize": "4bit"}},
     "LoRA": {"policies": "lora"},
@@ -162,6 +164,29 @@ def paper() -> dict[str, Any]:
     return {"table": "doctor_paper", "columns": ["model", "", *(f"{size} GB" for size in PAPER_GPUS)], "rows": rows}
 
 
+def long_rows() -> dict[str, Any]:
+    """The memory of a learner whose longest row has `LONG_ROW` tokens, on a GPU of 80 GB."""
+    from benchmarks.qwen3 import QWEN3, qwen3_config
+    from cotune.trainer.before.doctor.machine import gpu_of
+    from cotune.trainer.before.doctor.memory import Workload, learner_memory
+    from cotune.trainer.before.doctor.model_size import measure
+    from cotune.trainer.config.load import convert
+
+    gpu = gpu_of(80)
+    config = convert({"model": "m", "policies": "lora", "learner": {"dtype": "bfloat16"}})
+    load = Workload(row=LONG_ROW, sequences=PAPER_ANSWERS, policies=2)
+    rows: list[list[str]] = []
+    for model, shape in QWEN3.items():
+        size = measure(qwen3_config(shape), LORA, "bfloat16", joined=True, device="cuda")
+        free, total = gpu.free_gb * 2**30, gpu.memory_gb * 2**30
+        plan = learner_memory(size, config, load, device="cuda", free=free, total=total)
+        kind = "layers computed again" if plan.checkpointed else "plain"
+        row = [model, f"{plan.pass_tokens:,} tokens, {kind}", f"{plan.bytes / 1e9:.0f} GB"]
+        print(" | ".join(row), flush=True)
+        rows.append(row)
+    return {"table": "doctor_long_rows", "columns": ["model", "a pass", "the learner takes"], "rows": rows}
+
+
 def _what_fits(plan: Sequence[ProcessMemory]) -> str:
     """The tokens of a pass and the answers at once of a run; or how much memory is missing."""
     from cotune.trainer.before.doctor.memory import peak_of_device, shortages
@@ -182,7 +207,9 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.paper:
-        print(json.dumps(paper()))
+        tables = [paper(), long_rows()]
+        for table in tables:
+            print(json.dumps(table))
         return
     if args.one:
         part, layout, count = args.one
