@@ -7,7 +7,7 @@ import argparse
 from cotune.cli.command import Parser, add_fields, add_repeated, fields_of, settings
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_config
-from cotune.terminal import tell, terminal
+from cotune.terminal import progress, tell, terminal
 
 EXAMPLE = "cotune doctor --config train.toml --cluster local"
 EXTRA = "train"
@@ -42,7 +42,6 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from cotune.trainer.before.doctor.doctor import examine, render
     from cotune.trainer.config.load import load_config
 
     flags = {**fields_of(a), **settings(a.set)}
@@ -55,7 +54,11 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("model", None, "is missing: --gpu needs one", "Pass --model or --config.")
     if a.calls < 0:
         raise ConfigError("--calls", a.calls, "must be 1 or more", "Pass the calls of one episode: --calls 4.")
-    report = examine(config, prompt=a.prompt_tokens, calls=a.calls, gpu=a.gpu)
+    with progress() as say:
+        say("doctor: looking at this machine")  # before torch is imported, which takes seconds
+        from cotune.trainer.before.doctor.doctor import examine, render
+
+        report = examine(config, prompt=a.prompt_tokens, calls=a.calls, gpu=a.gpu, say=say)
     if a.json:
         print(report.to_json())
     else:

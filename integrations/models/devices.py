@@ -18,6 +18,15 @@ def usual_device() -> Literal["cuda", "cpu"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def usual_threads(parameters: int) -> int:
+    """CPU threads for a model of so many parameters: torch's own number if its passes are long enough to divide."""
+    import torch
+
+    from cotune.integrations.models.bfloat16 import LARGE
+
+    return torch.get_num_threads() if parameters >= LARGE else 1
+
+
 def device_name(device: str) -> str:
     """What a torch device is called in messages: `the CPU`, or the GPU with its model."""
     import torch

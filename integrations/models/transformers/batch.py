@@ -25,20 +25,15 @@ from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
 from cotune.integrations.models.transformers.prefixes import NOTHING, Prefix, PrefixCache
 from cotune.integrations.models.transformers.rows import Job, Rows, Source, arrange
+from cotune.integrations.models.transformers.wire import DRAW_ELEMENTS, GPU_PART
 from cotune.sampling.protocol import Completion
 
 BASE = -1
 """Kind of rows that use no adapter."""
 _NOBODY = np.array(None, object)
 
-GPU_PART = 0.4
-"""Of what is free on a GPU, what keys and values may take: passes want room too, and a learner may be on the same
-GPU."""
-
 COLDEST = np.float32(1e-30)
 """Least temperature, at which only the likeliest token is drawn: over a lower one logits are no numbers any more."""
-DRAW_ELEMENTS = 1 << 25
-"""Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
 
 AHEAD = 16
 """Decode steps whose random numbers go to the device together."""

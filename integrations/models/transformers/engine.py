@@ -16,7 +16,7 @@ import torch
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
 from cotune.integrations.models.child.wire import Answer, Command
-from cotune.integrations.models.devices import usual_device
+from cotune.integrations.models.devices import usual_device, usual_threads
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
 from cotune.integrations.models.folder.adapter import read_adapter
@@ -365,9 +365,3 @@ def _moved(model: Any, device: str) -> Any:
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
         fault = f"is not a torch device of this machine ({str(error).partition(chr(10))[0]})"
         raise ConfigError("device", device, fault, "Use cpu, or a GPU that torch can use.") from None
-
-
-def usual_threads(parameters: int) -> int:
-    """CPU threads for a model of so many parameters: those of torch, which are the cores that are there unless it was
-    told otherwise, where passes are long enough to divide."""
-    return torch.get_num_threads() if parameters >= LARGE else 1

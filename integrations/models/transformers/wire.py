@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 
 PREFIX_PART = 32
 """The memory of the machine, or of the GPU, over this is what keys and values of known prefixes may take."""
+GPU_PART = 0.4
+"""Of what is free on a GPU, what keys and values may take: passes want room too, and a learner may be on the same
+GPU."""
+DRAW_ELEMENTS = 1 << 25
+"""Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
 
 
 class ModelSource(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, CotuneError, error_line, install_extra
 from cotune.integrations import versions
 from cotune.integrations.models.devices import untried_gpu, unused_gpu
-from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
+from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.vllm.installed import build_of
 from cotune.tables import cells, grid, plural
 from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, nodes_of
@@ -74,12 +74,17 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def examine(
-    config: TrainConfig | None = None, *, prompt: int = PROMPT, calls: int = 0, gpu: float | None = None
+    config: TrainConfig | None = None,
+    *,
+    prompt: int = PROMPT,
+    calls: int = 0,
+    gpu: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Look at this machine and, where `config` names one, at its Ray cluster; start nothing.
 
     The forecasts are for prompts of `prompt` tokens and episodes of `calls` calls (0: one for each role that `config`
-    names), on a GPU of `gpu` GB if that is not None.
+    names), on a GPU of `gpu` GB if that is not None. `say` is called with what the doctor does next.
     """
     machine = look(Path("runs"))
     if gpu is not None:
@@ -102,6 +107,7 @@ def examine(
     findings = [*judge_machine(machine, cluster, extra), *models, *divided]
     forecast = Forecast()
     if config is not None and all(finding.level != "blocks" for finding in findings):
+        say("doctor: measuring the model, which takes longer the first time")
         forecast, judged = judge_forecast(config, machine, prompt, calls)
         findings += [*judged, *judge_precision(config, machine)]
     if nodes and config is not None and cluster.on_ray:
@@ -204,7 +210,7 @@ def judge_forecast(
         config, bases = measure_bases(config, machine, folders, prompt=prompt)
         plan = processes(bases, config, machine)
         counted = any("images" in name for process in plan for name in process.parts)
-        seeing = any(map(folder_sees_images, folders.values()))
+        seeing = any(size.sees for size, _ in bases.values())
         images = ", without passes over images" if seeing and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have

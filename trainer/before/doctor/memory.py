@@ -16,11 +16,12 @@ from rich.text import Text
 from cotune.config.sizes import parse_size
 from cotune.config.train import TrainConfig
 from cotune.integrations.models.folder.vision import KEPT_BYTES, PASS_BYTES
-from cotune.integrations.models.transformers.wire import PREFIX_PART
+from cotune.integrations.models.transformers.wire import DRAW_ELEMENTS, GPU_PART, PREFIX_PART
 from cotune.records.policies import LoraSpec
 from cotune.tables import BAD, grid
 from cotune.trainer.before.doctor.machine import Machine
-from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
+from cotune.trainer.before.doctor.model_size import ModelSize
+from cotune.trainer.before.doctor.size_cache import known_size
 from cotune.trainer.config.engine import AUTO
 from cotune.trainer.run.engines import candidates_of_call
 from cotune.trainer.run.precision import auto_dtype, with_dtype
@@ -114,7 +115,7 @@ def measure_bases(
     joined = multiplies and not config.cluster.on_ray and config.learner.quantize == "none"
     bases = {
         model: (
-            measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined=joined, device=device),
+            known_size(folders[model], _adapter(config, names), config.learner.dtype, joined=joined, device=device),
             Workload(row=row, sequences=sequences, candidates=candidates, policies=trained_policies(config, names)),
         )
         for model, names in config.bases.items()
@@ -276,7 +277,6 @@ def sampler_memory(
 ) -> ProcessMemory:
     """The in-process sampler: the base, published versions (for all weights a model each), and the cache. On a GPU it
     lets as many sequences in as fit into a part of what is free, and `taken` bytes are of processes beside it."""
-    from cotune.integrations.models.transformers.batch import DRAW_ELEMENTS, GPU_PART
     from cotune.trainer.learner.memory.pass_size import LOGIT_BYTES
 
     each = 4 if device == "cpu" else 2

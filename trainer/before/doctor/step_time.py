@@ -144,7 +144,7 @@ def _share_of_calls(config: TrainConfig, base: int) -> float:
 def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple[Rates, Rates]:
     """The rates of sampler and learner for a model of so many parameters. Raises NoEstimateError for a GPU that is not
     known by its name."""
-    from cotune.integrations.models.transformers.engine import usual_threads
+    from cotune.integrations.models.devices import usual_threads
 
     settings = config.learner
     threads = usual_threads(parameters)

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from cotune.integrations.models.memory import machine_memory, process_memory
 from cotune.trainer.learner.batching import pass_tokens, tokens_of
 from cotune.trainer.learner.dist import ProcessGroup, local_shard
 from cotune.trainer.learner.logprobs import chunk_tokens
-from cotune.trainer.learner.policy_model import PolicyModel
+
+if TYPE_CHECKING:
+    from cotune.trainer.learner.policy_model import PolicyModel
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")

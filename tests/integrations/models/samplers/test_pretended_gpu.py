@@ -12,10 +12,10 @@ from transformers import Qwen3ForCausalLM
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.transformers import draw, engine
-from cotune.integrations.models.transformers.batch import GPU_PART, Batch
+from cotune.integrations.models.transformers.batch import Batch
 from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.rows import Job
-from cotune.integrations.models.transformers.wire import ModelSource
+from cotune.integrations.models.transformers.wire import GPU_PART, ModelSource
 from cotune.sampling.protocol import SamplingParams
 from tests.integrations import tiny_models
 

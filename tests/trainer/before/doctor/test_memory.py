@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_reckoned_says_so(tiny_base: Path, monkeypatch: p
     def broken(*_: Any, **options: Any) -> None:
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", broken)
+    monkeypatch.setattr("cotune.trainer.before.doctor.memory.known_size", broken)
     forecast, [finding, *_] = judge_forecast(convert({"model": str(tiny_base)}), MACHINE, 512)
     assert forecast.memory == () and finding.level == "warns"
     assert "no forecast can be made (RuntimeError: no such operator)" in finding.text
@@ -376,6 +376,6 @@ def test_the_forecast_for_a_gpu_follows_the_learner_of_the_run(
         asked_for.append(how)
         return BILLION
 
-    monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", record)
+    monkeypatch.setattr("cotune.trainer.before.doctor.memory.known_size", record)
     plan_memory(asked(**changes), gpu(80), {"m": Path("m")}, prompt=100)
     assert asked_for == [{"joined": joined, "device": "cuda"}]
