@@ -52,8 +52,8 @@ class RoleOverride(NamedTuple):
     name: str
     frame: FrameType
     """The frame that entered it. The reference keeps the frame's id from being used again."""
-    number: int
-    """A number that increases with every role that is entered."""
+    entered_ns: int
+    """When it was entered, by `time.perf_counter_ns`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -130,7 +130,7 @@ def role_here(frame: FrameType | None) -> RoleOverride | None:
         entered_here = generator_roles.get(id(frame))
         if entered_here:
             # Both may belong to this frame: the generator's own code may also set the ContextVar.
-            if override is not None and override.frame is frame and override.number > entered_here[-1].number:
+            if override is not None and override.frame is frame and override.entered_ns > entered_here[-1].entered_ns:
                 return override
             return entered_here[-1]
         if override is not None and override.frame is frame:

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Token
 from types import FrameType, TracebackType
@@ -18,7 +18,6 @@ from cotune.recording.carrying import tell_tasks
 from cotune.recording.context import RoleOverride, generator_roles, role_override
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-_numbers = itertools.count()
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -52,7 +51,7 @@ class role:
                 f"Make one for each block: with cotune.role({self._name!r}): ...",
             )
         frame = _frame_of_block(sys._getframe(1))
-        override = RoleOverride(self._name, frame, next(_numbers))
+        override = RoleOverride(self._name, frame, time.perf_counter_ns())
         if frame.f_code.co_flags & _GENERATOR:
             self._watch_tasks(frame)
             generator_roles.setdefault(id(frame), []).append(override)

@@ -96,6 +96,7 @@ class LocalLearner:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()
+        self._profiler: torch.profiler.profile | None = None
         self._seen: dict[str, Mapping[str, CandidateTokens]] = {}
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
@@ -283,10 +284,13 @@ class LocalLearner:
 
     def begin_profile(self) -> None:
         """See `Learner.begin_profile`. The trace has all threads of this process, so an engine in it too."""
-        torch_trace.begin()
+        self.end_profile(None)  # the profiler of an interrupted step may be left
+        self._profiler = torch_trace.begin()
 
     def end_profile(self, file: Path | None) -> None:
-        torch_trace.end(file)
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            torch_trace.end(profiler, file)
 
     def save(self, folder: Path) -> None:
         """Write `learner.json`, and weights, optimizer and row order per policy (see `files`)."""

@@ -8,13 +8,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-_profiler: torch.profiler.profile | None = None
 
-
-def begin() -> None:
-    """Record the operators of all threads of this process, and the kernels of its GPUs. Raises RuntimeError."""
-    global _profiler
-    end(None)  # torch allows one profiler at a time, and an interrupted step may have left one
+def begin() -> torch.profiler.profile:
+    """Record the operators of all threads of this process, and the kernels of its GPUs. torch takes one profiler at a
+    time, so `end` the earlier one first. Raises RuntimeError."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it reports each trace on standard error
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -23,18 +20,14 @@ def begin() -> None:
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(activities=activities, experimental_config=all_threads)
     profiler.start()
-    _profiler = profiler
+    return profiler
 
 
-def end(file: Path | None) -> None:
+def end(profiler: torch.profiler.profile, file: Path | None) -> None:
     """Write the trace since `begin` to a file that ends with .json.gz; without a file, discard it.
 
     Raises RuntimeError and OSError.
     """
-    global _profiler
-    profiler, _profiler = _profiler, None
-    if profiler is None:
-        return
     profiler.stop()
     if file is not None:
         file.parent.mkdir(exist_ok=True)

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from autogen_core.tools import StaticWorkbench
 
 from cotune.integrations.apps.clients import AgentState, step_inside
+from cotune.integrations.apps.shared_objects import was_used_by_another
 from cotune.recording.app_parts import Part
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, current_episode, entered, innermost
@@ -163,17 +163,13 @@ def _watch_shared(names: Names) -> None:
         return
     for member in names.members:
         keeps = isinstance(member, _teams()) or hasattr(member, "_model_context")
-        if keeps and _episodes.setdefault(member, episode.id) != episode.id:
+        if keeps and was_used_by_another(member, episode.id):
             episode.warn(
                 "shared_agent",
                 "Episodes share an agent or team of AutoGen, so each reads what others have said, and a team runs only "
                 "once at a time: make it in the workflow function, or give it to cotune.workflow itself.",
             )
             return
-
-
-_episodes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Agent or team -> the first episode that it worked in."""
 
 
 def _ends(condition: Any) -> Iterator[str]:

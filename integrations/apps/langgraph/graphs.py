@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from langchain_core.runnables.config import var_child_runnable_config
 
 from cotune.integrations.apps.langchain.hooks import around
+from cotune.integrations.apps.shared_objects import was_used_by_another
 from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode
 from cotune.replay.responder import ReplayResponder
@@ -111,16 +111,12 @@ def _watch_thread(graph: Any, config: Any) -> None:
     live, saver = current_episode.get(), graph.checkpointer
     if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
         return
-    if _episodes.setdefault(saver, {}).setdefault(_thread(graph, config), live.id) != live.id:
+    if was_used_by_another(saver, live.id, _thread(graph, config)):
         live.warn(
             "shared_thread",
             "Episodes share a thread_id of one checkpointer, so each reads what others have said: give every run a "
             "thread_id of its own, such as str(uuid4()).",
         )
-
-
-_episodes: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
-"""Checkpointer -> thread id -> the first episode in this thread."""
 
 
 def _in_branch_thread(original: Any) -> Any:

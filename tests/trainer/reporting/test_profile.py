@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cotune.cli import main as cli
 from cotune.trainer.learner import torch_trace
@@ -75,9 +76,17 @@ def test_a_step_that_fails_leaves_no_trace_and_no_profiler_running(
     def broken(*_: object, **more: object) -> None:
         raise RuntimeError("the update breaks")
 
+    ended: list[Path | None] = []
+    end = torch_trace.end
+
+    def noted(profiler: torch.profiler.profile, file: Path | None) -> None:
+        ended.append(file)
+        end(profiler, file)
+
+    monkeypatch.setattr(torch_trace, "end", noted)
     with monkeypatch.context() as patch:
         patch.setattr("cotune.trainer.step.update_policies", broken)
         with pytest.raises(RuntimeError, match="the update breaks"):
             trainer(solve, steps=1, profile=True)
     assert not (trainer.folder / "run" / "profile").exists()
-    assert torch_trace._profiler is None
+    assert ended == [None]
