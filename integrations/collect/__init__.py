@@ -1,1 +1,1 @@
-"""What an application sends to a collector, the collector itself, and records in PostgreSQL."""
+"""The sender of an application's records, the collector that receives them, and records in PostgreSQL."""

@@ -1,4 +1,4 @@
-"""A batch: what one request brings from an application to a collector, and how it is packed."""
+"""Batches of records, each of which an application sends to a collector in one request, and their format."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MEDIA_TYPE = "application/x-cotune-batch"
 COLLECTOR_HEADER = "x-cotune-collector"
 """Every answer of a collector has this header. Without it, another server is at the collector's address."""
 MOST_LISTS = 1 << 20
-"""Lists, maps and negative numbers that a batch may have: each can be one byte of the body and 90 bytes of memory."""
+"""The most lists, maps and negative numbers in a batch. Each can take one byte of the body and 90 bytes of memory."""
 _APP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-"""A number that no store's counter overflows with."""
+"""A count that is too small to overflow the counters of a store."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of one process of the application `app`; `parts` are those that were written together.
+    """Records of one process of the application `app`. The records of each part were written together.
 
-    `source` is the id of the spool they come from. `dropped` and `sampled` count what that process left out since the
-    batch before: as its spool was full, or by its sampling rates.
+    `source` is the id of their spool. `dropped` and `sampled` count the records that the process has left out since its
+    last batch, because of a full spool or of its sampling rates.
     """
 
     v: int
@@ -42,7 +42,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch whose parts are packed already."""
+    """A batch with packed parts."""
 
     v: int
     app: str
@@ -56,40 +56,40 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Batch).decode
 
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes of the length that follows the first byte of a value of MessagePack: of bytes, extensions and texts."""
+"""For the first byte of bytes, extensions and texts in MessagePack: how many bytes of length follow."""
 _NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _EXTENSIONS = {0xC7: 2, 0xC8: 3, 0xC9: 5, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _HEADS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4, **{0xA0 | size: size for size in range(32)}}
 _SIZES = [1 + (_LENGTHS | _NUMBERS | _EXTENSIONS | _HEADS).get(first, 0) for first in range(256)]
-"""By its first byte, the bytes of a value without those that its length counts, and without what is in it."""
+"""The bytes of a value by its first byte, without the bytes that its length counts, and without its elements."""
 _LIGHT = bytes([*range(0x80), *range(0xA0, 0xC7), *range(0xCA, 0xD0), *range(0xD9, 0xDC)])
-"""First bytes of all other values: texts, bytes, numbers from 0, floats, true, false and nil."""
+"""First bytes of values that take little memory: texts, bytes, numbers from 0, floats, true, false and nil."""
 
 
 def read_batch(body: bytes) -> Batch:
-    """Inverse of `pack_batch`, once unpacked. Raises msgspec.DecodeError, and ValidationError with the field, or where
-    there are more than `MOST_LISTS` values that take much memory."""
-    # Senders' batches are rarely longer, and few of those have so many of these bytes, which texts have too.
+    """Read the unpacked body of a batch. Raises msgspec.DecodeError, and ValidationError with the field, or if more
+    than `MOST_LISTS` values take much memory."""
+    # The exact count is slow. It is only needed for long batches with many of these bytes, which texts also have.
     if len(body) > MOST_LISTS and len(body.translate(None, _LIGHT)) > MOST_LISTS and _has_too_many(body):
         raise msgspec.ValidationError(f"Expected at most {MOST_LISTS} lists, maps and negative numbers")
     return _decode(body)
 
 
 def _has_too_many(body: bytes) -> bool:
-    """Whether a MessagePack text has more of these values than may be. Lists and maps come before what is in them, so
-    the values follow each other however they are nested."""
-    at = found = 0
-    while at < len(body) and found <= MOST_LISTS:
+    """Whether a MessagePack body has more than `MOST_LISTS` of these values. Elements follow directly after the head of
+    their list or map, so nested values need no recursion."""
+    at = count = 0
+    while at < len(body) and count <= MOST_LISTS:
         first, after = body[at], at + 1
         at += _SIZES[first]
         if length := _LENGTHS.get(first):
             at += int.from_bytes(body[after : after + length])
-        found += first not in _LIGHT
-    return found > MOST_LISTS
+        count += first not in _LIGHT
+    return count > MOST_LISTS
 
 
 def pack_batch(app: str, source: str, parts: Sequence[bytes], dropped: int = 0, sampled: int = 0) -> bytes:
-    """A gzip body of parts that `wire.pack` has packed."""
+    """Make a gzip body of parts that `wire.pack` has packed."""
     raw = _encode(
         _Packed(
             v=VERSION, app=app, source=source, dropped=dropped, sampled=sampled, parts=list(map(msgspec.Raw, parts))
@@ -100,7 +100,7 @@ def pack_batch(app: str, source: str, parts: Sequence[bytes], dropped: int = 0, 
 
 
 def check_app(app: str) -> str:
-    """The name of an application. Raises ConfigError."""
+    """Check the name of an application. Raises ConfigError."""
     if not app:
         raise ConfigError("app", None, "is missing", 'Name the application: app="desk", or set COTUNE_APP.')
     if _APP.fullmatch(app) is None:

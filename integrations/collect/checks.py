@@ -1,4 +1,4 @@
-"""What of a batch may be stored: ids that are what they say they are, and times that no clock of tomorrow has."""
+"""Checks which records of a batch may be stored: their ids must match their contents, and their times be possible."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from cotune.storage.protocol import Store
 
 _LONGEST_NAME = 200
 _AHEAD = 3600.0
-"""Seconds that the clock of an application may be ahead. A later start is stored as that of now: it would never be
-old enough to be pruned."""
+"""The most seconds by which an application's clock may be ahead. A later start is replaced by the present time, as the
+record would never be old enough to be pruned."""
 MOST_NAMES = 32
-"""Names of rewards for one key. Each is stored for all episodes of the key."""
+"""The most names of rewards for one key. Each is stored for all episodes of the key."""
 MOST_EPISODES = 10_000
-"""Episodes of a key that can be rewarded. Each takes a row, and half a second is the longest that a batch may keep the
-store from others."""
+"""The most episodes of a key that can be rewarded. Each takes a row, and a batch may block the store for half a second
+at most."""
 Digest = hashlib.blake2b
 Path = Callable[[str], bytes | None]
-"""The packed token path of a segment that is stored; None for one that is not."""
+"""The packed token path of a stored segment; None for other segments."""
 
 
 class KeyUse:
-    """What is stored for the keys that a batch names. A record for a key can take a row for each episode that has the
-    key, and an episode one for each reward of its key."""
+    """The stored episodes and rewards of the keys in a batch. A record for a key can take a row for each episode of the
+    key, and an episode can take a row for each reward of its key."""
 
     def __init__(self, records: Iterable[Record], app: str, store: Store) -> None:
-        own = key_target(app, "")
+        app_prefix = key_target(app, "")
         rewarded: set[str] = set()
-        coming: Counter[str] = Counter()
+        new_episodes: Counter[str] = Counter()
         for record in records:
-            if isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(own):
+            if isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(app_prefix):
                 rewarded.add(record.target)
             elif isinstance(record, Episode) and record.key:
-                coming[own + record.key] += 1
-        self._episodes = coming
-        """How many episodes have the key, with those of the batch, by reward target."""
+                new_episodes[app_prefix + record.key] += 1
+        self._episodes = new_episodes
+        """The number of stored and new episodes of each key, by reward target."""
         self._names: dict[str, set[str]] = {}
-        """The names of the rewards of a key, by reward target."""
+        """The names of the rewards of each key, by reward target."""
         if rewarded:
-            rewarded_keys = [target.removeprefix(own) for target in rewarded]
+            rewarded_keys = [target.removeprefix(app_prefix) for target in rewarded]
             for key, count in store.figures().key_counts(app, rewarded_keys).items():
-                self._episodes[own + key] += count
-        if targets := rewarded | coming.keys():
+                self._episodes[app_prefix + key] += count
+        if targets := rewarded | new_episodes.keys():
             for stored in (store.rewards(targets), store.feedback(targets)):
                 for target, names in stored.items():
                     self._names.setdefault(target, set()).update(names)
 
     def fault(self, record: RewardRecord | FeedbackRecord) -> str:
-        """Why a record for a key is refused; empty if it is not, and then its name counts as stored."""
+        """The reason to refuse a record for a key. It is empty for an accepted record, whose name is then counted."""
         if self._episodes[record.target] > MOST_EPISODES:
             return "too_many_episodes"
         names = self._names.setdefault(record.target, set())
@@ -74,7 +74,7 @@ class KeyUse:
         return ""
 
     def slices(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-        """Records in parts that take few rows each, to be committed one by one: others can write in between."""
+        """Divide records into parts with few rows. Other writers can use the store between the commits of two parts."""
         begin = rows = 0
         for at, record in enumerate(records):
             cost = 0
@@ -90,14 +90,14 @@ class KeyUse:
 
 
 def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refused: Counter[str]) -> list[Record]:
-    """Those of some records that may be stored, as the application's. What may not is counted by reason.
+    """Select the records that may be stored, and assign them to the application. Refused ones are counted by reason.
 
-    A content address must be that of the content: else one application could give another's messages a content of its
-    own, as the first record of an id stands.
+    A content address must match the content. As the first record with an id is valid for all, an application could
+    otherwise change the contents of messages of another.
     """
     now = time.time()
     paths: dict[str, Digest] = {}
-    kept: list[Record] = []
+    valid: list[Record] = []
     for record in records:
         match record:
             case Message():
@@ -124,15 +124,16 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
         if fault:
             refused[fault] += 1
             continue
-        if isinstance(record, RewardRecord | FeedbackRecord):  # of which a clock that is ahead would win for ever
+        if isinstance(record, RewardRecord | FeedbackRecord):
+            # The latest reward is valid, so a time in the future would prevent all corrections.
             record = replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
-        kept.append(record)
-    return kept
+        valid.append(record)
+    return valid
 
 
 def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
-    """`paths` has digests of token paths by their ids: the paths themselves, each with all before it, could fill the
-    memory."""
+    """The reason to refuse a segment. `paths` has the digests of token paths by their ids, as the paths themselves,
+    each with all tokens before it, could fill the memory."""
     before = ROOT if record.parent is None else paths.get(record.parent)
     if before is None:
         assert record.parent is not None
@@ -149,7 +150,7 @@ def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
 
 
 def _of_times(record: CallRecord | Episode) -> str:
-    """ "invalid_time" for times that no clock shows. A latency may be negative, as of a clock that stepped back."""
+    """ "invalid_time" for impossible times. A latency may be negative, if a clock was set back."""
     return "" if 0 <= record.started < math.inf and math.isfinite(record.latency) else "invalid_time"
 
 
@@ -158,9 +159,9 @@ def _started(record: CallRecord | Episode, now: float) -> float:
 
 
 def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
-    target, own = record.target, key_target(app, "")
+    target, app_prefix = record.target, key_target(app, "")
     if target.startswith(KEY):
-        if not target.startswith(own) or not 0 < len(target) - len(own) <= LONGEST_KEY:
+        if not target.startswith(app_prefix) or not 0 < len(target) - len(app_prefix) <= LONGEST_KEY:
             return "foreign"
     elif TARGET.fullmatch(target) is None:
         return "invalid_id"

@@ -45,7 +45,7 @@ class Counts:
     def total(self, name: str) -> float:
         """A counter over all of its labels."""
         with self._lock:
-            return sum(value for (found, _), value in self._values.items() if found == name)
+            return sum(value for (counter, _), value in self._values.items() if counter == name)
 
     def text(self, gauges: dict[str, tuple[str, float]]) -> str:
         """All counters, and gauges by name with their text and value."""
@@ -54,8 +54,8 @@ class Counts:
         lines = []
         for name, about in _KINDS.items():
             lines += [f"# HELP cotune_collect_{name}_total {about}", f"# TYPE cotune_collect_{name}_total counter"]
-            for (found, labels), value in sorted(values.items()):
-                if found == name:
+            for (counter, labels), value in sorted(values.items()):
+                if counter == name:
                     lines.append(f"cotune_collect_{name}_total{f'{{{labels}}}' if labels else ''} {value:g}")
         for name, (about, value) in gauges.items():
             lines += [f"# HELP cotune_collect_{name} {about}", f"# TYPE cotune_collect_{name} gauge"]

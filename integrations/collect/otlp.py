@@ -33,13 +33,13 @@ def read_spans(body: bytes, kind: str, most_values: int) -> tuple[list[Span], st
 
 
 def records_of(spans: Sequence[Span], left_out: Counter[str]) -> list[Record]:
-    """The records of the LLM calls among some spans. What could not be mapped is counted by reason."""
-    known = {span.id for span in spans}
-    kept = _Kept()
-    import_spans(spans, kept, left_out, phase="trace")
-    if apart := sum(span.parent is not None and span.parent not in known for span in spans):
+    """The records of the LLM calls among some spans. Spans that cannot be mapped are counted by reason."""
+    span_ids = {span.id for span in spans}
+    sink = _MemorySink()
+    import_spans(spans, sink, left_out, phase="trace")
+    if apart := sum(span.parent is not None and span.parent not in span_ids for span in spans):
         left_out["parent_in_another_request"] += apart
-    return kept.records
+    return sink.records
 
 
 def response_body(kind: str, rejected: int, reasons: Mapping[str, int]) -> bytes:
@@ -60,8 +60,8 @@ def response_body(kind: str, rejected: int, reasons: Mapping[str, int]) -> bytes
     return json_bytes({"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": message}})
 
 
-class _Kept:
-    """A sink in memory."""
+class _MemorySink:
+    """A sink that collects records in memory."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []

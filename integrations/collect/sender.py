@@ -1,4 +1,4 @@
-"""The sender: a thread of the application's process that brings its spool to a collector, batch by batch."""
+"""The sender: a thread of the application's process that sends its spool to a collector in batches."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from cotune.storage.state_folder import state_folder
 log = logging.getLogger("cotune.collect")
 
 LINGER = 2.0
-"""Seconds that a record waits for others to share its batch."""
+"""Seconds that a record waits for other records of its batch."""
 BATCH_BYTES = 1 << 20
-"""Bytes of records, before compression, that a batch has at most, unless a single part has more."""
+"""The most bytes of records in a batch before compression. A single larger part is sent alone."""
 LARGEST = 15 << 20
-"""Most bytes of records that are written together: collectors take no larger body."""
+"""The most bytes of records that are written together. Collectors accept no larger body."""
 PAUSE = (0.5, 30.0)
-"""First and longest seconds before a batch is sent again."""
+"""The first and the longest pause in seconds before a batch is sent again."""
 REFUSED_PAUSE = 30.0
-"""Seconds before a batch is sent again whose token a collector refuses."""
+"""Seconds before a batch is sent again if the collector refuses its token."""
 ADOPT = 60.0
-"""Most seconds between two looks at what ended processes have left."""
+"""The most seconds between two searches for spools of ended processes."""
 TIMEOUT = 30.0
-"""Seconds for a request."""
+"""Seconds after which a request fails."""
 EXIT = 5.0
-"""Seconds that the end of the process waits for what is not sent yet."""
+"""Seconds for which the end of the process waits for unsent records."""
 SPOOL_MB = 64
-"""Bound of the spool of one process, unless COTUNE_SPOOL_MB sets it."""
+"""The size of a process's spool, unless COTUNE_SPOOL_MB sets it."""
 _NEVER = (400, 413, 415, 422)
-"""Answers to a batch that will not be taken however often it is sent."""
+"""The status of answers after which a batch is not sent again, as it would never be accepted."""
 _DENIED = (401, 403, 404)
 
 
 class _Undelivered(Exception):
-    """A batch that is to be sent again: why, and after how many seconds at the earliest."""
+    """A batch must be sent again, after at least `pause` seconds, for the reason `cause`."""
 
     def __init__(self, cause: str, pause: float = 0.0) -> None:
         super().__init__(cause)
@@ -61,14 +61,14 @@ class _Undelivered(Exception):
 
 
 class Sender:
-    """Brings the records of this process to the collector at `url`, as those of the application `app`. `write` neither
-    waits for the network nor raises; what cannot be sent stays in the spool."""
+    """Sends the records of this process to the collector at `url`, in the name of the application `app`. `write` does
+    not wait for the network and does not raise. Records that cannot be sent remain in the spool."""
 
     _spool: Spool | None
     _thread: threading.Thread
 
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
-        """Raises ConfigError for an address that is none of http or https, or a token that no header can have."""
+        """Raises ConfigError if the address is not http or https, or if a header cannot contain the token."""
         self._scheme, self._host, self._port, self._path = _parts(url)
         self.url, self.app = url.rstrip("/"), check_app(app)
         self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
@@ -80,18 +80,18 @@ class Sender:
         self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
         self._bound = spool_bound()
         self._said = ""
-        """The failure of the disk that was told last."""
+        """The last failure of the disk that was logged."""
         self.rejected = 0
-        """Records that the collector will not take, or that are too large."""
+        """The number of records that are too large or that the collector has refused."""
         self.sampled = 0
-        """Calls that sampling rates left out, and that the collector was not told of yet."""
+        """The number of calls that sampling rates have left out, until it is reported to the collector."""
         self._reset()
         self._opened()
         survives_fork(self)
         atexit.register(self.finish)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Put records into the spool; they are sent soon."""
+        """Put records into the spool. They are sent soon afterwards."""
         body, lost = pack(records)
         if lost or len(body) > LARGEST:
             self._reject(lost or len(records), "cannot be packed" if lost else f"take more than {LARGEST >> 20} MiB")
@@ -109,12 +109,12 @@ class Sender:
             self._start()
 
     def leave_out(self, calls: int) -> None:
-        """Count calls that a sampling rate leaves out."""
+        """Count calls that a sampling rate has left out."""
         with self._guard:
             self.sampled += calls
 
     def flush(self, seconds: float) -> bool:
-        """Send what waits, for so many seconds at most; whether all has been sent."""
+        """Send all waiting records now. Returns whether all were sent within `seconds`."""
         self._urgent.set()
         self._news.set()
         spool = self._opened()
@@ -122,7 +122,7 @@ class Sender:
             return self._sent.wait_for(lambda: not spool.waiting, seconds)
 
     def finish(self) -> None:
-        """Send what waits and stop; what cannot be sent within some seconds waits for the next process."""
+        """Send all waiting records and stop. Records that cannot be sent in a few seconds wait for the next process."""
         atexit.unregister(self.finish)
         if self._spool is None:
             return
@@ -142,10 +142,10 @@ class Sender:
             log.error(text, loose, self._spool.failure)
         if not self._thread.is_alive():
             self._spool.close()
-            self._spool = None  # what is written later gets a spool that the next process finds
+            self._spool = None  # later records get a new spool, which the next process finds
 
     def after_fork(self) -> None:
-        """In a forked child: a spool and a thread of its own, once it records."""
+        """Prepare a forked child to make its own spool and thread with its first record."""
         if self._spool is not None:
             self._spool.after_fork()
         self._reset()
@@ -180,7 +180,7 @@ class Sender:
         while not self._closing.is_set():
             if looked is None or time.monotonic() - looked >= ADOPT:
                 self._adopt()
-                looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # so that not all processes look at once
+                looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # processes must not all search at once
             if not self._news.wait(ADOPT / 4):
                 continue
             self._urgent.wait(LINGER)
@@ -196,12 +196,12 @@ class Sender:
             try:
                 self._drain(spool)
             except _Undelivered:
-                if not spool.loose or time.monotonic() > end:  # what is on the disk waits there
+                if not spool.loose or time.monotonic() > end:  # only records in memory are lost with the process
                     return
                 time.sleep(PAUSE[0])
             else:
                 break
-        if looked is None:  # a process that ended at once: where all are short, nobody else sends what others left
+        if looked is None:  # if all processes of an application are this short, none has searched yet
             self._adopt()
 
     def _wait(self, failed: _Undelivered) -> None:
@@ -214,7 +214,7 @@ class Sender:
         self._closing.wait(pause)
 
     def _adopt(self) -> None:
-        """Send what ended processes of the application have left, as far as the collector takes it now."""
+        """Send the spools of the application's ended processes, until the collector does not accept a batch."""
         for spool in abandoned(self.folder, self._opened().name, self._bound):
             try:
                 self._drain(spool)
@@ -238,7 +238,7 @@ class Sender:
                 if isinstance(error, OSError):
                     raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
                 if isinstance(error, Exception) and not isinstance(error, _Undelivered):
-                    # The thread must outlive every answer: without it nothing is sent until the process ends.
+                    # No answer may end the thread: no further record would be sent until the process ends.
                     log.exception("A batch could not be sent.")
                     raise _Undelivered(f"{type(error).__name__}: {error}") from None
                 raise
@@ -254,7 +254,7 @@ class Sender:
                 self._sent.notify_all()
 
     def _deliver(self, spool: Spool, parts: Sequence[bytes], dropped: int, sampled: int) -> None:
-        """Send a batch; one that the collector will never take, in halves, so that only what is wrong is lost."""
+        """Send a batch. If the collector refuses it for ever, it is divided, so that only wrong records are lost."""
         status, text, pause = self._post(pack_batch(self.app, spool.name, parts, dropped, sampled))
         if status == 200:
             return
@@ -268,7 +268,7 @@ class Sender:
             raise _Undelivered(f"HTTP {status}: {text}", REFUSED_PAUSE if status in _DENIED else pause)
 
     def _post(self, body: bytes) -> tuple[int, str, float]:
-        """Status and text of the answer, and the seconds that it asks to wait."""
+        """Send a body. Returns the status and text of the answer, and the seconds for which it asks to wait."""
         for fresh in (self._connection is None, True):
             if self._connection is None:
                 kind = http.client.HTTPSConnection if self._scheme == "https" else http.client.HTTPConnection
@@ -284,8 +284,8 @@ class Sender:
                     raise _Undelivered(str(error) or type(error).__name__) from None
                 continue  # the server had closed a connection that was idle
             if COLLECTOR_HEADER not in answer.headers:
-                # Another server at this address, or a proxy in front of the collector: its 200 stores nothing, and its
-                # 400 says nothing about the records.
+                # Another server at this address or a proxy has answered. Its 200 does not mean that records are stored,
+                # and its 400 does not mean that they are wrong.
                 pause = REFUSED_PAUSE if answer.status < 500 else 0.0
                 raise _Undelivered(f"HTTP {answer.status} is not from a collector: {_message(text)}", pause)
             return answer.status, _message(text), _retry_after(answer.headers.get("retry-after", ""))
@@ -299,14 +299,14 @@ class Sender:
 
 
 def spool_folder() -> Path:
-    """Where spools are: COTUNE_SPOOL, or a folder of the user's."""
+    """The folder of all spools: COTUNE_SPOOL, or a folder of the user."""
     if named := os.environ.get("COTUNE_SPOOL"):
         return Path(named).absolute()
     return state_folder() / "spool"
 
 
 def spool_bound() -> int:
-    """Bytes of the spool of one process. Raises ConfigError."""
+    """The most bytes of the spool of one process. Raises ConfigError."""
     text = os.environ.get("COTUNE_SPOOL_MB") or str(SPOOL_MB)
     if not text.isdigit() or not int(text):
         raise ConfigError("COTUNE_SPOOL_MB", text, "must be a whole number of megabytes above 0")
@@ -321,7 +321,7 @@ class Senders(ProcessState):
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """In a forked child, another thread of the parent may have held it."""
+        """Replace the lock in a forked child, as another thread of the parent may hold it."""
         self.lock = threading.Lock()
 
 
@@ -330,29 +330,29 @@ os.register_at_fork(after_in_child=_senders.renew_lock)
 
 
 def sender(url: str, app: str = "") -> Sender:
-    """This process's sender to a collector; core finds this function by its entry point. `app` is COTUNE_APP by
-    default. Raises ConfigError."""
+    """This process's sender to a collector. Core finds this function by its entry point. The default of `app` is
+    COTUNE_APP. Raises ConfigError."""
     app = app or os.environ.get("COTUNE_APP", "")
     with _senders.lock:
-        known = _senders.by_address.get((url, app))
-        if known is None:
-            known = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
-        return known
+        existing = _senders.by_address.get((url, app))
+        if existing is None:
+            existing = _senders.by_address[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
+        return existing
 
 
 def _parts(url: str) -> tuple[str, str, int | None, str]:
     try:
-        found = urlsplit(url)
-        port = found.port
+        parts = urlsplit(url)
+        port = parts.port
     except ValueError:
-        found, port = urlsplit(""), None
-    if found.scheme not in ("http", "https") or not found.hostname or found.query:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError("collector", url, "is not the address of a collector", "For example: https://collector:4319")
-    return found.scheme, found.hostname, port, found.path.rstrip("/")
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that an answer asks to wait. Another form than a number, or more than an hour, counts as not given."""
+    """The seconds for which an answer asks to wait; 0 if it has another form than a number."""
     if value.isascii() and value.isdigit() and len(value) <= 4:
         return min(float(value), 3600.0)
     return 0.0

@@ -1,4 +1,4 @@
-"""`cotune collect`: takes the batches of many applications, and answers once they are committed."""
+"""`cotune collect`: receives the batches of many applications, and answers when they are committed."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from cotune.terminal import suggest
 log = logging.getLogger("cotune.collect")
 
 WAITING_BODIES = 4
-"""Bodies of the largest size that may arrive or be stored at a time; with more, applications are asked to wait."""
+"""The most bodies of the largest size that may arrive or be stored at once. Others are asked to wait."""
 THREADS = 8
-"""Batches that are read and committed at once."""
+"""The number of batches that are read and committed at once."""
 SLOW_SECONDS = 5.0
-"""How long a commit may take before GET /health says so, for example while another writer blocks the database."""
+"""How long a commit may take before GET /health reports it, for example while another writer blocks the database."""
 OPENING_PAUSE = 2.0
 """Seconds between two attempts to reach the database at the start."""
 FEEDBACK = "/v1/feedback"
 DROPPED = {"lost": "unstorable", "refused": "trained", "foreign": "foreign"}
-"""Why a store leaves out a record, by the counter of the store."""
+"""The reasons for which a store leaves out records, by the store's counters."""
 
 
 class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /v1/feedback: rewards of an episode, by its id or by the application's own key."""
+    """Body of POST /v1/feedback: rewards of an episode, given by its id or by the application's key."""
 
     episode: str = ""
     key: str = ""
@@ -74,20 +74,20 @@ class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the records of a request."""
+    """The numbers of records of a request that were stored and refused."""
 
     stored: Counter[str]
-    """By kind, such as `call`."""
+    """Stored records by kind, for example `call`."""
     refused: Counter[str]
-    """By reason."""
+    """Refused records by reason."""
 
     def answer(self) -> dict[str, Any]:
-        """What the sender of a batch is told."""
+        """The answer to the sender of a batch."""
         return {"stored": self.stored.total(), "refused": self.refused.total(), "reasons": dict(self.refused)}
 
 
 class Collector:
-    """What a running collector has: its store, its applications and its counts."""
+    """A running collector with its store, its applications and its counts."""
 
     def __init__(self, store: Store, apps: Apps, limits: BodyLimits) -> None:
         self.store = store
@@ -95,11 +95,11 @@ class Collector:
         self.limits = limits
         self.counts = Counts()
         self.room = BodyRoom(WAITING_BODIES * limits.max_body)
-        """Counts bodies, as they came, that arrive or are being stored."""
+        """The bytes of bodies that arrive or are being stored, before they are unpacked."""
         self.failing = False
-        """Whether the store did not take the last batch."""
+        """Whether the last batch could not be stored."""
         self._commits: set[float] = set()
-        """When each commit that is under way began, by the clock of `time.monotonic`."""
+        """The start of each commit that has not ended, by `time.monotonic`."""
         self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
 
     async def batch(self, request: Request) -> Response:
@@ -138,29 +138,29 @@ class Collector:
         raw, _ = await self._body(request, "application/json")
 
         def store() -> Response:
-            given = decoded(self._unpacked(request, raw), GiveFeedback, self.limits.max_values)
-            app = self.apps.app(request.scope, given.app)
-            if bool(given.episode) == bool(given.key):
+            body = decoded(self._unpacked(request, raw), GiveFeedback, self.limits.max_values)
+            app = self.apps.app(request.scope, body.app)
+            if bool(body.episode) == bool(body.key):
                 text = "Either `episode` or `key` is needed, and not both."
                 raise RequestError(400, text, param="episode", code="invalid_value")
-            named = given.reward if isinstance(given.reward, dict) else {"team": given.reward}
+            named = body.reward if isinstance(body.reward, dict) else {"team": body.reward}
             rewards = {name: float(value) for name, value in named.items() if value is not None}
             if len(rewards) > MOST_NAMES:
                 text = f"A request has at most {MOST_NAMES} rewards, not {len(rewards)}."
                 raise RequestError(400, text, param="reward", code="invalid_value")
-            if not rewards and not given.text.strip():
+            if not rewards and not body.text.strip():
                 raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
-            target = given.episode or key_target(app, given.key)
-            done = self._stored(app, reward_records(target, rewards, given.text))
+            target = body.episode or key_target(app, body.key)
+            done = self._stored(app, reward_records(target, rewards, body.text))
             if done.refused:
-                text = f"{(given.episode or given.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
+                text = f"{(body.episode or body.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
                 raise RequestError(400, text, param="episode", code="invalid_value")
             return json_response({"target": target, "rewards": rewards})
 
         return await self._aside(len(raw), store)
 
     async def _body(self, request: Request, *kinds: str) -> tuple[bytes, str]:
-        """The body of a request as it came, and its type. Raises RequestError, also (429) where too much waits."""
+        """The unchanged body of a request, and its type. Raises RequestError, with 429 if too many bodies wait."""
         self.apps.check(request.scope)
         kind = header(request.scope, b"content-type").split(b";")[0].strip().lower().decode("latin-1")
         if kind not in kinds:
@@ -184,19 +184,19 @@ class Collector:
             self.room.bytes -= size
 
     def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> Outcome:
-        """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
-        store does not take them."""
+        """Commit records of an application, and the counts of records that it has left out. Raises RequestError (503)
+        if the store fails."""
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
         stored = self.store.figures().stored_segments(parents)
         keys = KeyUse(records, app, self.store)
-        kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, keys, refused)
+        valid = admitted(records, app, lambda name: self._path(name) if name in stored else None, keys, refused)
         begun = time.monotonic()
         self._commits.add(begun)
         try:
-            *first, last = keys.slices(kept)
+            *first, last = keys.slices(valid)
             dropped = [self.store.commit(part) for part in first]
-            # A batch that is sent again, as a commit failed, must not count twice what was left out.
+            # After a failed commit, the batch is sent again, so only the last commit may count the left-out records.
             dropped.append(self.store.commit(last, left_out))
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
@@ -209,7 +209,7 @@ class Collector:
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
-        stored_kinds = Counter(map(_kind, kept))
+        stored_kinds = Counter(map(_kind, valid))
         for dropped_part in dropped:
             for counter, dropped_records in dropped_part.items():
                 refused[DROPPED[counter]] += len(dropped_records)
@@ -261,7 +261,7 @@ class Collector:
             Route("/metrics", self.metrics),
         ]
         paths = {route.path for route in routes}
-        made = application(routes)
+        router = application(routes)
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def sent(message: Message) -> None:
@@ -271,12 +271,12 @@ class Collector:
                     message["headers"] = [*message.get("headers", ()), (COLLECTOR_HEADER.encode(), b"1")]
                 await send(message)
 
-            await made(scope, receive, sent)
+            await router(scope, receive, sent)
 
         return counted
 
     def close(self) -> None:
-        """Finish what was received."""
+        """Finish all requests that were received."""
         self._work.shutdown()
 
 
@@ -300,16 +300,16 @@ def _read(body: bytes) -> Batch:
 def running_collector(
     address: str, apps: Apps, *, limits: BodyLimits | None = None, host: str = "127.0.0.1", port: int = 0
 ) -> AbstractContextManager[RunningServer[Collector]]:
-    """Run a collector in a background thread. Raises ConfigError, RunError when it cannot start."""
+    """Run a collector in a background thread. Raises ConfigError, and RunError if it cannot start."""
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Collector]]:
         with open_folder(address) as store:
-            made = Collector(store, apps, limits or BodyLimits())
+            collector = Collector(store, apps, limits or BodyLimits())
             try:
-                yield made.app(), made
+                yield collector.app(), collector
             finally:
-                await asyncio.to_thread(made.close)
+                await asyncio.to_thread(collector.close)
 
     return running(
         opening,
@@ -322,31 +322,31 @@ def running_collector(
 
 
 def _await_store(address: str, say: Callable[[str], None]) -> None:
-    """Return once the database of `address` answers. Raises what opening it raises for any other reason."""
-    told = False
+    """Wait until the database of `address` answers. Raises all errors of `open_folder` except StoreUnavailableError."""
+    has_said = False
     while True:
         try:
             open_folder(address).close()
             return
         except StoreUnavailableError as error:
-            if not told:
+            if not has_said:
                 say(f"Waiting for the store. {error}")
-                told = True
+                has_said = True
             time.sleep(OPENING_PAUSE)
 
 
 def collect(
     address: str, apps: Apps, say: Callable[[str], None], *, limits: BodyLimits | None = None, host: str, port: int
 ) -> None:
-    """Run a collector until Ctrl-C, SIGTERM or SIGHUP, and commit what was received. Waits for its database first."""
+    """Wait for the database, then run a collector until Ctrl-C, SIGTERM or SIGHUP. It commits all received records."""
     with stopped_by_signals(), contextlib.ExitStack() as stack:
         _await_store(address, say)
-        found = stack.enter_context(running_collector(address, apps, limits=limits, host=host, port=port))
-        say(f"Collecting at {found.url}")
-        say(f"Records: {found.opened.store.address}")
+        server = stack.enter_context(running_collector(address, apps, limits=limits, host=host, port=port))
+        say(f"Collecting at {server.url}")
+        say(f"Records: {server.opened.store.address}")
         say("Ctrl-C stops it.")
         suggest(
-            f"COTUNE_COLLECTOR={found.url} COTUNE_APP=my_app python my_app.py",
+            f"COTUNE_COLLECTOR={server.url} COTUNE_APP=my_app python my_app.py",
             f"cotune show {without_password(address)}",
         )
-        found.wait()
+        server.wait()

@@ -1,7 +1,7 @@
-"""The spool: records that a collector has not acknowledged yet, in files that outlive the process.
+"""The spool: files with the records that a collector has not acknowledged yet. They remain when the process ends.
 
-A process appends frames to segments of its own. A record is in the system's cache when `add` returns, so `kill -9` does
-not lose it. What a process leaves is adopted by the next one with the same folder, under the lock of its owner.
+Each process appends frames to its segments. When `add` returns, the record is in the operating system's cache, so
+`kill -9` does not lose it. A later process with the same folder locks the spool of an ended process and sends it.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from cotune.storage.file_lock import FileLock, LockHeldError
 log = logging.getLogger("cotune.collect")
 
 _HEAD = struct.Struct("<III")
-"""Of a frame: its length, the records in it, and the CRC-32 of both and of what follows."""
+"""The head of a frame: its length, its number of records, and the CRC-32 of both and of the body."""
 _MOST_SUMMED = 2 << 30
-"""Bytes that checksums are computed of, about two seconds, to find the next frame after a damaged one. In a text that
-was written to look like many heads, all would take hours; the rest of the segment is lost then."""
+"""The most bytes whose checksums are computed to find the next frame after a damaged one, which takes two seconds. A
+text that imitates many heads would take hours, and then the remaining segment is lost."""
 _PARTS = 8
-"""Segments that fill the spool: the oldest one is dropped at a time."""
+"""The number of segments of a full spool. Its oldest segment is dropped as a whole."""
 MEMORY = 4 << 20
-"""Bytes of frames that are kept in memory while the disk takes none."""
+"""The most bytes of frames that wait in memory while the disk cannot be written."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A file of frames, or with `path` None those that the disk did not take."""
+    """A file of frames. With `path` None, the frames are in memory, as the disk could not be written."""
 
     path: Path | None
     size: int = 0
-    """Bytes written."""
+    """The number of written bytes."""
     taken: int = 0
-    """Bytes that were taken to be sent."""
+    """The number of bytes that were taken in order to send them."""
     done: int = 0
-    """Bytes that are acknowledged."""
+    """The number of acknowledged bytes."""
     damaged: int = 0
-    """Bytes up to the end of the last damaged part that was counted."""
+    """The end of the last damaged part that was counted."""
     records: int = 0
-    """Records in it that are not acknowledged, about."""
+    """The approximate number of records that are not acknowledged."""
     frames: deque[bytes] = field(default_factory=deque)
 
 
 class Spool:
-    """Frames in the order in which they came. `add` is safe from any thread; one thread takes and acknowledges."""
+    """Frames in the order of their arrival. Any thread may call `add`. Only one thread may take and acknowledge."""
 
     def __init__(self, folder: Path, bound: int, owner: str = "") -> None:
-        """A new spool in `folder`, or the one that the ended process `owner` left there. Raises RunError where that
-        cannot be locked, as its owner lives.
+        """Make a new spool in `folder`, or open the spool there of the ended process `owner`. Raises RunError if that
+        cannot be locked because its owner still runs.
 
-        A new spool never raises: while no file can be made in the folder, its frames wait in memory.
+        A new spool never raises. Its frames wait in memory while no file can be made in the folder.
         """
         self.folder = folder
         self.dropped = 0
-        """Records that were dropped as the spool was full, or that the disk has damaged, and not told to the collector
-        yet. Those of a batch that was on its way are among them, although they may have arrived."""
+        """The number of records that were dropped from a full spool or damaged on the disk, until it is reported to the
+        collector. It includes records of a batch that was being sent, although they may have arrived."""
         self.failure = ""
-        """Why the disk took no frame at the last attempt."""
+        """The reason why the last frame could not be written to the disk."""
         self._part = max(1, bound // _PARTS)
         self._bound = bound
         self._guard = threading.Lock()
@@ -79,15 +79,15 @@ class Spool:
         self._lock: FileLock | None = None
         if owner:
             self._lock = _lock(folder, owner)
-            left = sorted(folder.glob(f"{owner}-*.frames"))
-            self._segments.extend(_Segment(path, path.stat().st_size) for path in left)
-            self._numbers = len(left)
+            paths = sorted(folder.glob(f"{owner}-*.frames"))
+            self._segments.extend(_Segment(path, path.stat().st_size) for path in paths)
+            self._numbers = len(paths)
         else:
             with self._guard, contextlib.suppress(OSError, RunError):
                 self._claim()
 
     def add(self, body: bytes, records: int) -> bool:
-        """Append a frame; False where it is dropped, as neither the disk nor the memory takes it."""
+        """Append a frame. Returns False if it is dropped because the disk cannot be written and the memory is full."""
         head = struct.pack("<II", len(body), records)
         frame = head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
         with self._guard:
@@ -106,10 +106,9 @@ class Spool:
         return True
 
     def take(self, most: int) -> list[bytes]:
-        """The next frames, of about so many bytes; none where all were taken.
+        """Take the next frames, up to about `most` bytes; none if all were taken.
 
-        They are given again, also to another process, unless `acknowledge` follows. Raises OSError where the disk, or
-        the system, does not let them be read now.
+        Unless they are acknowledged, this process or another takes them again. Raises OSError if they cannot be read.
         """
         bodies: list[bytes] = []
         size = 0
@@ -125,7 +124,7 @@ class Spool:
         return bodies
 
     def acknowledge(self) -> None:
-        """Forget what was taken."""
+        """Remove all frames that were taken."""
         with self._guard:
             while self._segments and self._segments[0].taken >= self._segments[0].size:
                 segment = self._segments[0]
@@ -147,36 +146,36 @@ class Spool:
                 loose.size -= size
 
     def again(self) -> None:
-        """Give what was taken again: it was not acknowledged."""
+        """Take the frames again that were taken and not acknowledged."""
         with self._guard:
             for segment in (*self._segments, self._loose):
                 segment.taken = segment.done
 
     def tell_dropped(self, count: int) -> None:
-        """Take so many dropped records as told."""
+        """Subtract dropped records that were reported to the collector."""
         with self._guard:
             self.dropped -= count
 
     @property
     def waiting(self) -> int:
-        """Bytes that are not acknowledged."""
+        """The number of bytes that are not acknowledged."""
         with self._guard:
             return sum(segment.size - segment.done for segment in self._segments) + self._loose.size
 
     @property
     def loose(self) -> int:
-        """Bytes of them that are in memory alone."""
+        """The number of waiting bytes that are only in memory."""
         with self._guard:
             return self._loose.size
 
     def close(self) -> None:
-        """Give the lock back, with all files where nothing waits. What waits is adopted by another process."""
+        """Release the lock, and remove all files if no frame waits. Another process sends waiting frames."""
         with self._guard:
-            left = any(segment.size > segment.done for segment in self._segments)
+            has_waiting = any(segment.size > segment.done for segment in self._segments)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
-            if not left:
+            if not has_waiting:
                 with contextlib.suppress(OSError):
                     for segment in self._segments:
                         assert segment.path is not None
@@ -186,15 +185,15 @@ class Spool:
             self._lock.release()
 
     def after_fork(self) -> None:
-        """In a forked child: let go of the parent's files."""
+        """Close the parent's files in a forked child."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
         self._segments.clear()
 
     def _claim(self) -> None:
-        """Lock a name in the folder, so that no other process takes this spool for an abandoned one. Raises OSError, or
-        RunError where the file system has no locks."""
+        """Lock a name in the folder, so that no other process regards this spool as abandoned. Raises OSError, and
+        RunError if the file system has no locks."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.name, self._lock = _new(self.folder)
 
@@ -239,7 +238,7 @@ class Spool:
             self.dropped += dropped
 
     def _read(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
-        """Frames of a segment from where it was taken last, up to `end`, until there are `most` bytes."""
+        """Take the next frames of a segment before `end`, up to about `most` bytes."""
         if segment.path is None:
             at = 0
             for loose in list(segment.frames):
@@ -261,18 +260,18 @@ class Spool:
             if frame.body is not None:
                 most -= len(frame.body)
                 yield frame.body
-        if most > 0:  # where the file is gone
+        if most > 0:  # the file may have been removed
             segment.taken = end
 
 
 def _lock(folder: Path, name: str) -> FileLock:
-    # On a full disk too: sending what an ended process left there is what makes room.
+    # A spool must also be locked on a full disk: to send its records frees space.
     return FileLock(folder / f"{name}.lock", f"The spool {name}", on_full_disk=True)
 
 
 def _new(folder: Path) -> tuple[str, FileLock]:
-    """The name and the lock of a new spool. Whoever looks for abandoned ones may take a lock, or even remove its file,
-    between its making and its locking: then another name is taken."""
+    """Make a name and a lock for a new spool. A process that searches for abandoned spools may lock the new file, or
+    remove it, before this process has locked it. Then another name is tried."""
     for _ in range(20):
         name = new_id()
         with contextlib.suppress(LockHeldError):
@@ -284,8 +283,8 @@ def _new(folder: Path) -> tuple[str, FileLock]:
 
 
 class _Frame(NamedTuple):
-    """A frame that ends at byte `end` of a file; or, without a body, what lies before the next whole one, of which so
-    many records at least are lost."""
+    """A frame that ends at byte `end` of a file. Without a body, it is the damaged part before the next whole frame, in
+    which at least `records` are lost."""
 
     body: bytes | None
     records: int
@@ -293,7 +292,7 @@ class _Frame(NamedTuple):
 
 
 def _frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
-    """The frames of a file from one place to another, and the damaged parts between them."""
+    """Read the frames of a part of a file, and the damaged parts between them."""
     try:
         file = path.open("rb")
     except FileNotFoundError:  # dropped meanwhile
@@ -317,7 +316,7 @@ def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
 
 
 def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
-    """From a frame that its process did not finish, or that the disk changed, to the next whole one."""
+    """The part of a file from an unfinished or damaged frame to the next whole frame."""
     file.seek(start)
     data = memoryview(file.read(end - start))
     at, budget = 1, _MOST_SUMMED
@@ -325,18 +324,20 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
         whole = _is_frame(data[at:])
         if whole or budget < 0:
             break
-        if whole is False:  # it had the length of one: its sum was computed
+        if whole is False:  # its length was possible, so its checksum was computed
             budget -= _HEAD.unpack_from(data[at:])[0]
         at += 1
     at = at if budget >= 0 else len(data)
     length, records, _ = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, 0, 0)
-    known = _HEAD.size + length == at or (at == len(data) < _HEAD.size + length)
-    return _Frame(None, records if known and 0 < records <= length else 1, end if at == len(data) else start + at)
+    # The head is only credible if the next frame begins at its end, or if the file ends before.
+    is_credible = _HEAD.size + length == at or (at == len(data) < _HEAD.size + length)
+    lost = records if is_credible and 0 < records <= length else 1
+    return _Frame(None, lost, end if at == len(data) else start + at)
 
 
 def _is_frame(data: memoryview) -> bool | None:
-    """Whether these bytes begin with a whole frame; None where their head alone says no. A record takes a byte at
-    least, which tells most of them apart without their sum."""
+    """Whether these bytes begin with a whole frame; None if the head alone is impossible. Each record takes at least
+    one byte, so most heads are recognised as impossible without a checksum."""
     if len(data) < _HEAD.size:
         return None
     length, records, _ = _HEAD.unpack_from(data)
@@ -346,13 +347,13 @@ def _is_frame(data: memoryview) -> bool | None:
 
 
 def _belong(head: bytes | memoryview, body: bytes | memoryview) -> bool:
-    """Whether a frame's head names this body."""
+    """Whether the head and the body belong to one frame."""
     length, _, crc = _HEAD.unpack(head)
     return bool(len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc)
 
 
 def abandoned(folder: Path, own: str, bound: int) -> Iterator[Spool]:
-    """The spools of `folder` whose processes have ended, one after another, each under its lock."""
+    """Open the spools of `folder` whose processes have ended, one after another. Each is locked."""
     for path in sorted(folder.glob("*.lock")):
         if path.stem == own:
             continue

@@ -1,7 +1,7 @@
-"""One search by `gepa.optimize`: a function of its seed and of what the problem answers.
+"""A search by `gepa.optimize`. It depends only on its seed and on the answers of the problem.
 
-Nothing of gepa's is written or loaded: its saved state is a pickle. A search that was interrupted begins anew with the
-same seed, and a problem that keeps its answers gives them again.
+The state of gepa is not saved, as it is a pickle. An interrupted search starts again with the same seed, and a problem
+that has recorded its answers repeats them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ Candidate = Mapping[str, str]
 
 
 class Graded(NamedTuple):
-    """One run of a candidate on a task: its score, and whatever else the problem knows of it."""
+    """One run of a candidate on a task: its score, and any data that the problem needs later."""
 
     score: float
     of: Any
 
 
 class Problem(Protocol):
-    """What a search asks. `evaluate` may raise, which ends the search; the others must not: gepa hides errors there."""
+    """The problem that a search solves. An error of `evaluate` ends the search. The other methods must not raise, as
+    gepa hides their errors."""
 
     def evaluate(self, candidate: Candidate, tasks: Sequence[str]) -> list[Graded]:
         """Run a candidate on tasks, named by their ids."""
         ...
 
     def choose(self, candidate: Candidate, graded: Sequence[Graded]) -> list[str]:
-        """The parts that are to be changed next."""
+        """Choose the parts to change next."""
         ...
 
     def propose(self, candidate: Candidate, parts: Sequence[str], graded: Sequence[Graded]) -> dict[str, str]:
-        """New texts for these parts; nothing for those without a usable one."""
+        """Propose new texts for these parts. Parts without a usable text are left out."""
         ...
 
     def accepted(self, candidate: Candidate, scores: Mapping[str, float], parent: int | None) -> None:
-        """Told of each candidate of the pool, the first being the seed, with its scores on the validation tasks."""
+        """Called for each candidate of the pool, first for the seed, with its scores on the validation tasks."""
         ...
 
     def stop(self) -> bool:
-        """Asked before each iteration."""
+        """Whether to stop. Called before each iteration."""
         ...
 
 
 def require() -> None:
-    """Raise ModuleNotFoundError without gepa: before anything is spent."""
+    """Raise ModuleNotFoundError if gepa is not installed, before the search costs anything."""
     import_module("gepa.api")
 
 
@@ -63,14 +64,14 @@ def search(
     perfect: float | None = None,
     seed: int = 0,
 ) -> int:
-    """Search until the problem says stop; returns the number of iterations. `perfect` is a score that nothing exceeds:
-    a minibatch of such scores is not reflected on.
+    """Search until the problem says stop, and return the number of iterations. `perfect` is the highest possible score.
+    If all scores of a minibatch are perfect, gepa does not reflect on it.
 
-    Raises ModuleNotFoundError without gepa, and what `problem.evaluate` raises.
+    Raises ModuleNotFoundError if gepa is not installed, and all errors of `problem.evaluate`.
     """
     from gepa import api
 
-    optimize: Any = api.optimize  # by duck typing: its own protocols are generic over what it never looks at
+    optimize: Any = api.optimize  # its protocols are generic over types that it never uses
     rounds = _Rounds(problem)
     optimize(
         seed_candidate=dict(start),
@@ -94,7 +95,7 @@ def search(
 
 
 class _Ids:
-    """A loader of task ids, which are their own keys: with lists gepa numbers both sets from 0."""
+    """A loader of task ids that uses the ids as keys. For lists, gepa would number both sets from 0."""
 
     def __init__(self, ids: Sequence[str]) -> None:
         self._ids = list(ids)
@@ -110,7 +111,8 @@ class _Ids:
 
 
 class _Adapter:
-    """gepa's adapter, by duck typing. Without `propose_new_texts` gepa raises, swallows that, and spends all."""
+    """The adapter for gepa. If the attribute `propose_new_texts` were missing, gepa would hide the AttributeError and
+    spend the whole budget."""
 
     propose_new_texts = None
 
@@ -123,22 +125,25 @@ class _Adapter:
         graded = self._problem.evaluate(candidate, batch)
         return EvaluationBatch(
             outputs=[None] * len(graded),
-            scores=[one.score for one in graded],
+            scores=[run.score for run in graded],
             trajectories=graded if capture_traces else None,
         )
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], evaluated: Any, parts: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """The runs as they are: what is shown of them is the problem's."""
-        return {part: [{"run": one} for one in evaluated.trajectories] for part in parts}
+        """Pass the runs on unchanged. The problem decides which text to show of them."""
+        dataset: dict[str, list[dict[str, Any]]] = {}
+        for part in parts:
+            dataset[part] = [{"run": run} for run in evaluated.trajectories]
+        return dataset
 
 
 def _proposer(problem: Problem) -> Any:
     def propose(
         candidate: dict[str, str], shown: Mapping[str, Sequence[Mapping[str, Any]]], parts: list[str]
     ) -> dict[str, str]:
-        graded = [one["run"] for one in next(iter(shown.values()), ())]
+        graded = [entry["run"] for entry in next(iter(shown.values()), ())]
         return problem.propose(candidate, parts, graded)
 
     return propose
@@ -155,7 +160,7 @@ class _Selector:
 
 
 class _Rounds:
-    """gepa's stopper; counts iterations."""
+    """The stopper for gepa, which counts iterations."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -171,12 +176,12 @@ class _Told:
         self._problem = problem
 
     def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
-        parents = [one for one in event["parent_ids"] if one is not None]
+        parents = [parent for parent in event["parent_ids"] if parent is not None]
         self._problem.accepted(event["candidate"], event["scores_by_val_id"], parents[0] if parents else None)
 
 
 class _Quiet:
-    """gepa prints what it does; here that is seen with -v."""
+    """A logger for gepa, whose messages would otherwise be printed. They are shown with -v."""
 
     def log(self, message: str) -> None:
         log.info("gepa: %s", message)
