@@ -111,7 +111,7 @@ class VllmHttpSampler(LoopSampler):
                 self._padding.stop - 1,
             )
         await self._load_base(rank)
-        # With top_k = 1, the sampled token has log-probability 0, unless the server reports those of the model.
+        # With top_k = 1, the sampled token has log-probability 0, unless the server reports it before truncation.
         likeliest_token = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
         (token,) = await self._generate([1, 2], 1, likeliest_token, BASE, None)
         if abs(token.logprobs[0]) > 1e-3:

@@ -19,15 +19,15 @@ from cotune.runtime.bounded_cache import INLINE
 T = TypeVar("T")
 
 _ZSTD_WINDOW = 8 << 20
-"""Most bytes that a zstd decoder keeps for a body: what RFC 9659 lets a server expect."""
+"""The most bytes of a zstd decoder's window. By RFC 9659, clients must not need more."""
 
 _large = ThreadPoolExecutor(4, "cotune-large")
 
 
 async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
-    """The result of `work`, whose time grows with `size` (bytes): in a thread where it would hold up the event loop.
+    """Call `work`, whose time grows with `size` in bytes. If it would block the event loop, it runs in a thread.
 
-    If nobody waits for it any more, `unwanted` gets it, also in a thread.
+    If the caller was cancelled, the result is given to `unwanted`, also in a thread.
     """
     if size <= INLINE:
         return work()
@@ -67,9 +67,9 @@ async def read_json(
 
 
 def decoded(raw: bytes, kind: type[T], values: int) -> T:
-    """A JSON body as `kind`. Raises RequestError as `decode_body` does, and (413) for more than so many values."""
-    if (found := json_values(raw, values)) > values:
-        text = f"The body holds {found} JSON values; at most {values} are read."
+    """Decode a JSON body as `kind`. Raises RequestError as `decode_body` does, and (413) for more than `values`."""
+    if (count := json_values(raw, values)) > values:
+        text = f"The body holds {count} JSON values; at most {values} are read."
         raise RequestError(413, text, code="body_too_large")
     return decode_body(raw, kind)
 

@@ -75,7 +75,7 @@ class ClientGone(Exception):
 
 
 class Access:
-    """Checks the token, where one is required. `headers` are those that may carry it, in lower case."""
+    """Checks the token if one is required. It may be in any of `headers`, whose names are in lower case."""
 
     def __init__(self, token: str | None, headers: Sequence[bytes] = (b"authorization",)) -> None:
         self._token = token.encode() if token else None
@@ -135,7 +135,7 @@ def own_key(value: str | bytes) -> str:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first header of a name in lower case; empty where there is none."""
+    """The first header with a name in lower case; empty if there is none."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
@@ -245,9 +245,9 @@ def refusal(error: RequestError) -> Response:
 def application(routes: Sequence[Route]) -> Starlette:
     """A Starlette application that answers with errors in OpenAI form, and guesses no paths."""
     handlers: Any = dict.fromkeys((RequestError, HTTPException, Exception), _refuse)
-    made = Starlette(routes=routes, exception_handlers=handlers)
-    made.router.redirect_slashes = False
-    return made
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

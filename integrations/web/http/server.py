@@ -30,12 +30,12 @@ Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
 
 logger = logging.getLogger("cotune.http")
 GRACE = 3
-"""Seconds that requests in flight have left once the server is told to stop."""
+"""Seconds in which running requests must end after the server has received the order to stop."""
 
 
 @dataclass(frozen=True)
 class RunningServer(Generic[T]):
-    """A server that accepts requests at `url` (without a path); `opened` was opened with its application."""
+    """A server that accepts requests at `url`, which has no path. `opened` was opened together with its application."""
 
     url: str
     port: int
@@ -43,7 +43,7 @@ class RunningServer(Generic[T]):
     _ended: threading.Event
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block until the server stops, or for so long; whether it has stopped."""
+        """Block until the server stops, at most for `seconds`. Returns whether it has stopped."""
         return self._ended.wait(seconds)
 
 
@@ -58,10 +58,12 @@ def running(
     date_header: bool = True,
     seconds: float = 60.0,
 ) -> Iterator[RunningServer[T]]:
-    """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
+    """Serve the application that `opening` opens in the server's loop, and close it with the server. Port 0 takes any
+    free port.
 
-    A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
-    be had or would be reachable from outside without a `token`, and whatever `opening` raises.
+    A request must arrive in `seconds`. The body of the context is entered when requests are accepted. Raises
+    ConfigError for an address that is not available or that other machines could reach without a `token`, and all
+    errors of `opening`.
     """
     check_access(host, token)
     listener = _bind(host, port)
@@ -104,9 +106,9 @@ def running(
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Leave the body, the life of a server, at Ctrl-C, SIGTERM or SIGHUP, quietly.
+    """Leave the body, in which a server runs, without an error at Ctrl-C, SIGTERM or SIGHUP.
 
-    What was loaded before is never searched for garbage again: all requests would wait for it.
+    Objects that exist at its start are no longer searched for garbage, as all requests would wait for the search.
     """
     gc.collect()
     gc.freeze()
