@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_trust_folder(command: Any, folder: str) -> None:
-    """Add `--trust-folder` of a command that runs what a folder names."""
+    """Add `--trust-folder` to a command that runs code named in a folder."""
     command.add_argument(
         "--trust-folder",
         action="store_true",

@@ -11,7 +11,7 @@ REMOVED_COMMANDS: Mapping[str, str] = {
     "score": "Use cotune records score.",
     "sft": "Use cotune records sft.",
 }
-"""A sentence for each removed command that tells the user what to do."""
+"""A sentence with the replacement for each removed command."""
 
 _SEARCH_FIRST = "Run cotune prompts improve, which has it, then cotune train --prompts FOLDER."
 _TRUST = "Set COTUNE_TRUST_REMOTE_CODE=1 in the environment."
@@ -87,7 +87,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "serve --trust-remote-code": _TRUST,
     "prompts improve --trust-remote-code": _TRUST,
 }
-"""A sentence for each removed flag of a command that tells the user what to do. Add a row when you remove a flag."""
+"""A sentence with the replacement for each removed flag of a command. Add a row when you remove a flag."""
 
 
 def removed_flag(words: Sequence[str]) -> str:

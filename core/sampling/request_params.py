@@ -81,27 +81,27 @@ def request_params(
 
     Raises RequestRefused for an invalid value, with the allowed range.
     """
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     for name, (low, high) in _NUMBERS.items():
         if body.get(name) is not None:
-            asked[name] = _number(name, body[name], low, high)
+            requested[name] = _number(name, body[name], low, high)
     for name in ("top_k", "seed"):
         if body.get(name) is not None:
-            asked[name] = integer(name, body[name])
-    if "top_k" in asked:
-        asked["top_k"] = min(max(asked["top_k"], 0), _MOST_TOP_K)
+            requested[name] = integer(name, body[name])
+    if "top_k" in requested:
+        requested["top_k"] = min(max(requested["top_k"], 0), _MOST_TOP_K)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None:
-        asked["max_tokens"] = integer("max_tokens", limit)
+        requested["max_tokens"] = integer("max_tokens", limit)
     if body.get("stop"):
-        asked["stop"] = texts_of("stop", body["stop"])
+        requested["stop"] = texts_of("stop", body["stop"])
     if body.get("stop_token_ids"):
-        asked["stop_token_ids"] = token_ids("stop_token_ids", body["stop_token_ids"])
+        requested["stop_token_ids"] = token_ids("stop_token_ids", body["stop_token_ids"])
     if body.get("logit_bias"):
-        asked["logit_bias"] = _bias(body["logit_bias"])
+        requested["logit_bias"] = _bias(body["logit_bias"])
     if body.get("top_logprobs"):
-        asked["top_logprobs"] = _top_logprobs(body)
-    return msgspec.structs.replace(defaults, **{**asked, **(override or {})})
+        requested["top_logprobs"] = _top_logprobs(body)
+    return msgspec.structs.replace(defaults, **{**requested, **(override or {})})
 
 
 def check_supported(body: Mapping[str, Any]) -> None:
@@ -204,8 +204,8 @@ def function_of(tool: Any) -> Mapping[str, Any]:
 
 def form_type(body: Mapping[str, Any]) -> str:
     """The type of `response_format`; "text" without one."""
-    asked = body.get("response_format")
-    return str(asked.get("type") or "text") if isinstance(asked, Mapping) else "text"
+    form = body.get("response_format")
+    return str(form.get("type") or "text") if isinstance(form, Mapping) else "text"
 
 
 def replaced(calls: Iterable[CallRecord]) -> list[str]:
@@ -213,8 +213,8 @@ def replaced(calls: Iterable[CallRecord]) -> list[str]:
     counts: Counter[str] = Counter()
     for call in calls:
         for name, neutral in UNSHAPED.items():
-            asked = call.params.get(name)
-            if asked is not None and call.sampling.get(name, neutral) != asked:
+            requested = call.params.get(name)
+            if requested is not None and call.sampling.get(name, neutral) != requested:
                 counts[name] += 1
     return [f"{count} calls asked for {name} and were sampled without it." for name, count in counts.items()]
 
@@ -255,16 +255,16 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
         raise RequestRefused(f"top_logprobs = {top} was asked for.", f"It is an integer from 0 to {MOST_TOP_LOGPROBS}.")
     if asks_logprobs(body):
         return top
-    wanted = '"logprobs": true'
+    field = '"logprobs": true'
     if body.get("api") == "responses":
-        wanted = f'"include": ["{RESPONSE_LOGPROBS}"]'
-    raise RequestRefused(f"top_logprobs = {top} was asked for without log-probabilities.", f"Ask for them: {wanted}.")
+        field = f'"include": ["{RESPONSE_LOGPROBS}"]'
+    raise RequestRefused(f"top_logprobs = {top} was asked for without log-probabilities.", f"Ask for them: {field}.")
 
 
-def _bias(asked: Any) -> tuple[tuple[int, float], ...]:
+def _bias(requested: Any) -> tuple[tuple[int, float], ...]:
     remedy = f"It maps token ids to numbers from {-_BIAS:g} to {_BIAS:g}."
     try:
-        pairs = sorted((int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in asked.items())
+        pairs = sorted((int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in requested.items())
     except (AttributeError, TypeError, ValueError) as error:
-        raise RequestRefused(f"logit_bias = {str(asked)[:80]} was asked for.", remedy) from error
+        raise RequestRefused(f"logit_bias = {str(requested)[:80]} was asked for.", remedy) from error
     return tuple(pairs)

@@ -103,10 +103,10 @@ class PolicyResponder:
             raise error
         # 2. Sample K candidates if a scorer can compare them, else the number that the application asks for.
         prompt, params = await self.prepare(call)
-        asked = int(call.params.get("n") or 1)
+        requested = int(call.params.get("n") or 1)
         plan = None if self.plan is None else self.plans.get(call.role, self.plan)
         branches = plan is not None and plan.kind == "tree" and call.role in self.scorers
-        count = max(asked, plan.k) if branches and plan else asked
+        count = max(requested, plan.k) if branches and plan else requested
         completions = list(await self.sampler.sample(prompt, count, params, policy))
         reading = call, prompt, params, completions
         candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
@@ -170,12 +170,12 @@ class PolicyResponder:
         Raises RequestRefused, and counts it, if the request asks for something that is not supported.
         """
         out, episode, chat = call.rewritten or call, call.episode, self.chat_of(call.role)
-        asked = out.params
+        requested = out.params
         try:
             # 1. The parameters.
-            check_supported(asked)
-            self._warn_of_parameters(call, asked)
-            params = self._with_seed(call, request_params(asked, self.defaults, self._override_of(call.role)))
+            check_supported(requested)
+            self._warn_of_parameters(call, requested)
+            params = self._with_seed(call, request_params(requested, self.defaults, self._override_of(call.role)))
             # 2. The images. A reply must not hold image tokens, as there is no image for them.
             try:
                 images = chat.images(out.messages)
@@ -185,16 +185,16 @@ class PolicyResponder:
             if images:
                 params = _never_drawing(msgspec.structs.replace(params, images=images), chat.image_tokens)
             # If a reply may not end by itself, it continues to `max_tokens`: its end tokens are never drawn.
-            restricts_end = asked.get("ignore_eos") or asked.get("allowed_token_ids")
-            if restricts_end and not ends_itself(asked, chat.end_token_ids):
+            restricts_end = requested.get("ignore_eos") or requested.get("allowed_token_ids")
+            if restricts_end and not ends_itself(requested, chat.end_token_ids):
                 params = _never_drawing(params, chat.end_token_ids)
             # 3. The prompt, and the room that it leaves for the reply.
-            options = template_options(asked)
+            options = template_options(requested)
             for name in options:
                 if not chat.reads(name):
                     episode.warn("unread_option", f"The model's chat template does not know {name}.")
-            if continues_reply(asked, out.messages):
-                if fixes_structure(asked, out.tools):
+            if continues_reply(requested, out.messages):
+                if fixes_structure(requested, out.tools):
                     raise RequestRefused(
                         "The request asks to continue the last message and to return a fixed form.",
                         "Ask for only one of the two: the form applies to a whole reply.",
@@ -204,7 +204,7 @@ class PolicyResponder:
             longest = self.longest(call.role)
             if longest is not None:
                 more["most"] = longest - 1
-            prompt = chat.render(out.messages, tools_shown(asked, out.tools), earlier=earlier, **more)
+            prompt = chat.render(out.messages, tools_shown(requested, out.tools), earlier=earlier, **more)
             if longest is not None:
                 room = longest - len(prompt)
                 if room < 1:  # earlier token ids may be more than the template's
@@ -213,8 +213,8 @@ class PolicyResponder:
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
             # 4. The form of the reply.
-            if fixes_form(asked, out.tools):
-                params = msgspec.structs.replace(params, grammar=chat.grammar(asked, out.tools, prompt))
+            if fixes_form(requested, out.tools):
+                params = msgspec.structs.replace(params, grammar=chat.grammar(requested, out.tools, prompt))
         except RequestRefused as error:
             episode.warn("refused", f"A request of role {call.role!r} is not supported.", error)
             raise
@@ -237,15 +237,15 @@ class PolicyResponder:
         seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
         return msgspec.structs.replace(params, seed=seed)
 
-    def _warn_of_parameters(self, call: LiveCall, asked: Mapping[str, Any]) -> None:
+    def _warn_of_parameters(self, call: LiveCall, requested: Mapping[str, Any]) -> None:
         """Count the parameters that change nothing and those that training replaces. `cotune check` reports the
         temperature."""
-        for name in unknown_fields(asked):
+        for name in unknown_fields(requested):
             text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
             call.episode.warn("not_enforced", text)
         for name, value in (self.override or {}).items():
-            if name in UNSHAPED and asked.get(name) not in (None, value):
-                text = f"Role {call.role!r} asks for {name} = {asked[name]}; it is sampled with {value:g}."
+            if name in UNSHAPED and requested.get(name) not in (None, value):
+                text = f"Role {call.role!r} asks for {name} = {requested[name]}; it is sampled with {value:g}."
                 call.episode.warn(f"replaced_{name}", text)
 
     def read(

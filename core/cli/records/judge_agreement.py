@@ -1,4 +1,4 @@
-"""How often a judge, or any scorer, prefers what people prefer, by their labels of recorded candidates and episodes."""
+"""Compare a judge, or any scorer, with people's preferences, given as labels of recorded candidates and episodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cotune.storage.run_layout import is_run, known_workflow, read_run_json
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """In `alike` of `pairs` pairs of `groups` groups the rewards prefer what people prefer, with ties counted half.
+    """In `alike` of `pairs` pairs of `groups` groups the rewards agree with people's preference; ties count half.
     `left_out` counts labels and groups that could not be compared, by reason."""
 
     groups: int
@@ -82,7 +82,7 @@ def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[floa
 
 
 def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]) -> None:
-    """Raise ConfigError if nothing in the workflow scores what the labels are of."""
+    """Raise ConfigError if nothing in the workflow scores the labelled candidates or episodes."""
     for role in sorted({call.role for call, _ in calls} - workflow.scorers.keys()):
         able = ", ".join(sorted(workflow.scorers)) or "none"
         raise ConfigError(
