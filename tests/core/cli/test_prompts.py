@@ -53,7 +53,7 @@ def test_show(records: str, capsys) -> None:
         f"      ⟦1⟧ {MAILS[0]}",
         f"          {MAILS[1]}",
     ]
-    assert "  sends nothing but the task and what others answered: no prompt to improve" in shown
+    assert "  sends only the task and the answers of others: no prompt to improve" in shown
 
 
 def test_show_as_json_and_of_one_role(records: str, capsys) -> None:
@@ -68,9 +68,12 @@ def test_show_as_json_and_of_one_role(records: str, capsys) -> None:
     [
         (["show", "app:solve"], "--tasks is missing"),
         (["show", "RECORDS", "--role", "writr"], "Did you mean writer?"),
-        (["show", "RECORDS", "--part", "poem"], "There are: system, user, assistant, tool, format."),
+        (["show", "RECORDS", "--part", "poem"], "Kinds: system, user, assistant, tool, format."),
         (["edit", "RECORDS", "--part", "writer.usr"], "Did you mean writer.user?"),
-        (["edit", "RECORDS", "--part", "writer.user", "--text", "TEXT"], "slot 1 is lost. Its slots, once each: ⟦1⟧."),
+        (
+            ["edit", "RECORDS", "--part", "writer.user", "--text", "TEXT"],
+            "slot 1 is lost. Use its slots once each: ⟦1⟧.",
+        ),
         (["edit", "RECORDS", "--part", "writer.user", "--text", "LATIN"], "is not in UTF-8"),
         (["diff", "RECORDS"], "has no file of prompts"),
         (["export", "PROMPTS"], "has no edited part"),
@@ -126,4 +129,4 @@ def test_an_editor_that_changes_nothing_writes_nothing(records: str, monkeypatch
     assert "as it was" in capsys.readouterr().out and not (Path(records) / "prompts.json").exists()
     monkeypatch.setenv("VISUAL", "no-such-editor")
     assert main(["prompts", "edit", records, "--part", "router.system"]) == 1
-    assert "Set EDITOR to one, or give the text: --text FILE." in capsys.readouterr().err
+    assert "Set EDITOR to an editor, or pass the text: --text FILE." in capsys.readouterr().err
