@@ -31,7 +31,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from benchmarks.step import build
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
-from cotune.config.records import DpoConfig
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceLearner
@@ -66,7 +65,7 @@ class Ours:
         learner = LocalLearner.open(str(folder), policies, settings, FROM_RECORDS[recipe])
         self.learner: Objective = Likelihood(learner)
         if recipe == "dpo":
-            self.learner = PreferenceLearner(learner, DpoConfig(beta=BETA), pairs=len(rows) // 2)
+            self.learner = PreferenceLearner(learner, pairs=len(rows) // 2)
         self.learner.start(lambda: {"agent": rows}, folder / "start.json")
         moved = Qwen3ForCausalLM.from_pretrained(start)
         self.learner.adopt("agent", {name: p.detach().numpy() for name, p in moved.named_parameters()})

@@ -167,7 +167,7 @@ def _check_same(workflow: Workflow, path: str, started: Started) -> None:
         raise ConfigError(
             "workflow",
             path,
-            "is another one in a rollout worker. Name, scorers and redactors are "
-            "{!r}, {}, {} in this process, and {!r}, {}, {} in the worker".format(*expected, *imported),
+            f"is another one in a rollout worker. Name, scorers and redactors are {expected} in this process, and "
+            f"{imported} in the worker",
             "Add scorers and redactors in the module that defines the workflow, when it is imported.",
         )
