@@ -54,7 +54,8 @@ def _save(run: OpenedRun, sent: GivenNote) -> Note | None:
     try:
         return write_note(run.notes_file, note)
     except OSError as error:
-        raise RequestError(500, system_error_message(error, "write the note again")) from None
+        reason = system_error_message(error, "write the note again")
+        raise RequestError(500, reason) from None
 
 
 def notes_page(viewer: Viewer, request: Request) -> Response:
