@@ -106,4 +106,4 @@ class DividedCluster(ClusterConfig, frozen=True, kw_only=True):
     """[cluster] once a run has divided the GPUs, with the number that no user sets: a learner has one GPU, half of the
     one that it shares with an engine, or none on the CPU."""
 
-    gpus_per_learner: float = 0.0  # type: ignore[assignment]  # a field in place of the property
+    gpus_per_learner: float = 0.0  # a field in place of the property

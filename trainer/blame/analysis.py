@@ -176,7 +176,7 @@ def _opened(
     layout: RunLayout, app: Workflow, address: str, drawn: TasksToAnalyse, options: BlameOptions
 ) -> Iterator[None]:
     """The folder of an analysis, held: a new one, or that of the same analysis. Raises ConfigError for another one."""
-    described = {
+    described: dict[str, Any] = {
         "workflow": app.name,
         "references": sorted(options.references),
         "without": sorted(options.without),
@@ -200,7 +200,8 @@ def _opened(
             _check_same(options.out, earlier, described)
             # With a smaller limit than before, the further tasks stay part of the analysis.
             for name in GROWING:
-                described[name] = max(earlier.get(name) or [], described[name], key=len)
+                if len(earlier.get(name) or []) > len(described[name]):
+                    described[name] = earlier[name]
         write_atomically(file, json.dumps(described, indent=2).encode())
         if address:
             write_trace(layout.path, address, {"roles_by": options.roles_by}, holds_records=layout.records.exists())

@@ -207,6 +207,7 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
             else:
                 engine = "vllm"
         config = msgspec.structs.replace(config, engine=engine)
+    cluster: ClusterConfig
     if shares_gpu:
         cluster = config.cluster.divided(engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
     else:

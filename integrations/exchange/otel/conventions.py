@@ -172,8 +172,8 @@ def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
             message[name] = value
     calls = []
     for call in numbered(fields, "message.tool_calls"):
-        name, arguments = call.get("tool_call.function.name"), call.get("tool_call.function.arguments")
-        calls.append(tool_call(call.get("tool_call.id"), name, arguments))
+        function, arguments = call.get("tool_call.function.name"), call.get("tool_call.function.arguments")
+        calls.append(tool_call(call.get("tool_call.id"), function, arguments))
     return {**message, "tool_calls": calls} if calls else message
 
 

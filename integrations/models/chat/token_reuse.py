@@ -199,7 +199,9 @@ def _matching_texts(text: str, choices: Sequence[Sequence[str]], paths: Sequence
     pieces = _split(text, len(choices))
     if pieces is None:
         return []
-    position, chosen, matching = 0, [], list(paths)
+    position = 0
+    chosen: list[str] = []
+    matching = list(paths)
     for piece, reply_texts in zip(pieces, choices, strict=False):
         matching = [path for path in matching if path.startswith(piece, position)]
         position += len(piece)
