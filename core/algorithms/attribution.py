@@ -202,6 +202,7 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
     for chain in chains.values():
         # From the last turn to the first. In each turn the chosen candidate comes last: earlier turns need its return.
         chain.sort(key=lambda i: (-samples[i].turn, samples[i].chosen))
+        # The episode's outcome comes after the last turn, so it is not discounted for that turn.
         future, future_turn = float(outcome[chain[0]]), samples[chain[0]].turn
         for i in chain:
             turn = samples[i].turn
@@ -218,6 +219,7 @@ def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mea
     part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
     taken = counts & np.array([s.chosen for s in samples], np.bool_)
     chosen_reward = np.where(taken, rewards, 0.0)
+    # All chosen rewards of the turn, without the chosen reward of the same role: the sample replaces that one.
     of_others = np.bincount(moment, chosen_reward)[moment] - np.bincount(part, chosen_reward)[part]
     total = rewards + of_others
     if not mean:
@@ -253,6 +255,7 @@ def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
 
 
 def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
+    """[n] penalties by length, as in `overlong`, for lengths without their samples."""
     buffer = attribution.overlong_buffer
     shares = np.zeros(len(lengths))
     for i, (tokens, limit, truncated) in enumerate(lengths):

@@ -167,10 +167,15 @@ def _is_own_method(value: Any) -> bool:
 
 
 def _convert(struct: S, changes: Mapping[str, Any]) -> S:
+    """Replace fields of `struct` by `changes`, whose values may be text from the command line.
+
+    Raises ConfigError that names the field and, if its type lists them, the allowed values.
+    """
     fields = {**msgspec.structs.asdict(struct), **changes}
     try:
         return msgspec.convert(fields, type(struct), strict=False)
     except msgspec.ValidationError as error:
+        # The struct's own check (`__post_init__`) failed: its error already names the field and the remedy.
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         path, message = field_and_fault(error)

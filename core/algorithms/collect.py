@@ -135,6 +135,7 @@ def collect(
     # All rewards in one query.
     targets = [episode.id for episode in episodes]
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
+    # A call that a replay repeated has its rewards under the recorded call's id.
     targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in answered]
     rewards = store.rewards(targets)
 
@@ -263,6 +264,10 @@ _FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malforme
 def _call_reason(
     call: CallRecord, roles: Collection[str] | None, versions: Mapping[str, int], max_lag: int
 ) -> str | None:
+    """The reason to leave out all candidates of a call, or None.
+
+    `roles` are the trained roles, and `versions` the present version of each policy, as in `collect`.
+    """
     if call.status != "ok" or not call.candidates:
         return _FAILED.get(call.status, "failed_call")
     if roles is not None and call.role not in roles:
@@ -273,6 +278,7 @@ def _call_reason(
         return "untrained_role"
     if call.prompt is None:
         return "redacted" if call.redacted else "no_token_ids"
+    # A policy that is not in `versions` has no present version to compare with: its answers are never stale.
     current = versions.get(call.policy.name)
     if current is not None and not current - max_lag <= call.policy.version <= current:
         return "stale_version"
@@ -299,8 +305,10 @@ def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> st
 
 
 def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) -> str | None:
+    """The reason to leave out one candidate of a call that is usable itself, or None."""
     if plan != "tree" and candidate.index != call.chosen:
         return "not_chosen"
+    # Redaction removes token ids, so for a changed call it is the cause of missing ids, not the engine.
     if not candidate.token_ids and call.redacted and (candidate.text or candidate.tool_calls):
         return "redacted"
     if not candidate.token_ids:

@@ -93,6 +93,7 @@ def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -
     if unit == "trajectory":
         of_sample, _ = codes(list(zip(group.tolist(), (s.rollout for s in samples), strict=True)))
         size = np.bincount(of_sample)
+        # A unit is a trajectory within one group, so its first sample has the number of its group.
         first = np.unique(of_sample, return_index=True)[1]
         return Units(of_sample, group[first], np.bincount(of_sample, reward) / size, np.ones(len(size)))
     weight = np.array([s.tokens for s in samples], np.float64) if unit == "token" else np.ones(len(samples))
@@ -106,6 +107,7 @@ def spread(units: Units, count: int, ddof: int = 0) -> Spread:
     total: Floats = np.bincount(group, weight, minlength=count).astype(np.float64)
     mean = np.bincount(group, weight * reward, minlength=count) / np.maximum(total, 1e-300)
     squares = np.bincount(group, weight * (reward - mean[group]) ** 2, minlength=count)
+    # Where `total` is too small, the group has at most one unit, and its squares are 0 with any divisor.
     variance = squares / np.where(total > ddof, total - ddof, 1.0)
     high = np.full(count, -np.inf)
     low = np.full(count, np.inf)

@@ -85,6 +85,7 @@ def low_entropy(groups: Sequence[Group], share: float) -> set[str]:
     low: set[str] = set()
     for group in groups:
         entropies = sorted((sample.entropy for sample in group.samples), reverse=True)
+        # Samples that tie with the last one stay, so more than the share may remain.
         least = entropies[math.ceil(share * len(entropies)) - 1]
         low.update(sample.id for sample in group.samples if sample.entropy < least)
     return low
@@ -142,6 +143,7 @@ def align(samples: Sequence[Sample], most: int) -> list[int]:
         count = min(most, max(map(len, episodes.values())))
         for place, indices in enumerate(episodes.values()):
             random = np.random.default_rng(seed_of(samples[indices[0]].training_step, task, role, place))
+            # With more than D calls, `repeats` is 0 and `rest` is D: a random choice of D calls.
             repeats, rest = divmod(count, len(indices))
             taken += indices * repeats
             taken += [indices[i] for i in random.choice(len(indices), rest, replace=False)]

@@ -175,11 +175,13 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
     outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
     for sample, missing in zip(samples, outcome_missing, strict=True):
         by_role = rewards.get(sample.rollout, {})
+        # Only with "lowest" does a failed episode get a reward that depends on other episodes.
         if by_role and sample.failure == "lowest":
             failed.add(sample.rollout)
         if not missing and sample.role in by_role:
             with_outcome.add(sample.rollout)
     failed -= with_outcome
+    # A failed episode without an answered call has no role: it gets the floor of the episodes that finished.
     for id in failed:
         if NO_ROLE in rewards[id]:
             rewards[id] = {NO_ROLE: floor}

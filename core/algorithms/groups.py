@@ -84,6 +84,7 @@ def _size(group: Sequence[Sample], recipe: Method) -> int:
 
 
 def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -> None:
+    """Raise GroupError if candidates of a group answer different prompts, so that a comparison would be unfair."""
     prompts = {s.prompt for s in group}
     if len(prompts) > 1:
         raise GroupError(
@@ -98,5 +99,6 @@ def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Method
         return group[0].call
     if recipe.plan == "replay":
         return group[0].branch
+    # The id must be the same after --resume, so it hashes content instead of counting.
     content = [group[0].training_step, list(recipe.group_by), [str(value) for value in key], *filter(None, [part])]
     return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).hexdigest()

@@ -55,6 +55,10 @@ def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
 
 
 def _checked(method: Method, name: str, step: Step, call: Callable[[], Any]) -> Floats:
+    """Call the `name` function of a method and return its array, [n].
+
+    For a method of the user, errors and arrays of the wrong shape become GroupError, with the place in the user's code.
+    """
     if not method.is_own:
         return np.asarray(call(), np.float64)
     try:

@@ -96,10 +96,12 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         for recipe, policies in self.parts:
             places: list[int] = []
             parts.append(("+".join(policies) if parts else "", recipe, places))
+            # Policies with the same recipe share one list, which the loop below fills.
             places_of_policy |= dict.fromkeys(policies, places)
-        of_run = parts[0][2]
+        # The first part has the run's recipe, which also trains the policies that no [[policy]] table names.
+        _, _, places_of_run = parts[0]
         for i, sample in enumerate(samples):
-            places_of_policy.get(sample.policy.name, of_run).append(i)
+            places_of_policy.get(sample.policy.name, places_of_run).append(i)
         return parts
 
 
@@ -137,6 +139,7 @@ def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
     rewards = np.full(len(collected.samples), np.nan)
     for _, recipe, places in recipes.split(collected.samples):
         samples = [collected.samples[i] for i in places]
+        # Answers of other calls help to compute the rewards. They come last, and are cut off again.
         around = _around(collected.samples, samples, recipe, collected.others)
         rewards[places] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
     return rewards
@@ -158,6 +161,7 @@ def prepare_each(
     state = state or AdvantageState()
     for part, recipe, places in recipes.split(samples):
         of_recipe = [samples[i] for i in places]
+        # Empty parts are skipped, except the run's: a step without any sample still needs one result.
         if not of_recipe and part:
             continue
         around = _around(samples, of_recipe, recipe, others)
@@ -187,6 +191,7 @@ def _joined(parts: Sequence[Prepared]) -> Prepared:
         reached |= part.reached
         warnings |= dict.fromkeys(part.warnings)
         if part.reward is not None:
+            # Parts are weighted by their candidates, so that the mean is over candidates and not over recipes.
             rewards += part.reward * part.rewarded
         rewarded += part.rewarded
     return Prepared(

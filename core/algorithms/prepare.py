@@ -250,6 +250,7 @@ def train_rows(
 ) -> dict[str, list[TrainRow]]:
     """Rows for the learner by role, with the recorded token ids and the sampler's log-probabilities. `entropy_by` maps
     a policy to the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
+    # Siblings share a prompt, images and grammar: read each only once from the store.
     prompts: dict[str, tuple[int, ...]] = {}
     images: dict[str, tuple[bytes, ...]] = {}
     grammars: dict[str, str] = {"": ""}
@@ -263,6 +264,7 @@ def train_rows(
         grammar = call.sampling.get("grammar", "")
         if grammar not in grammars:
             grammars[grammar] = store.message(grammar)
+        # A candidate id ends in the index of the candidate: `candidate_id`.
         index = int(sample.id.rpartition(".")[2])
         candidate = next(c for c in call.candidates if c.index == index)
         rows.setdefault(sample.role, []).append(
@@ -362,6 +364,7 @@ def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) 
     """`rewards` [n] without unknown ones: if no episode ended well, `lowest` gives no reward for a failure."""
     if any(sample.failure is None for sample in every):
         return rewards
+    # There is no lowest reward of a finished episode to take.
     unknown = np.array([s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples], np.bool_)
     return np.where(unknown, np.nan, rewards)
 
@@ -384,6 +387,7 @@ def _role_stats(
         of_role.setdefault(sample.role, []).append(i)
     groups_of_role: dict[str, set[int]] = {}
     for number, group in enumerate(groups):
+        # A group of one has no spread.
         if stats.size[number] > 1:
             for member in group.samples:
                 groups_of_role.setdefault(member.role, set()).add(number)

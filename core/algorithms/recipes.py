@@ -78,6 +78,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     timeout_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for penalties that are negative or have no effect."""
         check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
         has_penalty, fault = self.overlong_penalty > 0, "has no effect, as overlong_penalty is 0"
         _require(not self.overlong_buffer or has_penalty, "overlong_buffer", self.overlong_buffer, fault, "Set both.")
@@ -198,6 +199,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kl > 0.0 or self.entropy > 0.0 or self.critic or bool(self.token_loss)
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for settings outside their bounds, and for settings that need another that is not set."""
         _shares(self, "clip_low", "gae_gamma", "gae_lambda")
         check_bounds(self, "clip_high", "kl", least=0)
         check_bounds(self, "critic_lr", "tis_cap")

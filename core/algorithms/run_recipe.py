@@ -143,12 +143,18 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     """
 
     def resolved(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
+        """A recipe with changed settings, for the run or for one `policy`.
+
+        Errors name the field as the user wrote it: in [rewards] or [loss], or in the table of the policy.
+        """
         if is_own(name) and not run_code:
             return Unread(name, plan)
         try:
             method = recipe(name, plan=plan, **settings)
         except ConfigError as error:
+            # The recipe reports its own attribute. Name it as a field of a table in the configuration.
             table, of = ("policy.", f"of policy {policy} ") if policy else ("", "")
+            # No table sets the faulty field: the recipe itself does not fit the plan of the run.
             if policy and error.field not in settings:
                 fault = f"{of}cannot be used here: {error.field} = {error.value!r} {error.fault}"
                 remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."

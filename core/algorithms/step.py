@@ -37,6 +37,8 @@ class Step:
         *,
         to_go: bool = False,
     ) -> None:
+        """`key` is the method's `group_by`, `part` the name of the samples if the step has several recipes (`prepare`),
+        and `to_go` whether the method sums rewards over turns."""
         self.samples = samples
         self.groups: Sequence[Codes] = ()
         self.tokens: Floats = np.array([sample.tokens for sample in samples], np.float64)
@@ -100,6 +102,7 @@ class Step:
         return self._weigh(own=how.own, outcome=how.outcome, later_turns=later_turns).outcome_missing
 
     def _weigh(self, *, own: bool, outcome: bool, later_turns: bool = False) -> Weighed:
+        """Weighted rewards of all samples, computed once for each combination of sources."""
         arguments = own, outcome, later_turns
         if arguments not in self._weighed:
             weighed = weigh(

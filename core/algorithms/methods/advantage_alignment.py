@@ -38,6 +38,8 @@ class AdvantageAlignment(Method):
         return step.rewards_to_go(self.gamma)
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
+        """A*_t of each sample, [n]: A_t by leave-one-out in its group, then the product with the other players'
+        advantages."""
         advantages = np.zeros(len(rewards))
         for group in step.groups:
             advantages[group] = leave_one_out(rewards[group])
@@ -61,6 +63,7 @@ class AdvantageAlignment(Method):
             for turn, advantage in turns.items():
                 if turn < sample.turn:
                     past += self.gamma ** (sample.turn - turn) * advantage
+            # B_t: the sum over all players of the turn, without the sample's own player.
             of_others = of_all[sample.rollout, sample.turn] - turns[sample.turn]
             aligned[i] += self.beta * past * of_others
         return aligned

@@ -32,6 +32,7 @@ class AnyPlan(Method):
         return COMPARED_AS[self.plan].advantages(step, rewards)
 
     def under(self, plan: PlanKind) -> Self:
+        """This loss with the comparison of a plan: its key, unit and rewards."""
         if plan == "independent":
             return self.replaced(plan=plan)
         compared_as = COMPARED_AS[plan]

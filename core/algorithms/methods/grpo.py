@@ -29,6 +29,7 @@ class Grpo(Method):
     loss = LossSpec(aggregation="trajectory_mean")
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
+        """(R - mean) / std over the episodes of each group, [n]. All calls of an episode get the same advantage."""
         advantages = np.zeros(len(rewards))
         for group in step.groups:
             episodes, _ = step.by_episode(rewards, group)

@@ -26,10 +26,12 @@ class ReinforcePpBaseline(Grpo):
     loss = LossSpec()
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
+        """R - mean over the episodes of a task, divided by the deviation over all episodes of a policy's batch. [n]"""
         advantages = np.zeros(len(rewards))
         for group in step.groups:
             episodes, _ = step.by_episode(rewards, group)
             advantages[group] = above(rewards[group], float(episodes.mean()))
+        # Policies are trained separately, so each has a batch of its own.
         for batch in step.group_by("policy"):
             episodes, _ = step.by_episode(advantages, batch)
             if not all_equal(episodes):

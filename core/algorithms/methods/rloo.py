@@ -25,6 +25,7 @@ class Rloo(Grpo):
     loss = LossSpec(aggregation="constant")
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
+        """R minus the mean of the other episodes of the group, [n]."""
         advantages = np.zeros(len(rewards))
         for group in step.groups:
             episodes, episode_of = step.by_episode(rewards, group)
