@@ -160,6 +160,8 @@ class CallRecords:
     def __init__(
         self, redaction: Redaction | None, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
     ) -> None:
+        """`redaction` changes values before they are stored (None: store them as they are); `warn` counts a warning by
+        kind and logs its text."""
         self._redaction = redaction
         self._lock = lock
         self._warn = warn
@@ -179,10 +181,13 @@ class CallRecords:
         """
         try:
             with self._lock:
+                # Taken out and put back at the end, so that the first role in the dictionary is the least recently
+                # used.
                 earlier = self._histories.pop(call.role, ())
                 for position, (before, sent) in enumerate(zip(earlier, call.sent, strict=False)):
                     if before.address is None or before.message != sent.message:
                         break
+                    # Reuses the content address and the key, so that a long history is not hashed again for each call.
                     call.sent[position] = before
                 self._histories[call.role] = call.sent
                 if len(self._histories) > HISTORIES:
@@ -239,6 +244,7 @@ class CallRecords:
                 if _is_short(answer_key):
                     keys.append((call.role, answer_key))
                 for key in filter(None, keys):
+                    # `put` returns the number of entries that it removed to make room.
                     for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
                         self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, redacted, status, names, tools, sampling, prompt, out))
@@ -269,6 +275,7 @@ class CallRecords:
         new = stored[len(addresses) :]
         names = self._named(records, list(map(canonical, new)), new)
         for message, name in zip(sent[len(addresses) :], names, strict=True):
+            # A remembered address is reused for an equal message, so equal messages must have equal JSON.
             if _exact(message.message):
                 message.address = name
         return (*addresses, *names)
@@ -298,6 +305,11 @@ def _call(
     prompt: str | None = None,
     out: Mapping[str, Any] = MappingProxyType({}),
 ) -> CallRecord:
+    """The record of a call that has ended.
+
+    `messages`, `tools` and `prompt` are content addresses, and `out` has the fields of the request that was sent, if
+    edits changed it (`sent_fields`). A call whose content could not be recorded leaves out everything after `status`.
+    """
     answer = redacted.answer
     prompt_tokens = len(answer.prompt_ids) if answer else 0
     return CallRecord(
@@ -325,6 +337,7 @@ def _call(
         candidates=answer.candidates if answer else (),
         chosen=answer.chosen if answer and answer.candidates else None,
         integration=call.caller.integration,
+        # A prompt without an id has segments that may not be stored.
         redacted=redacted.changed or (prompt_tokens > 0 and prompt is None),
         replayed=answer.replayed if answer else None,
         prompts=call.prompts,
@@ -380,6 +393,7 @@ class PromptTree:
             if packed.startswith(path.packed):
                 if base is None or len(path.packed) > len(base.packed):
                     base = path
+                # A later prompt goes past this one: from here on its replies are paths that prompts may continue.
                 if path.replies and len(path.packed) < len(packed):
                     paths.extend([_Path(reply, path) for reply in path.replies])
                     path.replies.clear()

@@ -20,8 +20,9 @@ def carry_context(*, callers: bool = False) -> None:
     """Let threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
 
     Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
-    `multiprocessing.pool.ThreadPool`, including existing pools. With `callers`, for an episode whose roles a function
-    names, asyncio's tasks remember the functions that started them. Outside an episode nothing changes.
+    `multiprocessing.pool.ThreadPool`, including existing pools. With `callers`, asyncio's tasks also
+    remember the functions that started them, for episodes whose roles are named by a function (`LiveEpisode.roles`).
+    The patches stay for the process, but check for an episode at each start: outside of one nothing changes.
     """
     _carry_into_threads()
     if callers:
@@ -35,12 +36,14 @@ _QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
 
 @functools.cache
 def _carry_into_threads() -> None:
+    """Patch threads and thread pools of the standard library. Once per process, by the cache."""
     from multiprocessing.pool import ThreadPool
 
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
 
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
+        """Start a thread whose `run` has the context of this point, if an episode runs here."""
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
         in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
         if current_episode.get() is not None and not in_pool:
@@ -57,11 +60,13 @@ def _carry_into_threads() -> None:
     def submit_in_context(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
+        """Submit a job that runs in the context of this point, if an episode runs here."""
         if current_episode.get() is None:
             return submit(self, fn, *args, **kwargs)
         inner = fn.func if type(fn) is functools.partial else fn
         context = getattr(inner, "__self__", None)
-        if type(context) is contextvars.Context:  # as asyncio and LangChain submit
+        # asyncio and LangChain submit `context.run` themselves, so a second context around it would have no effect.
+        if type(context) is contextvars.Context:
             _with_callers(context)
             return submit(self, fn, *args, **kwargs)
         return submit(self, _with_callers(contextvars.copy_context()).run, fn, *args, **kwargs)
@@ -108,12 +113,15 @@ def _with_callers(context: contextvars.Context) -> contextvars.Context:
 
 
 def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `multiprocessing.pool.ThreadPool` whose jobs run in the context of the code that queues them."""
+
     @functools.wraps(original)
     def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)
         context = _with_callers(contextvars.copy_context())
 
+        # Without `updated`: `func` may be any callable, and an object's attributes must not be copied to the function.
         @functools.wraps(func, updated=())
         def in_context(*job_args: Any, **job_kwargs: Any) -> Any:
             return context.copy().run(func, *job_args, **job_kwargs)  # several workers may run it at the same time

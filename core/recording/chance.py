@@ -46,6 +46,7 @@ class Chance:
     """
 
     def __init__(self) -> None:
+        """Without recorded values (`give`), all values are new."""
         # Reentrant: the garbage collector may run code that asks for a value at any point.
         self._lock = threading.RLock()
         self._reads: list[Read] = []
@@ -82,6 +83,7 @@ class Chance:
             queue = self._given.get((kind, place))
             if queue:
                 value = int(queue.popleft().value)
+                # A clock never steps back, also if the recorded values did.
                 self._behind[kind] = max(self._behind.get(kind, value - real), value - real)
             else:
                 value = real + self._behind.get(kind, 0)

@@ -109,6 +109,7 @@ def identify() -> CallerContext:
     override = role_here(sys._getframe(1))
     if override is None:
         return caller
+    # The override is a new context, so the call is counted here in the context that it replaces.
     caller.calls += 1
     return CallerContext(
         override.name,
@@ -156,6 +157,7 @@ def _enclosing() -> CallerContext | None:
 
 
 def _found_scope() -> CallerContext | None:
+    """The caller that the first successful scope finder names, for example the node of a graph; None without one."""
     try:
         for find in hooks.scope_finders:
             caller = find()

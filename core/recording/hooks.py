@@ -16,6 +16,7 @@ class Hooks(ProcessState):
     """Functions that integrations have added."""
 
     def __init__(self) -> None:
+        """No functions yet: integrations add theirs."""
         self.activators: list[Callable[[], None]] = []
         """Run before every episode, so they must be quick. They install the integrations."""
         self.starters: list[Callable[[], None]] = []

@@ -94,6 +94,7 @@ class LiveCall(PendingCall):
     def __init__(
         self, episode: LiveEpisode, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]
     ) -> None:
+        """`body` is a chat request in OpenAI form; `episode` numbers the call with `step` and `turn`."""
         super().__init__(episode.id, caller, step, turn, body)
         self.started = episode.now()
         self.episode = episode
@@ -182,6 +183,7 @@ class LiveEpisode:
     """Maximum number of calls. A further call fails the episode."""
 
     def __post_init__(self) -> None:
+        """Begin the episode: give it an id, and set up its locks, its counters and its redaction."""
         self.id = new_id()
         self.started = time.time()
         self._began = time.monotonic()
@@ -268,6 +270,7 @@ class LiveEpisode:
                 remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
                 self.fatal = TooManyCalls(cause, remedy)
                 self.stop_soon()
+                # Counted, because an application may catch the error and call again without end.
                 self._too_many += 1
                 if self._too_many > _PATIENCE and asyncio._get_running_loop() is not None:
                     # The application catches every error and calls again, without giving the loop a turn to end it.
@@ -302,6 +305,7 @@ class LiveEpisode:
         with self._lock:
             self.warnings[kind] = self.warnings.get(kind, 0) + 1
             self.explained.setdefault(kind, message)
+            # Decided under the lock, so that two threads do not both log it; logged outside, as a handler may block.
             first = kind not in _logged
             _logged.add(kind)
         if first:
@@ -348,6 +352,7 @@ class LiveEpisode:
 
         Open calls are recorded as cancelled.
         """
+        # Ends the open calls first: their records must come before the episode's.
         self.stop()
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
@@ -384,6 +389,12 @@ class LiveEpisode:
     def _end(
         self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None, *, outage: bool = False
     ) -> None:
+        """Record the end of a call, once. A second end is ignored: a time-out may end a call that is just being
+        answered.
+
+        `outage` is whether the infrastructure failed the call. Copies of the call in inner episodes end with it.
+        """
+        # Only a provider or a client may send a malformed answer; the answers of policies are built by cotune.
         if answer is not None and answer.policy is None and not call.ended:
             answer, fault = well_formed(answer)
             if fault and status == "ok":
@@ -392,6 +403,7 @@ class LiveEpisode:
             if call.ended:
                 return
             call.ended = True
+            # `end` waits until no call is between this point and its write, so that the episode is written last.
             self._ending += 1
             self._open.pop(call.id, None)
             if status != "ok":

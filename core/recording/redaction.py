@@ -85,6 +85,7 @@ def each_text(fn: Callable[[str], str]) -> Redactor:
 
 
 def _each(value: Any, fn: Callable[[str], str]) -> Any:
+    """A value of JSON with `fn` applied to every text in it, at any depth. Keys stay as they are."""
     if isinstance(value, str):
         return fn(value)
     if isinstance(value, Mapping):
@@ -206,11 +207,18 @@ class Redaction:
         return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
     def _candidate(self, candidate: Candidate) -> Candidate:
+        """A candidate with its text, tool calls and provider's finish reason redacted.
+
+        If redactors change it, its token ids are removed, because they spell the hidden text. `keep_token_ids` keeps
+        them.
+        """
         if candidate.finish_reason not in _FINISHED:
             finish = str(self.content("finish_reason", candidate.finish_reason))
             candidate = msgspec.structs.replace(candidate, finish_reason=finish)
+        # Redactors may rely on `role` and `content`, which a candidate with only tool calls may lack.
         message = self._as_message("assistant", candidate.message.get("content"))
         message.update(candidate.message)
+        # The text usually equals the content: then the redactors need to see only one of the two.
         text = message if candidate.text == message["content"] else self._as_message("assistant", candidate.text)
         if not self.changes(message) and not self.changes(text):
             return candidate
@@ -238,6 +246,8 @@ class Redaction:
         return result
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
+        """Apply the redactors in order to a message in JSON. `FAILED` replaces the content if one raises or returns no
+        message."""
         message = msgspec.json.decode(raw)
         try:
             redacted: Any = message
@@ -245,6 +255,8 @@ class Redaction:
                 redacted = redactor(redacted)
                 if not isinstance(redacted, Mapping):
                     raise TypeError("no message")
+            # Through JSON, as the store would write it: the comparison with the original must not see tuples or
+            # subclasses.
             stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redacted))
             return stored
         except Exception as error:  # noqa: BLE001

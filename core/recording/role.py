@@ -35,6 +35,7 @@ class role:
     """
 
     def __init__(self, name: str) -> None:
+        """`name` is the role. Raises WorkflowError unless it is a text that is not empty."""
         if not isinstance(name, str) or not name:
             raise WorkflowError(
                 f"cotune.role({name!r}): the name of a role must be a text that is not empty.",
@@ -45,6 +46,11 @@ class role:
         self._token: Token[RoleOverride | None] | None = None
 
     def __enter__(self) -> None:
+        """Set the role for the block.
+
+        In a generator the role is remembered by the generator's frame, elsewhere in a ContextVar: see
+        `generator_roles`.
+        """
         if self._override is not None:
             raise WorkflowError(
                 f"This cotune.role({self._name!r}) is entered already.",
@@ -62,6 +68,7 @@ class role:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Remove the role from the place that `__enter__` chose. A block that was not entered is ignored."""
         override, token = self._override, self._token
         self._override = self._token = None
         if override is None:
@@ -100,6 +107,8 @@ class role:
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
                 with role(name):
                     generator = fn(*args, **kwargs)
+                    # `yield from` does not exist in asynchronous generators: the loop passes on sent values, errors and
+                    # the close.
                     step = generator.asend(None)
                     while True:
                         try:
@@ -127,8 +136,11 @@ class role:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 with role(name):
                     result = fn(*args, **kwargs)
+                # Another decorator hides an async function or a generator: its calls come after the block, without the
+                # role.
                 if inspect.iscoroutine(result) or isinstance(result, Generator | AsyncGenerator):
                     if not isinstance(result, AsyncGenerator):
+                        # Closed unstarted, so that Python does not warn of a coroutine that was never awaited.
                         result.close()
                     raise WorkflowError(
                         f"{_named(fn)} returns a {type(result).__name__}, whose calls would be made after "

@@ -32,6 +32,7 @@ class ToolUse:
     __slots__ = ("arguments", "calls", "known", "name", "value")
 
     def __init__(self, name: str, arguments: str, known: bool = False, value: Any = None) -> None:
+        """`value` is the recorded result if it is `known`; otherwise the tool runs and sets it."""
         self.name = name
         self.arguments = arguments
         self.known = known
