@@ -123,6 +123,7 @@ async def run_episode(
         rewards, metrics = outcome_of({} if no_outcome else value, source, some=not no_outcome)
     except asyncio.CancelledError as error:
         this_task = asyncio.current_task()
+        # `cancelling` counts cancel() calls from outside, for example by Ctrl-C. Without one, the workflow raised it.
         if this_task is None or not this_task.cancelling():  # the application cancelled itself
             return _failed(live, _raised(workflow, error))
         live.interrupted = True
@@ -267,6 +268,12 @@ def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
 
 
 def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
+    """The error of an episode whose workflow raised `error`: its text, its place in the user's code, and a remedy.
+
+    A text that is known to come from a common mistake (a crew shared by episodes, a cancelled task) gets its own
+    remedy.
+    """
+    # The workflow blocked its event loop until its time-out, and was interrupted.
     if isinstance(error.__cause__, Blocked):
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
     text = str(error) if isinstance(error, Stopped) else phrase(error)

@@ -87,6 +87,7 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
     """
     rescoring = Rescoring()
     episodes = list(store.episodes())
+    # A generator: the calls of a large store are read chunk by chunk.
     answered = _answered(store, episodes, role, workflow, rescoring)
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
@@ -109,6 +110,7 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def score_call(call: CallRecord, task: Task) -> ByTarget:
+        """The rewards of all candidates of one call. If a message of the call was lost, each has the error instead."""
         targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
         async with gate:
             try:
@@ -135,6 +137,8 @@ def scorable(workflow: Workflow, call: CallRecord) -> bool:
 def _answered(
     store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, rescoring: Rescoring
 ) -> Iterator[tuple[CallRecord, Task]]:
+    """The calls to score, each with its task: answered calls whose role has a scorer, of `role` only if it is set.
+    Counts answered calls without a scorer in `rescoring`."""
     for episode in episodes:
         for call in store.calls(episode.id):
             if role not in (None, call.role):

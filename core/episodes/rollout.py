@@ -67,6 +67,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
     """
 
     async def run_one(task: Task, number: int) -> Episode:
+        """Run the workflow on one task, or repeat the recorded episode of this task and rollout in `batch.replays`."""
         flow: Workflow = workflow
         answering: Responder | None = responder
         if (replay := batch.replays.get((task.id, number))) is not None:
@@ -128,15 +129,23 @@ def repeating(workflow: Workflow, replay: Replay, others: Responder | None) -> t
 
 
 def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
+    """`fn`, the workflow's function, for an episode that repeats another: it checks that the record is followed.
+
+    Before `fn` it gives the episode the recorded tool results, clock, uuid and random values up to the fork. After `fn`
+    it fails the episode if the application made other calls than the record. The application may swallow the error of a
+    refused call, so the check is made again at the end.
+    """
+
     def begin() -> None:
         live = current_episode.get()
         assert live is not None
-        script, until = replay.script, replay.until
+        script, until = replay.script, replay.until  # nothing after the fork is repeated
         live.tape.give([result for result in script.results if result.started < until])
         if live.chance is not None:
             live.chance.give([read for read in script.reads if read.at < until], script.started)
 
     async def finish(value: Awaitable[Any]) -> Any:
+        """Await the result of `fn`, then check the episode."""
         try:
             result = await value
         except Exception:

@@ -42,6 +42,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` on a new event loop in this thread. A signal cancels it, and then this raises KeyboardInterrupt."""
     runner = asyncio.Runner()
     loop = runner.get_loop()
     grow_threads(loop)
@@ -57,6 +58,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
+    """Run the loop until `main` is done. If something else stops the loop, log it and start the loop again."""
     while True:
         try:
             return loop.run_until_complete(main)
@@ -76,6 +78,8 @@ def _exits_logged() -> Iterator[None]:
     original, process = os._exit, os.getpid()
 
     def exit_with_message(status: int) -> NoReturn:
+        """Exit as `os._exit` does, after printing the caller, if the application's code calls it in this process."""
+        # A forked child has this patch too, but may end itself without ending the run.
         if os.getpid() == process and user_code.get():
             role = identify().role
             caller = user_code.get()

@@ -38,6 +38,8 @@ class MemoryRecords:
         self._feedback: dict[str, dict[str, str]] = {}
 
     def write(self, records: Sequence[Record]) -> None:
+        """Keep calls, messages, rewards and feedback. A later reward or text replaces the one of its name; other
+        records are not readable from a trace, so they are dropped."""
         for record in records:
             if isinstance(record, CallRecord):
                 self._calls.append(record)
@@ -77,6 +79,7 @@ class FileRecords:
         self._store: Store | None = acquire_store(self._address)
 
     def write(self, records: Sequence[Record]) -> None:
+        """Queue records for the store. After `close` the store is opened only for this write."""
         if self._store is None:  # a reward after the end of the trace
             store = acquire_store(self._address)
             store.write(records)

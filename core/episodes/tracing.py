@@ -89,6 +89,8 @@ class Recording:
         durable: bool = False,
         redactor: Redactor | None = None,
     ) -> None:
+        """`address` is a records file or a collector's address (default: COTUNE_COLLECTOR; without it, memory). `Trace`
+        explains the other arguments."""
         if address is None:
             address = os.environ.get("COTUNE_COLLECTOR") or None
         self._address = address
@@ -143,6 +145,7 @@ class Trace:
         prompts: Prompts | str | Path | None = None,
         **recording: Unpack[RecordingOptions],
     ) -> None:
+        """Check the arguments, which the class explains. Only a collector is opened before the block begins."""
         check_arguments(recording, RecordingOptions.__annotations__)
         self._recording = Recording(path, **recording)
         self._key = check_key(key)
@@ -200,11 +203,13 @@ class Trace:
         sink.write(reward_records(live.id, components(rewards, source), text, redaction=live.redaction))
 
     def __enter__(self) -> Self:
+        """Begin the episode. Inside another episode it records copies of the calls of that episode (`Within`)."""
         if self._live is not None:
             raise WorkflowError("This trace has been used.", "Create another one: with cotune.trace(...) as t.")
         for activate in hooks.activators:
             activate()
         outer = current_episode.get()
+        # Texts that the outer episode hides must not be stored here either.
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         options: dict[str, Any] = {
             "workflow": self.name,
@@ -228,6 +233,7 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """End the episode with a status by the error that leaves the block, and close its destination."""
         live = self._episode()
         with contextlib.suppress(ValueError):  # raised if the block was entered in another context
             current_episode.reset(self._token)
@@ -277,6 +283,7 @@ class Within(LiveEpisode):
     """An episode inside another one: calls belong to the outer episode, and copies of them are recorded here too."""
 
     def __init__(self, outer: LiveEpisode, sink: Any, task: Task, **options: Any) -> None:
+        """`outer` is the episode around this one. Its provider or responder answers the calls."""
         super().__init__(
             sink,
             task,
@@ -287,6 +294,7 @@ class Within(LiveEpisode):
             **options,
         )
         self.outer = outer
+        # Shared, because integrations note facts about calls, and the outer episode makes them.
         self.notes = outer.notes
         self._own_prompting, self.prompting = self.prompting, self.prompting or outer.prompting
 
@@ -318,6 +326,7 @@ _SHARED_FIELDS = (
 
 
 def _traced(call: CallRecord, records: MemoryRecords | Store) -> TracedCall:
+    """The call with its messages and tools read from `records`."""
     return TracedCall(
         **{name: getattr(call, name) for name in _SHARED_FIELDS},
         messages=[records.message(name) for name in call.messages],

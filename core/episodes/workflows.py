@@ -148,6 +148,7 @@ class Workflow:
         first = "candidates" if group else "candidate"
 
         def add(fn: Any) -> Any:
+            """Register `fn` as the scorer of the role, and return it unchanged."""
             if role in self.scorers:
                 raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
             if not takes(fn, 3):
@@ -304,6 +305,7 @@ def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
 def _of_graph(
     runner: GraphRunner, inputs: Callable[[Any], Any] | None, reward: Callable[[Any, Any], Any] | None
 ) -> Callable[[Any], Awaitable[Any]]:
+    """The function of a workflow that runs a graph, team or crew and rewards its final state."""
     if reward is None:
         raise WorkflowError(
             "A graph needs reward=, and so does a team or crew.",
@@ -312,6 +314,7 @@ def _of_graph(
 
     async def run(task: Any) -> Any:
         state = await runner(inputs(task) if inputs else task)
+        # Calls of the reward function, for example of a judge, are not part of the episode.
         with setting(current_episode, None):
             outcome = reward(state, task)
             return await outcome if inspect.isawaitable(outcome) else outcome

@@ -80,17 +80,22 @@ def map_format(form: Any, said: Said) -> Any:
     return _described(form, "schema", "format", said)
 
 
-def _described(named: Mapping[str, Any], below: str, kind: Kind, said: Said) -> Mapping[str, Any]:
-    name = named.get("name")
+def _described(definition: Mapping[str, Any], schema_key: str, kind: Kind, said: Said) -> Mapping[str, Any]:
+    """A tool or response format with replaced texts: its own description, and the descriptions in its schema.
+
+    `definition` has a `name`, which is the key of its texts; without one it is returned unchanged. `schema_key` is the
+    field with its schema: "parameters" or "schema".
+    """
+    name = definition.get("name")
     if not isinstance(name, str):
-        return named
+        return definition
     changed: dict[str, Any] = {}
-    text = named.get("description")
-    if isinstance(text, str):
-        _put(changed, "description", text, _new(said, kind, name, text))
-    schema = named.get(below)
-    _put(changed, below, schema, _schema(schema, kind, f"{name}/", said))
-    return {**named, **changed} if changed else named
+    description = definition.get("description")
+    if isinstance(description, str):
+        _put(changed, "description", description, _new(said, kind, name, description))
+    schema = definition.get(schema_key)
+    _put(changed, schema_key, schema, _schema(schema, kind, f"{name}/", said))
+    return {**definition, **changed} if changed else definition
 
 
 def _schema(schema: Any, kind: Kind, key: str, said: Said) -> Any:

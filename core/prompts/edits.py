@@ -121,6 +121,7 @@ class CallEdits:
     """The edits of one call, and their result. For one thread."""
 
     def __init__(self, edits: RoleEdits) -> None:
+        """`edits` are the edits of the role that makes the call."""
         self._edits = edits
         self._recognized: dict[tuple[Kind, str], bool] = {}
         """The places of parts where the call has a text, and whether a text at the place matches a part."""

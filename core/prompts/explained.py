@@ -75,9 +75,11 @@ class Explained:
         return union(places)
 
     def _add(self, text: Any) -> None:
+        """Remember a text as a source: the whole, each of its lines, and if it is JSON, each text in it."""
         if not isinstance(text, str):
             return
         self._put(text, WHOLE)
+        # A short text occurs by chance inside other texts, so it explains only a whole line.
         if 0 < len(text.strip()) < WHOLE:
             self._short.add(text.strip())
         for line in text.splitlines():

@@ -119,6 +119,7 @@ def as_json(prompts: Prompts) -> bytes:
 
 
 def _written(part: PromptPart) -> _Part:
+    """A part in the form of the file. The hashes show later whether somebody changed a text by hand."""
     return _Part(
         name=part.name,
         roles=part.roles,
@@ -133,6 +134,7 @@ def _written(part: PromptPart) -> _Part:
 
 
 def _read(file: Path, part: _Part) -> PromptPart:
+    """A part from the file. Raises ConfigError if a text was changed by hand, or does not fit its slots."""
     old, new = Template(part.old), None if part.new is None else Template(part.new)
     for name, template, sha256 in (("old", old, part.old_sha256), ("new", new, part.new_sha256)):
         if template is not None and text_sha256(template) != sha256:

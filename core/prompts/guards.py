@@ -160,6 +160,7 @@ def _numbers(value: Any) -> Iterable[str]:
 
 
 def _keys(value: Any) -> Iterable[str]:
+    """All keys in a JSON value, at any depth."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield str(name)

@@ -23,6 +23,7 @@ def pages(prompts: Prompts) -> dict[str, str]:
 
 
 def _part(part: PromptPart, role: str, wording: Wording) -> str:
+    """One part as a section: where it was seen, its new text, and the changes. `role` is the role of the page."""
     old, new = wording.text(part.old), wording.text(part.now)
     support = f"Seen in {part.support.calls} calls of {part.support.tasks} tasks."
     if others := [other for other in part.roles if other != role]:

@@ -241,6 +241,8 @@ def _examples(values: Iterable[str]) -> list[str]:
 
 
 def _role(name: str, recorded: Recorded, inputs: Mapping[str, int], parts: Sequence[FoundPart]) -> FoundRole:
+    """The role `name` with the numbers of its calls and tasks. `inputs` is the number of user messages by role that
+    only one task has."""
     recorded_calls = recorded.roles[name]
     of_role = [found.part for found in parts if name in found.part.roles]
     return FoundRole(

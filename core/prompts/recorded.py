@@ -130,6 +130,11 @@ class _Reading:
         self._changing: dict[str, list[Span]] = {}
 
     def episode(self, episode: Episode, calls: Sequence[CallRecord]) -> None:
+        """Read the texts of an episode's calls in their order.
+
+        The results of tools before a call can be the source of its texts. After a lost result, the source of a text is
+        not certain any more, so later calls are left out.
+        """
         self.found.workflows.add(episode.workflow)
         task = task_key(episode, calls)
         explained = Explained(episode.task.input, self._tasks)
@@ -159,6 +164,11 @@ class _Reading:
         spans: dict[str, list[Span]],
         returned: set[str],
     ) -> None:
+        """Read the texts of one call.
+
+        `explained` are the texts of the episode so far. `spans` and `returned` live as long as the episode: explained
+        spans by text, and messages of tools that are sources already.
+        """
         try:
             bodies = [(id, self._body(id)) for id in call.messages]
             tools = self._body(call.tools) if call.tools else ()
@@ -212,6 +222,7 @@ class _Call:
     """The spans of each text so far that come from the episode."""
 
     def said(self, position: int, kind: Kind, key: str, text: str) -> None:
+        """Note a text at a place of the call: its episode-specific spans, its calls and tasks."""
         texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
         order = (self.call.turn, position)
         seen = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
@@ -219,6 +230,7 @@ class _Call:
             # Computed only once: later answers cannot be the source of the text.
             self.spans[text] = self.explained.spans(text)
         spans = self.spans[text]
+        # Over several episodes, a span is explained only if every one of them explains it.
         seen.explained = spans if seen.explained is None else intersection(seen.explained, spans)
         seen.order = min(seen.order, order)
         seen.calls.add(self.call.id)

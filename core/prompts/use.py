@@ -54,6 +54,7 @@ def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Us
 
 
 def _texts(store: Store, call: CallRecord) -> Iterator[tuple[Kind, str, str]]:
+    """The texts of a call with their kind and key, collected by visiting the request."""
     seen: list[tuple[Kind, str, str]] = []
     body = {
         "messages": [store.message(id) for id in call.messages],

@@ -77,8 +77,12 @@ _DIGIT = re.compile(r"\d")
 
 
 def volatile(text: str, keep: Sequence[re.Pattern[str]] = ()) -> list[Span]:
-    """The spans of a text that change over time, and the spans that match `keep`."""
-    # Without a digit, which a quick search shows, only a few patterns can match.
+    """The spans of a text that must become slots, because they probably differ in the next run: dates, times, ids,
+    temporary files.
+
+    `keep` are the user's own patterns for text that no edit may change, so its spans become slots too.
+    """
+    # Most patterns need a digit. A search for one is much faster than trying all patterns.
     patterns = _PATTERNS if _DIGIT.search(text) else _WITHOUT_DIGITS
     spans: list[Span] = []
     for pattern in (*patterns, *keep):

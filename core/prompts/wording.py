@@ -17,6 +17,7 @@ class Wording:
     texts."""
 
     def __init__(self, parts: Iterable[PromptPart]) -> None:
+        """Choose brackets for slots that none of the texts contains. Raises RecordError if all are in use."""
         characters: set[str] = set()
         for part in parts:
             for text in (*part.old.texts, *part.now.texts):

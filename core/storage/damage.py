@@ -71,6 +71,7 @@ def _readable(path: Path) -> str:
 
 
 def _rows(db: sqlite3.Connection, table: str) -> int:
+    """The number of rows that can be read before the first damaged one."""
     count = 0
     try:
         for _ in db.execute(f"SELECT * FROM {table}"):

@@ -110,6 +110,7 @@ class _MetricsFile:
         """The line that ended at `_end`: if it is no longer there, the file was rewritten."""
 
     def lines(self) -> list[dict[str, Any]]:
+        """All lines of the file. Only new lines are parsed. Broken lines are left out and logged."""
         with self._lock:
             try:
                 with self._file.open("rb") as file:
@@ -128,6 +129,7 @@ class _MetricsFile:
 
     def _read_new(self, file: BinaryIO) -> tuple[list[bytes], bytes]:
         """The complete lines that are new, and the beginning of an unfinished line."""
+        # Starts with the last known line, to see whether the file has only grown.
         file.seek(max(0, self._end - len(self._last)))
         inode = os.fstat(file.fileno()).st_ino
         if inode != self._inode or file.read(len(self._last)) != self._last:

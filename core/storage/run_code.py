@@ -74,6 +74,11 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
 
 
 def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, str]:
+    """The orders in a folder's configuration, by the dotted names of their settings. Secrets are withheld.
+
+    `described` is the folder's description. The folder where the run was started is an order too, if there are others,
+    because modules are searched there.
+    """
     orders = {"workflow": workflow} if workflow else {}
     tables = [("", config)]
     for number, table in enumerate(config.get("policy") or ()):
@@ -91,9 +96,13 @@ def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[
 
 
 def remember(orders: FolderOrders) -> None:
-    """Remember that this user gave these orders or agreed to them, outside of the folder that holds them."""
+    """Remember that this user gave these orders (settings that choose code or addresses) or agreed to them.
+
+    The digests are stored in the user's state folder, because the author of a run folder chose its content.
+    """
     if not orders.named:
         return
+    # The process remembers them too: the state folder may be read-only.
     _trusted_here.update(orders.keys)
     with contextlib.suppress(OSError):
         folder = state_folder() / "trusted"

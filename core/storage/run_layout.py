@@ -124,6 +124,7 @@ class RunLayout:
     """The paths of a run folder's files; none of them need exist."""
 
     def __init__(self, path: str | Path) -> None:
+        """`path` is the run folder, which need not exist."""
         self.path = Path(path)
         self.run_json = self.path / _RUN
         self.records = self.path / RECORDS

@@ -195,19 +195,33 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
 
 
 def _call_row(call: CallRecord) -> Row:
+    """The columns of a call, in the order of `COLUMNS["calls"]`.
+
+    The token ids of all candidates are packed into one column, and their log-probabilities into another. The candidates
+    have only their numbers, with which `call_from` splits the columns again.
+    """
     # bytearray instead of bytes: for bytes, sqlite3 searches its adapters, which costs more than the rest of binding.
     stored, token_ids, logprobs = [], bytearray(), bytearray()
     for c in call.candidates:
         n_tokens, n_logprobs = len(c.token_ids), len(c.logprobs)
         stored.append(
             StoredCandidate(
-                *(c.index, c.text, c.message, c.finish_reason), n_tokens, n_logprobs, c.malformed, c.shown, c.stop
+                c.index,
+                c.text,
+                c.message,
+                c.finish_reason,
+                n_tokens,
+                n_logprobs,
+                c.malformed,
+                c.shown,
+                c.stop,
             )
         )
         if n_tokens:
             token_ids += pack_ids(c.token_ids)
         if n_logprobs:
             logprobs += packer(f"<{n_logprobs}f").pack(*c.logprobs)
+    # A packed id has 4 bytes. Answers of a provider have no ids, only the number of tokens that it reports.
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,
@@ -224,6 +238,7 @@ def _call_row(call: CallRecord) -> Row:
         call.policy and call.policy.name,
         call.policy and call.policy.version,
         call.started,
+        # An imported trace may have a clock that stepped back.
         max(call.latency, 0.0),
         len(call.candidates),
         _json.encode(replace(call, candidates=())).decode(),
@@ -234,6 +249,7 @@ def _call_row(call: CallRecord) -> Row:
 
 
 def _episode_row(episode: Episode) -> Row:
+    """The columns of an episode, in the order of `COLUMNS["episodes"]`. Its metrics have a column of their own."""
     body = _json.encode(replace(episode, metrics={})).decode()
     metrics = json.dumps(dict(episode.metrics)) if episode.metrics else "{}"
     return (

@@ -79,11 +79,13 @@ def acquire_store(address: str) -> Store:
 
 
 def _open_or_resume(address: str) -> Store:
+    """The unused store of this process, if its file is still the same and it can be resumed; otherwise a new one."""
     unused = _stores.by_address.pop(address, None)
     if unused is not None:
         resumed = False
         try:
             resumed = isinstance(unused.store, SqlStore) and unused.store.resume()
+        # Also after an error: nobody else has the store, so nobody else would close it.
         finally:
             if not resumed:
                 unused.store.close()

@@ -633,6 +633,8 @@ def _holds(body: Any, wanted: str) -> bool:
 
 
 def _value_holds(value: Any, wanted: str) -> bool:
+    """Whether any text in a JSON value has `wanted` in it, in lower case. Keys are not searched, nor are texts under
+    the keys in `_NOT_SEARCHED`."""
     if isinstance(value, str):
         return wanted in _lower(value)
     if isinstance(value, list):

@@ -100,6 +100,9 @@ class SqliteDatabase:
         return self._db.execute(sql, parameters).fetchall()
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
+        """Insert rows. Their numbers (rowid) are higher than the numbers of all earlier rows, deleted rows included."""
+        # SQLite gives a deleted highest number to the next row. Readers that continue after a number would miss that
+        # row.
         last = self._deleted_last(table) if values else 0
         if not last:
             self._insert(table, values)
@@ -156,6 +159,7 @@ class SqliteDatabase:
         return self._is_in_place() and version is not None and version == self._version_at_pause
 
     def close(self) -> list[str]:
+        """Close the connection after folding its log into the file. Returns warnings."""
         # During a pause there is nothing to move, and another process may use the file.
         warnings = self._fold() if self._version_at_pause is None else []
         if not self._is_in_place() and Path(self.name + "-wal").exists():

@@ -109,6 +109,7 @@ class SqlStore(Store, Generic[Reader]):
         return StoreHealth(writer.failing, writer.lost, self._unreadable, writer.refused, writer.foreign)
 
     def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
+        """Episodes that match, by id. Read in pages, so that the store may be written between two of them."""
         condition, asked = filters.where()
         where = condition.replace("WHERE", " AND", 1)
         last = ""
@@ -131,6 +132,7 @@ class SqlStore(Store, Generic[Reader]):
         return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
 
     def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
+        """The contents of messages and the bytes of images, by id, read in few queries. Missing ids are left out."""
         contents: dict[str, Any] = {}
         for part in in_parts(set(ids)):
             sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(part))})"
@@ -152,6 +154,7 @@ class SqlStore(Store, Generic[Reader]):
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        """Rewards by target and name. Targets without rewards have an empty entry."""
         rewards: dict[str, dict[str, float]] = {target: {} for target in targets}
         for part in in_parts(rewards):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(part))})"
@@ -161,6 +164,7 @@ class SqlStore(Store, Generic[Reader]):
         return rewards
 
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        """Feedback texts by target and name. Targets without texts have an empty entry."""
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
         for part in in_parts(texts):
             sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(part))})"
@@ -178,6 +182,8 @@ class SqlStore(Store, Generic[Reader]):
         self._write_ledger(lambda transaction: transaction.release(training_step))
 
     def _write_ledger(self, do: Callable[[Transactions], None]) -> None:
+        """Write to the ledger of consumed groups and wait for the commit. Unlike a lost record, a failure stops the
+        run: RecordError."""
         try:
             self.act(do)
         except StoreFailure as error:

@@ -95,6 +95,7 @@ class Transactions:
     def __init__(
         self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
     ) -> None:
+        """`report` is called with a text and its cause, for warnings; `forget` is explained below."""
         self._db = database
         self.widen = database.widen
         self.forget = forget

@@ -130,6 +130,7 @@ def _sweep(
                 segment = parents.pop(segment)
 
     def delete_unused(transaction: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
+        """Delete the rows of `table` among `ids` that are still unused. Returns their number by table."""
         # Other processes may have written episodes since the search above. Spare the rows that these use.
         sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
         new_episodes = [id for (id,) in transaction.execute(sql, newest_seen)]

@@ -52,6 +52,7 @@ class Batch:
     __slots__ = ("bytes", "count", "counts", "failure", "left_out", "puts", "retained", "since", "tables")
 
     def __init__(self) -> None:
+        """An empty batch. It takes the records that share one transaction."""
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
         self.count = self.bytes = self.puts = 0
         self.retained = 0
@@ -280,6 +281,8 @@ class Writer:
         return None
 
     def _run(self) -> None:
+        """The thread of the writer: commit batches and acts in their order until the writer is closed and the queue is
+        empty."""
         while (work := self._take()) is not None:
             self._settle(work)
             with self._changed:
@@ -287,6 +290,7 @@ class Writer:
                 self._bytes -= work.bytes
                 self._since = self._queue[0].since if self._queue else math.inf
                 self._changed.notify_all()
+        # Counters may have changed after the last batch: save them with an empty one.
         if self._counted != self._saved:
             self._settle(Batch())
 
