@@ -102,8 +102,8 @@ def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = Fal
     path = Path(folder)
     if not path.is_dir():
         if replaced := interrupted_replacement(path.absolute()):
-            cause = f"There is no folder {path}: an export to it was interrupted."
-            raise AdapterError(cause, f"Export again, or bring the earlier version back: mv {replaced} {path}")
+            cause = f"Folder {path} is missing, because an export to it was interrupted."
+            raise AdapterError(cause, f"Export again, or restore the earlier version: mv {replaced} {path}")
         raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
     manifest = read_manifest(path)
     for policy in manifest.policies:

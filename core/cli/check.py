@@ -23,7 +23,7 @@ def arguments(command: Parser) -> None:
     tokens = "count tokens with this model's tokenizer; it is not loaded"
     names = ("model", "policies", "plan.kind", "plan.k", "recipe", "prompts_file")
     add_fields(command, *names, model=tokens, prompts_file=edits)
-    add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
+    add_repeated(command, "--set", "FIELD=VALUE", "set any other field of the configuration, as in cotune train")
     command.add_argument(
         "--answers",
         metavar="WHO",

@@ -107,8 +107,8 @@ def add_trust_folder(command: Any, folder: str) -> None:
     command.add_argument(
         "--trust-folder",
         action="store_true",
-        help=f"run the application and functions that {folder} names, and use its addresses, although you did not "
-        "write it on this machine; without this flag a terminal asks, and a script ends with an error",
+        help=f"trust {folder}, although you did not make it on this machine: run the application and functions that it "
+        "names, and use its addresses. Without this flag you are asked in a terminal, and a script stops with an error",
     )
 
 
@@ -165,7 +165,7 @@ def add_records(command: Any, default: str | None = None) -> None:
     if default:
         text += f" (default: {default})"
     command.add_argument("--records", default=default, metavar="ADDRESS", help=text)
-    text = "name of the application, for a collector (default: COTUNE_APP)"
+    text = "name of the application in the records of a collector (default: COTUNE_APP)"
     command.add_argument("--app", default="", metavar="NAME", help=text)
 
 

@@ -16,7 +16,7 @@ EXTRA = "train"
 def arguments(command: Parser) -> None:
     command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
     add_fields(command, "model", "cluster.address")
-    add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
+    add_repeated(command, "--set", "FIELD=VALUE", "set any other field of the configuration, as in cotune train")
     command.add_argument("--run", metavar="RUN", help="take the configuration of this run")
     command.add_argument(
         "--prompt-tokens",

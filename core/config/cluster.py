@@ -30,9 +30,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     machine or of the Ray cluster; each number in this table replaces one. `cotune doctor` prints the result."""
 
     address: str = ""
-    """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
-    none: no Ray, one engine and one learner on this machine; see docs/how-to/cluster.md. Without a value: local on a
-    machine with several GPUs, Ray and vLLM, else none. A table without an address means local."""
+    """local: start Ray on this machine, for this run only | auto or HOST:PORT: use a running Ray cluster | none: no
+    Ray, one engine and one learner on this machine; see docs/how-to/cluster.md. If neither the flag nor a [cluster]
+    table is there: local on a machine with several GPUs, Ray and vLLM, else none. A [cluster] table without an address
+    means local."""
     engines: int = 0
     """Engines that sample: of each base model, and with vLLM of each policy that trains all weights. 0: one on the CPU,
     else as many as the GPUs that learners leave allow."""

@@ -15,16 +15,16 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     file a third of the tasks) and `sampling.max_tokens` (for answers of `run` and `model`)."""
 
     reflection: str | None = None
-    """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
+    """Model that reads what went wrong and writes new texts, at OPENAI_BASE_URL (default: OpenAI)."""
     reflection_url: str | None = None
     """Another address for it, such as http://localhost:8000/v1 of vLLM, llama.cpp or cotune serve."""
     reflection_key_env: str | None = None
     """Environment variable with the key of the reflection model. Without it OPENAI_API_KEY goes to OpenAI and to the
     address of the environment alone, and `reflection_url` gets no key."""
     max_calls: int = 2000
-    """Most calls of models, those of the reflection model and of the last comparison included."""
+    """Maximum number of model calls, including the reflection model and the final comparison."""
     max_cost: float | None = None
-    """Most money, at the given `prices`."""
+    """Maximum cost, at the given `prices` and in their currency."""
     roles: tuple[str, ...] = ()
     """Improve only these roles: their system messages, or user messages of roles that have none."""
     keep: tuple[str, ...] = ()
@@ -36,8 +36,8 @@ class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
     lost failed runs, show them to the reflection model, and change roles in turn. A reference, as `cotune blame` takes
     it (openai:NAME, a model or run on this machine, prompts:FOLDER): change the role at fault. off: only in turn."""
     rounds: int = 1000
-    """Most rounds of the search."""
+    """Maximum number of rounds of the search."""
     run: str | None = None
-    """Run or export whose policies answer; without it and `model` the application's own provider does."""
+    """Run or export whose policies answer the calls. Without `run` and `model`, the application's provider answers."""
     model: str | None = None
     """Model that answers for all roles, untrained: a folder or a Hugging Face id."""

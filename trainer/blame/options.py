@@ -30,21 +30,21 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: str = "runs/blame"
     """Folder of the analysis. The same command continues it."""
     max_calls: int | None = None
-    """Most calls of models. A larger number continues."""
+    """Maximum number of model calls. A larger number continues the analysis."""
     max_cost: float | None = None
-    """Most money, at the given prices."""
+    """Maximum cost, at the given prices and in their currency."""
     prices: Prices = {}
     """Money for a million prompt tokens and a million completion tokens, by model."""
     limit: int = 20
-    """Most tasks, drawn by chance from the file."""
+    """Maximum number of tasks, drawn at random from the file."""
     runs: int = 30
-    """Most runs of the application on each task."""
+    """Maximum number of runs of the application on each task."""
     model: str | None = None
-    """Run, export or untrained model that answers for the application as it is; without it its own provider does."""
+    """Run, export or untrained model that answers for the application as it is (default: its own provider)."""
     temperature: float | None = None
-    """Temperature of --model and of references on this machine; without it the application's own."""
+    """Temperature of --model and of references on this machine (default: the application's own)."""
     max_tokens: int = 1024
-    """Most new tokens of answers of models on this machine, where the application names no limit."""
+    """Maximum number of tokens in an answer of a model on this machine, if the application sets no limit."""
     concurrency: int = 8
     """Episodes in flight."""
     timeout: float = 600.0

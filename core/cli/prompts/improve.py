@@ -38,7 +38,7 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--resume",
         action="store_true",
-        help="continue a search that was interrupted, or with higher limits; runs the application that it names",
+        help="continue an interrupted search, or one that reached its limits; the default workflow is the one in --out",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
     names = ("evaluation.tasks", "reflection", "max_calls", "max_cost", "run", "model")

@@ -38,23 +38,24 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--episode-by",
         choices=("connection",),
-        help="episodes of calls that name none: one for each connection",
+        help="put calls that name no episode into one episode for each connection",
     )
     command.add_argument(
         "--episode-header",
         default="",
         metavar="NAME",
-        help="episodes of calls that name none: one for each value of this header",
+        help="put calls that name no episode into one episode for each value of this header",
     )
     command.add_argument(
         "--episode-idle",
         type=float,
         metavar="SECONDS",
-        help="an episode ends after this time without a call (default with --episode-header: 300); without the two "
-        "flags above, one episode at a time",
+        help="end an episode after this time without a call (default with --episode-header: 300); without the two "
+        "flags above, all calls that name no episode belong to one episode until it ends",
     )
     add_fields(command, "max_body", "timeout", table=Limits)
-    add_fields(command, "redact")
+    text = "module:function or file.py:function that gets each message before it is stored and returns what to store"
+    add_fields(command, "redact", redact=f"{text}; see docs/how-to/privacy.md")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from cotune.integrations.models.siblings import siblings
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
-_BASE = "Publish weights that were trained from the sampler's own model."
+_BASE = "Publish an adapter that was trained on the sampler's base model."
 
 
 class Factors(NamedTuple):

@@ -79,5 +79,5 @@ def check_full(model: Any, weights: Weights) -> None:
         if tuple(array.shape) != tuple(parameters[name].shape):
             raise RequestRefused(
                 f"{name} has shape {tuple(array.shape)}; the model's is {tuple(parameters[name].shape)}.",
-                "Publish weights that were trained from the sampler's own model.",
+                "Publish weights that were trained from the sampler's base model.",
             )
