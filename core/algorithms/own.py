@@ -70,7 +70,8 @@ def _checked(method: Method, name: str, step: Step, call: Callable[[], Any]) -> 
         raise GroupError(text, "Correct the method.") from error
     if values.shape != (len(step.samples),):
         raise GroupError(
-            f"Method {name} of recipe {method.name} returned an array of shape {values.shape} for {len(step.samples)} samples.",
+            f"Method {name} of recipe {method.name} returned an array of shape {values.shape} for "
+            f"{len(step.samples)} samples.",
             "Return one number for each of step.samples, in their order.",
         )
     return values

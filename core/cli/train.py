@@ -24,7 +24,12 @@ def arguments(command: Parser) -> None:
     )
     add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "steps", "tasks_per_step", "learner.lr")
     add_fields(command, "prompts_file", "init", "records.path", "evaluation.tasks", "cluster.address")
-    add_repeated(command, "--set", "FIELD=VALUE", "set any other field of the configuration, such as lora.rank=8 or schedule.kind=linear")
+    add_repeated(
+        command,
+        "--set",
+        "FIELD=VALUE",
+        "set any other field of the configuration, such as lora.rank=8 or schedule.kind=linear",
+    )
     command.add_argument("--out", metavar="DIR", help="new run folder (default: runs/DATE-TIME)")
     command.add_argument(
         "--resume",

@@ -59,7 +59,9 @@ def unpack_gguf(file: Path, weights: bool = True) -> Path:
             # Another process may have unpacked it meanwhile.
             if not folder.is_dir():
                 fault = f"cannot be unpacked into {folder.parent} ({error.strerror or error})"
-                raise ConfigError("model", str(file), fault, "Free space there, or set XDG_CACHE_HOME to a folder on another disk.") from error
+                raise ConfigError(
+                    "model", str(file), fault, "Free space there, or set XDG_CACHE_HOME to a folder on another disk."
+                ) from error
     return folder
 
 
