@@ -97,7 +97,7 @@ def test_weights_that_arrive_altered() -> None:
 
 def test_an_update_that_changed_nothing() -> None:
     sampler = Scripted()
-    with pytest.raises(SyncError, match=r"writer@2 are those of writer@1 .*norm 2\): the update changed nothing"):
+    with pytest.raises(SyncError, match=r"writer@2 are equal to writer@1 .*norm 2\): the update changed nothing"):
         prove(sampler, weights(1.0), previous=previous(1.0))
     assert sampler.log == []
 

@@ -241,7 +241,7 @@ def test_roll_back_takes_no_other_flag(tmp_path: Path, capsys: pytest.CaptureFix
         assert "has no effect with --roll-back. Leave it out." in capsys.readouterr().err
     assert main(["export", "--out", out]) == 1
     assert (
-        "run is missing. Name a run folder, or a team (--use ROLE=SOURCE), or go back to an earlier export"
+        "run is missing. Name a run folder, or a team (--use ROLE=SOURCE), or restore an earlier export"
         in capsys.readouterr().err
     )
     assert main(["export", "--out", out, "--roll-back"]) == 1

@@ -100,7 +100,7 @@ def test_the_run_says_what_is_not_named(here: Path, capsys: pytest.CaptureFixtur
     assert main([*words, "--trust-folder"]) == 0
     assert re.search("between a and b|than b", capsys.readouterr().out)
     assert main(["eval", "--base", str(here / "one")]) == 1
-    assert "workflow is missing, which --base needs" in capsys.readouterr().err
+    assert "workflow is missing: --base needs it" in capsys.readouterr().err
     (here / "a" / "held_out.jsonl").unlink()
 
 

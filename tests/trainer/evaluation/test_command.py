@@ -265,4 +265,4 @@ def test_another_base_than_that_of_the_run_is_refused(
     capsys.readouterr()
     assert main(command) == 1
     cause = f"cotune eval: {other} is not the base model that the run was started with: its config differ. "
-    assert capsys.readouterr().err == cause + "Put the old one back, or name where it is with --model.\n"
+    assert capsys.readouterr().err == cause + "Put the old one back, or name its place with --model.\n"

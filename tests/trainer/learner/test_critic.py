@@ -19,8 +19,9 @@ from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 from tests.trainer.learner.fsdp_ranks import with_eps
-from tests.trainer.learner.learner_rows import change, make_rows
+from tests.trainer.learner.learner_rows import make_rows
 from tests.trainer.tiny_app import application, converse
 
 LOSS = msgspec.structs.replace(recipe("cory").loss, kl=0.0)
@@ -163,7 +164,7 @@ def test_a_critic_takes_the_reward_as_it_is():
 def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_ranks, tmp_path, kind):
     """With privileged text; 11 rows, then fewer rows than workers."""
     loss = msgspec.structs.replace(LOSS, kl=0.01, kl_in="reward")
-    settings = change(SETTINGS, mini_batch=4, micro_batch_tokens=30)
+    settings = ForcedSettings(lr=1e-3, device="cpu", mini_batch=4, micro_batch_tokens=30)
     policies = policies_for(kind, ["a", "b"], LoraSpec(rank=4))
 
     def shown(groups: int, k: int) -> list[TrainRow]:

@@ -172,7 +172,7 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
     tiny_models.build("qwen3", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"distill.teacher = .*other' has another tokenizer than"):
         trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"distill.teacher = .*gone' is not a model folder.* If it was moved, give"):
+    with pytest.raises(ConfigError, match=r"distill.teacher = .*gone' is not a model folder.* If it was moved"):
         trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "gone")})
     with pytest.raises(ConfigError, match=r"distill.teacher = '' is missing: recipe distill needs a model folder"):
         trainer(application(converse), recipe="distill")

@@ -49,7 +49,7 @@ def test_a_run_folder_holds_the_names_and_no_values(run: Path) -> None:
 def test_a_tracker_is_not_told_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(loggers, "Tracker", lambda *args, **more: SimpleNamespace(settings=told.update, id="1"))
-    loggers._opened("trackio", convert(CONFIG), run, 0)
+    loggers._open_tracker("trackio", convert(CONFIG), run, 0)
     assert told["cluster.env.FIRST_KEY"] == WITHHELD and "secret" not in str(told)
 
 

@@ -67,7 +67,7 @@ def test_agents_that_tasks_run_are_told_though_nobody_knows_who_started_them(rec
 
     live = record(solve, scripted()).live
     assert live.warnings == {"shared_role": 1}
-    assert "that of an asyncio task or a thread, and that of an asyncio task" in live.explained["shared_role"]
+    assert "one in an asyncio task or a thread, one in an asyncio task" in live.explained["shared_role"]
 
 
 def once(agent: Any) -> Callable[[Any], int]:
