@@ -236,6 +236,8 @@ async def _analyse(
     path: str,
     own: Responder | None,
 ) -> Blame:
+    """Open the references, run the analysis on the drawn tasks and return its result. Runs that an earlier command
+    finished in this folder are reused. `own` answers for the application as it is, in place of its provider."""
     console = terminal(stderr=True)
     say = partial(print_line, console)
 
@@ -264,6 +266,7 @@ class Analysis:
         options: BlameOptions,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """Analyse `tasks` with these `references`, by role ("" for any role). `say` prints a line of progress."""
         self.runs = runs
         self.say = say
         self.tasks = list(tasks)
@@ -475,6 +478,8 @@ class Analysis:
         )
 
     def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:
+        """Summarize one role's `effect` for the report: with it, the changes of time and money when the role's
+        reference answers instead, as means over tasks."""
         role = effect.role
         arm = Arm("only", role) if self.options.without else only(role, roles)
         chosen = set(self._task_ids)
@@ -500,6 +505,7 @@ class Analysis:
         )
 
     def _left_out(self) -> tuple[dict[str, int], int]:
+        """Count the runs without a usable outcome, by reason, and the runs in which the application raised."""
         chosen = set(self._task_ids)
         left_out: Counter[str] = Counter()
         failed = 0

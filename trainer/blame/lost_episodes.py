@@ -177,6 +177,8 @@ def _effects(
 async def _fork(
     runs: Runs, script: Script, episode: Episode, calls: Sequence[str], phase: str
 ) -> list[FinishedFork | None]:
+    """Run one fork at each of `calls`, at the same time. `calls` may name a call several times, for as many forks. None
+    stands for a fork that did not repeat the episode."""
     results = await asyncio.gather(
         *(runs.fork(script, call, episode.task, phase) for call in calls), return_exceptions=True
     )

@@ -63,6 +63,7 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
         return named if not is_path(named) or Path(named).exists() else None
 
     def __post_init__(self) -> None:
+        """Check the limits and the combination of options. Raises ConfigError."""
         check_temperature(self.temperature)
         check_bounds(self, "max_calls", "max_cost", "limit", "runs", "max_tokens", "concurrency", "timeout")
         if self.references and self.without:

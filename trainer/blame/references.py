@@ -73,6 +73,8 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
 
 
 def _reference(text: str) -> Reference:
+    """Read one --reference: [ROLE=]SOURCE, with openai:MODEL, prompts:PLACE, a run, an export or a model as the source.
+    Raises ConfigError."""
     role, equals, place = text.partition("=")
     # A path or an address may have an equals sign too, but not before its first slash or colon.
     if not equals or "/" in role or ":" in role:
@@ -200,6 +202,7 @@ async def open_references(
             return Answering(responder, prompts_of(read_trained(place, "reference").place) if trained else None)
 
         async def opened(reference: Reference) -> Answering:
+            """Load or connect the source that answers for this reference."""
             if reference.kind == "text":
                 return Answering(FixedText(reference.name))
             if reference.kind == "prompts":

@@ -68,6 +68,7 @@ def _episodes(blame: Blame) -> list[RenderableType]:
 
 
 def _head(blame: Blame) -> str:
+    """The first lines of the report: the size and cost of the analysis, and the outcome with and without references."""
     parts = [blame.workflow, plural(blame.tasks, "task"), plural(blame.runs, "run"), plural(blame.calls, "call")]
     if blame.cost is not None:
         parts.append(f"{blame.cost:.4g} of money")

@@ -132,6 +132,7 @@ class Runs:
     limit."""
 
     def __post_init__(self) -> None:
+        """Start with no run. Raises ConfigError if the workflow's judge only ranks episodes against each other."""
         if isinstance(self.workflow.episode_judge, Ranking):
             raise ConfigError(
                 "judge",
@@ -300,18 +301,23 @@ class Runs:
         return fork
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
+        """Count the new calls of an ended fork and keep its result. Returns None if the fork was cancelled, ran into
+        `max_calls`, or did not repeat its episode up to the forked call."""
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
         new_calls = [call for call in calls if call.replayed is None and not _is_cut([call])]
+        cost, _unpriced = self._cost(OWN, new_calls)
         self.calls += len(new_calls)
-        self.cost += self._cost(OWN, new_calls)[0]
+        self.cost += cost
         if episode.status == "cancelled" or _is_cut(calls):
             return None
+        # Without `fork` the episode ended before it reached the call.
         if episode.blame == "divergence" or episode.fork is None:
             self.diverged += 1
             return None
         if not episode.is_outcome:
             self.first_error = self.first_error or episode.error or ""
+        # `fork.call` is the call of the repeated episode (`fork.trunk`), `fork.at` the fork's new call in its place.
         at_fork = next((call for call in calls if call.id == episode.fork.at), None)
         answer = ""
         if at_fork is not None and at_fork.chosen is not None:
@@ -321,6 +327,7 @@ class Runs:
             call=episode.fork.call,
             phase=episode.phase,
             outcome=self.outcome_of(episode),
+            # Raised by the application. Errors of providers and machines are no outcome.
             failed=episode.status == "error" and episode.is_outcome,
             answer=answer,
             at=episode.fork.at,
@@ -349,6 +356,8 @@ class Runs:
         return self.outcomes([run.task for run in self.runs.values()]).span()
 
     def _keep(self, arm: Arm, episode: Episode) -> FinishedRun:
+        """Store the result of an ended run under its arm, task and number, and count its calls and cost. `left_out` of
+        the result names the reason if the run cannot be compared."""
         calls = self.store.calls(episode.id)
         failed = episode.status == "error" and episode.is_outcome
         outcome = self.outcome_of(episode)
@@ -446,6 +455,8 @@ class Runs:
         return max(room, 0.0)
 
     def _require_room(self, runs: int) -> None:
+        """Raise BudgetReachedError if this number of further runs could pass a limit, and ConfigError if `max_cost` is
+        set and a model has answered whose price is unknown."""
         if self.options.max_cost is not None and self._without_price:
             model, why = next(iter(self._without_price.items()))
             remedy = "Use --max-calls instead."
@@ -456,6 +467,7 @@ class Runs:
             raise self._budget_reached(runs)
 
     def _budget_reached(self, runs: int) -> BudgetReachedError:
+        """The error that ends the analysis before the next `runs`, with the limits and the mean size of a run."""
         limits = []
         if self.options.max_calls is not None:
             limits.append(f"max_calls = {self.options.max_calls}")
@@ -522,6 +534,8 @@ def recorded_outcome(store: Store, episode: Episode) -> float | None:
 
 
 def _digest(calls: Sequence[CallRecord]) -> str:
+    """Hash the answers of a run. Two runs with the same answers have the same digest, whatever the order of parallel
+    calls."""
     said = []
     for call in calls:
         text, tools = "", []

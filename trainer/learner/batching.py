@@ -137,6 +137,8 @@ class PassPlan:
     """
 
     def __init__(self, rows: Sequence[TrainRow], indices: Sequence[int], shared: bool) -> None:
+        """Sort the rows at `indices` of `rows` once. `shared` says whether the model computes common beginnings only
+        once."""
         sequences = [tokens_of(rows[index]) for index in indices]
         self._shared = shared
         if shared:
@@ -165,9 +167,11 @@ class PassPlan:
         return self._cuts_by_budget[budget]
 
     def _find_cuts(self, budget: int) -> list[int]:
+        """Find the number of the first row of each pass, followed by the number of all rows."""
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
         cuts = [0]
+        # Lengths rise, so the row at `place` is the longest of its pass, to which all its rows are padded.
         for place, length in enumerate(self._lengths.tolist()):
             if place > cuts[-1] and (place - cuts[-1] + 1) * length > budget:
                 cuts.append(place)

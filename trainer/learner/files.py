@@ -53,6 +53,8 @@ def write_weights(folder: Path, policy: PolicyModel, group: ProcessGroup) -> Non
 
 
 def read_weights(folder: Path, policy: PolicyModel) -> None:
+    """Load a policy's trained tensors from the `<i>.safetensors` of a checkpoint. Raises RunError if the file holds
+    other tensors."""
     from safetensors import safe_open
 
     path = folder / f"{policy.index}.safetensors"

@@ -128,6 +128,7 @@ def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
 
 
 def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare the fused norm with the module's own one on random states. Raises _DoesNotFit if they differ."""
     # With a random weight: the module's may have no storage yet, and ones or zeros would hide differences.
     alone = copy.copy(module)
     alone._parameters = {"weight": _random(tuple(module.weight.shape), device, module.weight.dtype)}
@@ -152,6 +153,8 @@ def _try_gated(module: Any, kernels: Kernels, device: torch.device, dtype: torch
 def _try_rotary(
     rotation: Callable[..., Any], module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> None:
+    """Compare the fused rotation of queries and keys with `rotation`, the model's function, at the sizes of this
+    attention. Raises _DoesNotFit if they differ."""
     config = module.config
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     states = []

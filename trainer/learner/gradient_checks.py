@@ -61,6 +61,8 @@ class GradientChecks:
         *,
         dtype: str = "float32",
     ) -> None:
+        """Check the tensors in `parameters`, by name, which `optimizer` steps. `dtype` is the precision of passes: with
+        "bfloat16", steps too small for it are reported too."""
         self.pending = dict(parameters)
         self.lost: dict[str, float] = {}
         """By tensor that its last step did not change: the largest step, in halves of a unit in the last place."""
@@ -155,9 +157,12 @@ class _Reach(NamedTuple):
 
 
 def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
+    """Compute the next step of every entry of this rank's part of a tensor, from its gradient and the optimizer's
+    moments, and summarize how far the entries will move."""
     index, largest, counts = 0, 0.0, torch.zeros(3, dtype=torch.int64)
     if parameter.grad is None:
         return _Reach(index, largest, (0, 0, 0))
+    # AdamW's step depends on the learning rate and betas of the tensor's group.
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     state = optimizer.state.get(parameter, {})
     parts = [parameter.detach(), parameter.grad]
@@ -169,6 +174,7 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
         if not pieces[0].numel():
             continue
         value, size = pieces[0], _adam_step(group, taken, *pieces[1:]).abs()
+        # The distance to the next float32 number: a step below half of it is rounded away.
         unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
         reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
         place = int(reach.argmax())

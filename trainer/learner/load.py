@@ -105,6 +105,8 @@ def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
 
 
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
+    """Load the network at `path` for evaluation onto `device`; on the meta device it has shapes and no weights. Raises
+    ConfigError if it does not fit into memory."""
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 

@@ -93,6 +93,10 @@ class LocalLearner:
         own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> None:
+        """Build an optimizer and its checks for each policy, and measure how many tokens fit into a pass.
+
+        `settings` and `loss` hold for all policies that have no entry in `own`. `seed` orders the rows of updates.
+        """
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()

@@ -90,6 +90,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     """Set by FSDP's wrapping."""
 
     def __init__(self, network: Any, settings: LearnerSettings) -> None:
+        """Wrap a loaded network: fuse its layers where its device has kernels, and find out whether its attention can
+        compute shared beginnings of rows once."""
         super().__init__()
         self._dtype = settings.precision
         self._flex = settings.tree_attention == "flex"

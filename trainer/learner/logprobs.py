@@ -94,28 +94,37 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         temperature: Tensor,
         options: LogitOptions,
     ) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability and the entropy [N] of each target token, in chunks of `options.rows` tokens.
+
+        hidden [N, H], weight [V, H], bias [V], targets [N] (token ids), temperature [N].
+        """
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
-        alone = ctx.needs_input_grad[:3] == (True, False, False)
-        slope = torch.empty_like(hidden, dtype=weight.dtype) if alone else None
+        # With LoRA only the hidden states (not weight and bias) have a gradient.
+        only_hidden = ctx.needs_input_grad[:3] == (True, False, False)
+        slope = torch.empty_like(hidden, dtype=weight.dtype) if only_hidden else None
         for part in _parts(len(targets), options.rows):
             z = _logits(hidden, weight, bias, temperature, options, part)
             lse[part] = torch.logsumexp(z, dim=-1)
-            z -= lse[part, None]
+            z -= lse[part, None]  # from here on, z is log p
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
             p = z.exp()
             entropy[part] = -torch.linalg.vecdot(p, z)
             if slope is not None:
+                # (onehot(y) - p) / T, in place of p, which no one needs any more.
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
                 slope[part] = product(p.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
         ctx.options = options
+        # An output that the loss does not use has the gradient None, in place of a tensor of zeros.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of hidden, weight and bias, chunk by chunk, by the formulas of the class. A gradient of
+        None means that the loss does not use the log-probabilities, or the entropy."""
         hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
         if slope is not None and grad_entropy is None and grad_logprobs is not None:
             return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 5
@@ -125,17 +134,19 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _parts(len(targets), ctx.options.rows):
             z = _logits(hidden, weight, bias, temperature, ctx.options, part)
-            z -= lse[part, None]
-            grad = z.exp()
+            z -= lse[part, None]  # log p
+            grad = z.exp()  # p; becomes the gradient of the logits
             if grad_entropy is None:
                 assert grad_logprobs is not None
                 grad *= -grad_logprobs[part, None]
             else:
+                # p * (-(log p + H) dH - dlogp): the terms of both outputs that are multiples of p.
                 z += entropy[part, None]
                 z *= -grad_entropy[part, None]
                 if grad_logprobs is not None:
                     z -= grad_logprobs[part, None]
                 grad *= z
+            # The one-hot term of d log p[y] / dz.
             if grad_logprobs is not None:
                 grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             grad /= temperature[part, None]

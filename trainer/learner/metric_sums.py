@@ -58,12 +58,15 @@ class MetricSums:
         self._add(to_device(self._role[row], logprobs.device), facts)
 
     def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
+        """Add values of tokens, [N] by name, to the figures of their roles. `owner` [N] has the number of each token's
+        role."""
         for name, values in facts.items():
             before = self._sums.get(name)
             if name in MAXIMA:
                 maxima = values.new_zeros(len(self._names)).scatter_reduce(0, owner, values, "amax")
                 self._sums[name] = maxima if before is None else torch.maximum(before, maxima)
             else:
+                # float32 loses counts above 2^24.
                 sums = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
                 sums.index_add_(0, owner, values.double())
                 self._sums[name] = sums if before is None else before + sums

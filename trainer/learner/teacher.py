@@ -37,6 +37,8 @@ class LocalTeacher:
             return self._size.fitting(lambda: self._scores(rows), lambda: None)
 
     def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """Compute the log-probabilities of each row's response tokens, in passes of the present size, in the order of
+        `rows`."""
         scores: dict[int, npt.NDArray[np.float32]] = {}
         for part in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
             part_rows = [rows[i] for i in part]

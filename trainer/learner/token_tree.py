@@ -84,52 +84,71 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     """Build the tree of sequences, none of which may be empty. A longer sequence is the trunk of shorter ones that
     branch off it."""
     arrays = [token_array(sequence) for sequence in sequences]
+    # `order` has the numbers of the sequences in lexicographic order. A rank is an index into it. `common[rank]` is the
+    # number of first tokens that the sequence of this rank shares with the one of the rank before.
     order, common = _sorted(arrays)
+
     paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
     segments: list[Segment] = []
-    owner: list[int] = []
-    parts: list[Ints] = []
-    placed: list[int] = []
-    for place in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
-        near, depth = _nearest(placed, place, common)
-        ancestors = paths[order[near]][:depth]
-        branch = arrays[order[place]][depth:].astype(np.int64)
-        start = len(owner)
+    segment_of_token: list[int] = []
+    segment_tokens: list[Ints] = []
+    added_ranks: list[int] = []  # sorted
+    # The longest sequences first, so that each branch finds its trunk in the tree.
+    for rank in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
+        nearest_rank, shared = _nearest(added_ranks, rank, common)
+        ancestors = paths[order[nearest_rank]][:shared]
+        branch = arrays[order[rank]][shared:].astype(np.int64)
+        start = len(segment_of_token)
+        # A sequence that is the beginning of another one, or equal to it, adds no token.
         if len(branch):
-            trunk = owner[ancestors[-1]] if depth else -1
-            owner += [len(segments)] * len(branch)
-            segments.append(Segment(start, len(owner), ancestors, trunk))
-            parts.append(branch)
-        paths[order[place]] = np.concatenate([ancestors, np.arange(start, len(owner))])
-        insort(placed, place)
+            trunk = segment_of_token[ancestors[-1]] if shared else -1
+            segment_of_token += [len(segments)] * len(branch)
+            segments.append(Segment(start, len(segment_of_token), ancestors, trunk))
+            segment_tokens.append(branch)
+        paths[order[rank]] = np.concatenate([ancestors, np.arange(start, len(segment_of_token))])
+        insort(added_ranks, rank)
+
     depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
-    places, lasts = _walk(len(owner), [paths[number] for number in order], common)
-    return TokenTree(np.concatenate(parts), np.concatenate(depths), paths, segments, places, lasts)
+    places, lasts = _walk(len(segment_of_token), [paths[number] for number in order], common)
+    return TokenTree(np.concatenate(segment_tokens), np.concatenate(depths), paths, segments, places, lasts)
 
 
 def _walk(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, Ints]:
-    """The `places` and `lasts` of a tree with so many tokens; `paths` are in the order of the walk, and each has its
-    first `common` tokens from the one before it."""
+    """Walk a tree of this number of tokens, depth first, and return two numbers of each token, [T] each: its place in
+    the walk, and the last place in the subtree below it.
+
+    `paths` has the tokens of each sequence, in the order of the walk. `common` is the number of first tokens that each
+    path shares with the path before it.
+    """
     places, lasts = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
-    count = 0
+    visited = 0
     for path, shared in zip(paths, common.tolist(), strict=True):
         new = path[shared:]
-        places[new] = np.arange(count, count + len(new))
-        count += len(new)
-        lasts[path] = count - 1
+        places[new] = np.arange(visited, visited + len(new))
+        visited += len(new)
+        # A later path through the same token overwrites this, so each token keeps the end of the last path through it.
+        lasts[path] = visited - 1
     return places, lasts
 
 
-def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]:
-    """Which placed sequence has most first tokens in common with the one at `place`, and how many."""
-    at = bisect(placed, place)
-    sides = [(0, 0)]
+def _nearest(added_ranks: Sequence[int], rank: int, common: Ints) -> tuple[int, int]:
+    """Find the sequence in the tree that shares most first tokens with the sequence of this rank.
+
+    `added_ranks` are the ranks of the sequences in the tree, sorted. Returns the rank and the number of shared tokens;
+    two zeros if nothing is shared.
+    """
+    # In sorted order the nearest sequence is a neighbour. Two sequences share the least that any two neighbours between
+    # them share.
+    at = bisect(added_ranks, rank)
+    candidates = [(0, 0)]  # (shared tokens, rank)
     if at:
-        sides.append((int(common[placed[at - 1] + 1 : place + 1].min()), placed[at - 1]))
-    if at < len(placed):
-        sides.append((int(common[place + 1 : placed[at] + 1].min()), placed[at]))
-    depth, near = max(sides)
-    return near, depth
+        before = added_ranks[at - 1]
+        candidates.append((int(common[before + 1 : rank + 1].min()), before))
+    if at < len(added_ranks):
+        after = added_ranks[at]
+        candidates.append((int(common[rank + 1 : after + 1].min()), after))
+    shared, nearest_rank = max(candidates)
+    return nearest_rank, shared
 
 
 class Spans(NamedTuple):
@@ -169,6 +188,8 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
     """Return the blocks of attention. Each token of the tree is a query in one block, and sees only itself and its
     ancestors."""
     units = _units(tree.segments)
+    # Branches before roots, as only roots need no mask; in both the largest first, so that units of like size are next
+    # to each other and little of a block is padding.
     units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _keys(unit), _queries(unit)), reverse=True)
     blocks, batch, needed = [], [units[0]], _queries(units[0]) * _keys(units[0])
     for unit in units[1:]:
@@ -208,6 +229,7 @@ def _keys(unit: Sequence[Segment]) -> int:
 
 
 def _block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
+    """Build one block of `units`, a row of the block for each, padded to the longest unit."""
     rows, most_queries, most_keys = len(units), max(map(_queries, units)), max(map(_keys, units))
     queries, keys = np.zeros((rows, most_queries), np.int64), np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
@@ -235,6 +257,8 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
 
     Returns the first sequence of each part, and their number.
     """
+    # Dynamic programming over the end of the last part: `best[end]` is the least cost of the first `end` sequences, and
+    # `start_of[end]` the start of their last part. A part costs `price` and the tokens that it computes again.
     price = max(1, budget // PART)
     ends, starts = _distinct(lengths, common)
     best, start_of = np.zeros(len(lengths) + 1, np.int64), [0]
@@ -264,12 +288,14 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
     ends, starts = _distinct(lengths, common)
 
     def cuts_with_largest(most: int) -> list[int]:
-        """Cut so that no part has more than `most` tokens. Each part takes as many sequences as fit: a part never gets
-        larger by leaving some to the next one."""
+        """Cut so that no part has more than `most` tokens. Each part takes as many sequences as fit. If `most` is too
+        small, the parts do not reach the last sequence, and the last cut is below the number of sequences."""
         cuts = [0]
         for _ in range(parts):
-            room = starts[cuts[-1]] + most if cuts[-1] < len(lengths) else ends[-1]
-            cuts.append(int(np.searchsorted(ends, room, "right")) - 1)
+            # The part that starts here may reach up to this position in `ends`. Once all sequences are cut, the
+            # remaining parts are empty.
+            furthest_end = starts[cuts[-1]] + most if cuts[-1] < len(lengths) else ends[-1]
+            cuts.append(int(np.searchsorted(ends, furthest_end, "right")) - 1)
         return cuts
 
     def reaches_end(most: int) -> bool:

@@ -75,6 +75,7 @@ class _Call(NamedTuple):
         """The same, with zeros for padding."""
         if self.places is None:
             return self.outputs(states)
+        # Padding repeats token 0, whose gradient must not count again.
         found = states.new_zeros(len(self.queries), *states.shape[1:])
         return self._apart(found.index_copy_(0, self.places, states.index_select(0, self.tokens)))
 
@@ -113,12 +114,14 @@ class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scaling: float | None
     ) -> Tensor:
+        """Run the calls one after the other; each writes the output of its queries."""
         output = query.new_empty(*query.shape[:2], value.shape[2])  # [T, heads, width]
         sums = []
         for call in calls:
             found, summed = _attend(*call.states(query, key, value), call.mask(query.dtype), scaling)
             call.put(found, output)
             sums.append(summed)
+        # The calls' gathered copies are not kept: together they take several times the memory of the states.
         ctx.save_for_backward(query, key, value, output, *sums)
         ctx.calls, ctx.scaling = calls, scaling
         return output
@@ -126,6 +129,7 @@ class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key and value, summed over the calls."""
         query, key, value, output, *sums = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         calls: Sequence[_Call] = ctx.calls
@@ -151,6 +155,7 @@ class FlexAttention:
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        """Prepare the mask of a tree on `device`, padded to whole blocks of the kernel."""
         self._more = -len(tree.tokens) % FLEX_BLOCK
         alone = np.arange(len(tree.tokens), len(tree.tokens) + self._more)  # padding: sees itself, and nobody sees it
         place, last = (to_device(np.append(part, alone), device) for part in (tree.places, tree.lasts))
@@ -202,6 +207,7 @@ def _kernel(device: str) -> Any:
 
 
 def _call(block: Block, device: torch.device) -> _Call:
+    """Move the indices of a block to the device of the learner."""
     padded, real = block.queries.ravel(), block.real.ravel()
     return _Call(
         len(block.queries),
@@ -269,6 +275,8 @@ def _recomputed_gradients(
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attend by torch's kernel, with grouped keys and values. Without a `mask` each query sees the keys up to its
+    position."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):  # no kernel is for groups
         key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
@@ -334,9 +342,17 @@ def _register() -> None:
 
 
 def _computes_the_same(network: Any, flex: bool) -> bool:
-    most = network.config.get_text_config().vocab_size
-    trunk = [number % most for number in (1, 5, 2, 7, 3, 6, 4, 8)]
-    sequences = [trunk, [*trunk[:3], 9 % most, 2 % most], [*trunk[:3], 3 % most], [*trunk[:6], 1 % most, 0]]
+    """Compare the states of a small tree with the states of its sequences one by one. False also if the network cannot
+    run with the attention over trees."""
+    vocabulary = network.config.get_text_config().vocab_size
+    trunk = [number % vocabulary for number in (1, 5, 2, 7, 3, 6, 4, 8)]
+    # Two branches after the third token and one after the sixth: several depths, and more than one branch at a place.
+    sequences = [
+        trunk,
+        [*trunk[:3], 9 % vocabulary, 2 % vocabulary],
+        [*trunk[:3], 3 % vocabulary],
+        [*trunk[:6], 1 % vocabulary, 0],
+    ]
     device = network.get_input_embeddings().weight.device
     if device.type == "meta":
         return True  # the rank that has the weights tries it, and tells the others
@@ -344,7 +360,7 @@ def _computes_the_same(network: Any, flex: bool) -> bool:
     try:
         with torch.no_grad():
             states = states_over(network, TreePass(tree, device, flex=flex))
-            found = torch.cat([states[torch.from_numpy(path).to(device)] for path in tree.paths])
+            computed = torch.cat([states[torch.from_numpy(path).to(device)] for path in tree.paths])
             alone = [
                 network.base_model(input_ids=torch.tensor([ids], device=device), use_cache=False) for ids in sequences
             ]
@@ -354,4 +370,4 @@ def _computes_the_same(network: Any, flex: bool) -> bool:
     # In bfloat16 rounding alone makes a difference of 2% to 7% (SmolLM2-135M, two kernels of products). Wrong
     # positions, masks or scales make one of 23% or more there.
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.15
-    return bool((found - expected).norm() <= tolerance * expected.norm())
+    return bool((computed - expected).norm() <= tolerance * expected.norm())

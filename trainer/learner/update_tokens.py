@@ -50,6 +50,8 @@ class UpdateTokens:
     """
 
     def __init__(self, rows: Sequence[TrainRow], loss: LossSpec, advantages: Sequence[Floats] | None = None) -> None:
+        """Flatten `rows` into tensors. `advantages` [R] has an array of the advantages of each row's tokens, if a
+        critic computed them."""
         lengths = lengths_of(rows)
         self.rows = rows
         self.old: Tensor | None = None

@@ -329,22 +329,31 @@ def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
 
 
 def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
-    """Tokens of the largest pass that the learner will make, and whether with activation checkpointing."""
+    """Forecast the tokens of the largest pass that the learner will make in `room` bytes, and whether its layers are
+    computed again in the backward pass (activation checkpointing)."""
     from cotune.trainer.learner.memory.pass_size import LEAST, auto_tokens
 
     settings = config.learner
-    fits = {kind: room / memory.planned(checkpointed=kind) for kind in (False, True)}
+    # The size of passes without and with checkpointing, chosen as `PassSizes` chooses it.
+    fits = {checkpointed: room / memory.planned(checkpointed=checkpointed) for checkpointed in (False, True)}
     asked = settings.micro_batch_tokens
-    if asked == "auto":
-        kind_of_device = "cpu" if device == "cpu" else "cuda"
-        sizes = {kind: auto_tokens(fit, kind_of_device) for kind, fit in fits.items()}
-    else:
-        sizes = {kind: max(LEAST, min(asked, int(fit))) if settings.memory else asked for kind, fit in fits.items()}
+    sizes: dict[bool, int] = {}
+    for checkpointed, fit in fits.items():
+        if asked == "auto":
+            sizes[checkpointed] = auto_tokens(fit, "cpu" if device == "cpu" else "cuda")
+        elif settings.memory:
+            sizes[checkpointed] = max(LEAST, min(asked, int(fit)))
+        else:
+            sizes[checkpointed] = asked
+
+    # "auto" checkpoints if the longest row fits into no plain pass.
     wanted = settings.activation_checkpointing
-    kind = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], fits[False])
-    step = math.ceil(settings.mini_batch * (load.row - load.shared))
-    passes = math.ceil(step / max(sizes[kind], load.row))
-    return math.ceil(step / passes), kind  # a step is cut evenly
+    recomputes = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], fits[False])
+
+    # Tokens that rows share are computed once. A row longer than a pass goes through alone; else a step is cut evenly.
+    step_tokens = math.ceil(settings.mini_batch * (load.row - load.shared))
+    passes = math.ceil(step_tokens / max(sizes[recomputes], load.row))
+    return math.ceil(step_tokens / passes), recomputes
 
 
 def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:

@@ -67,18 +67,22 @@ def shard(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None
 
 
 def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
+    """Divide one network over `mesh`, layer by layer and then the remainder, with sums of gradients over ranks."""
     precision = MixedPrecisionPolicy()
     if dtype != "float32":
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     model.fuse_layers(torch.device(mesh.device_type))
+    # Layers before the whole model: FSDP gives each call the tensors that no earlier call has taken.
     for layer in _layers(model.network):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     register_fsdp_forward_method(model, "states")
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # The loss is already divided by the counts of all rows, not of a rank's, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    # A rank whose rows do not use a tensor must still take part in the sum of its gradient.
     model.set_reduce_scatter_unused_params(True)
     model.sharded = True
 

@@ -117,6 +117,11 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         rounded_adapter: tuple[Tensor, Tensor] | None,
         scale: float,
     ) -> Tensor:
+        """Multiply the rounded states by the weight, and add the adapter's product unless it is off (no
+        `rounded_adapter`).
+
+        `down` and `up` are A and B of the class; they are arguments so that autograd asks for their gradients.
+        """
         ctx.weight, ctx.scale = weight, scale
         y = product(rounded, weight)
         if rounded_adapter is None:
@@ -131,6 +136,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, A and B. The weight W is not trained."""
         above = gradient.flatten(0, -2).to(ctx.weight.dtype)
         of_x = product(above, ctx.weight.t()) if ctx.needs_input_grad[0] else None
         of_down = of_up = None
@@ -145,6 +151,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
                 of_x.addmm_(of_inner, low, alpha=ctx.scale)
         if of_x is not None:
             of_x = of_x.to(gradient.dtype).view(*gradient.shape[:-1], -1)
+        # In the order of forward's arguments: x, rounded, weight, down, up, rounded_adapter, scale.
         return of_x, None, None, of_down, of_up, None, None
 
 
