@@ -69,7 +69,10 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
 
 
 def with_teacher_hints(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Hints:
-    """The samples, and the prompts that policies which teach themselves read in place of their own (`teacher_sees`)."""
+    """For self-distillation (`teacher_sees`): the samples, each with the prompt that its policy reads as its teacher.
+
+    That prompt is the sample's prompt with the hint added. It must fit into the context of the policy's base model.
+    """
     policies = run.policies_at(run.state.steps)
 
     def context(policy: str) -> int:

@@ -96,6 +96,7 @@ def watch(run: RolloutRun, metrics: StepMetrics) -> str:
 
 
 def _watched(run: RolloutRun) -> Watched:
+    """Decide which rewards can show a collapse: of each role, their mean over roles, or none."""
     recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
     # An adaptive pool draws harder tasks as policies improve, so lower rewards may mean progress.
     if not recipes or run.config.curriculum.pool == "adaptive":
@@ -123,17 +124,21 @@ def way_back(run: Run) -> str:
 
 
 def safe_checkpoint(run: Run, pending: int | None = None) -> str | None:
-    """Name of the newest checkpoint that is no younger than the end of the best window; None if there is none.
+    """Name of the newest checkpoint written at or before the end of the best window; None if there is none. To
+    train again from it is safe, as its policies are from before a fall of the rewards.
 
-    `pending` is the number of steps of a checkpoint that is about to be written.
+    The best window is the `WINDOW` steps in a row with the highest mean reward. Only steps whose tasks are of the
+    present difficulty are compared. `pending` is the number of steps of a checkpoint that is about to be written.
     """
     if run.config.guard == "off" or run.config.from_records:
         return None
     lines = read_metrics(run.folder.path)
     compared = of_one_level(lines, run.schedule.level) if lines else []
     end = best_window(compared)
+    # With new tasks since less than a window, no window compares: take the last checkpoint before the change. The
+    # first step with the new tasks, counted from 0, is the number of steps that were done before it.
     if end is None and compared and compared[0]["step"]:
-        end = compared[0]["step"]  # the tasks have just changed: take the end of the former ones
+        end = compared[0]["step"]
     if end is None:
         return None
     steps = [steps_of(path) for path in step_folders(run.folder.checkpoints)]

@@ -97,6 +97,7 @@ async def prove_publish(
 
 
 def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
+    """Return the proof of new weights. Raises SyncError if they are not finite, or equal to the `previous` ones."""
     proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=norm(weights))
     if not math.isfinite(proof.norm):
         raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")
@@ -150,7 +151,11 @@ async def probe_rows(
 
 
 async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
+    """Compare the log-probabilities of sampler and trainer on samples of the probe, and add their gap to the proof.
+    Raises GapError if the mean is above the bound."""
     gap = await sampled_gaps(sampler, proof.policy, probe)
+    # `not <=` rather than `>`, so that NaN fails. A few tokens may exceed the bound by chance: ask for more before
+    # the error.
     if not gap.mean() <= probe.bound:
         gap = await sampled_gaps(sampler, proof.policy, probe, LONGER)
     mean, worst = float(gap.mean()), float(gap.max())

@@ -195,6 +195,7 @@ def _refill_notes(rolled: RolledOut) -> list[str]:
 
 
 def _refill_figures(rolled: RolledOut) -> dict[str, int]:
+    """The figures of a step's refill for metrics.jsonl; empty without a refill."""
     if not rolled.refill:
         return {}
     return {

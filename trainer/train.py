@@ -273,6 +273,8 @@ async def _train(
     *,
     profile: bool = False,
 ) -> RunSummary:
+    """Open the run in `folder`, train it to its end or until it is stopped, and sum it up. `notes` are printed first.
+    With `profile`, one step is traced."""
     started = time.perf_counter()
     go_on_with = f"Continue with: cotune train --resume {folder.path}"
     current_run.set(RunContext(folder=folder.path, go_on=go_on_with))
@@ -288,6 +290,7 @@ async def _train(
         if split.note:
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
+        # The base models' files are hashed while the run opens.
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.bases))
         run: RolloutRun | RecordsRun
         try:
@@ -302,6 +305,7 @@ async def _train(
         if not base.done():
             progress.say("hashing the base model's files ...")
         check_bases(folder, await base)
+        # Before the first checkpoint only: a resumed run has its own weights.
         if config.init and run.committed < 0:
             check_same_bases(config.init, run.state.policies, base.result())
         if gpu := unused_gpu() or untried_gpu():

@@ -236,12 +236,15 @@ def _name_remedy(role: str, calling_roles: Collection[str]) -> str:
 def _outcome_faults(
     workflow: Workflow, outcomes: Sequence[Outcome], calls: Sequence[CallRecord]
 ) -> Iterator[CotuneError]:
+    """Yield the error that makes training pointless, if there is one: every episode failed, the workflow made no call,
+    or all of its calls failed."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
     endless = any(isinstance(error, TooManyCalls) for error in errors)  # training may teach the policy to end
     if len(errors) == len(outcomes) and not endless:
         yield _every_time(errors, calls, failed)
     elif not calls:
+        # An error that the workflow caught may be the reason why it made no call.
         swallowed: list[BaseException] = []
         for outcome in outcomes:
             swallowed += outcome.live.notes.get("raised", ())

@@ -186,6 +186,7 @@ async def _evaluate(
 
     @contextlib.contextmanager
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
+        """Show the progress of a mode while it plays, and yield the function to call after each episode."""
         lineup = contest.lineups.get(mode)
         samples = options.samples
         if lineup is not None and lineup.temperature == 0:
@@ -268,6 +269,7 @@ async def evaluate_modes(
     evaluations: dict[str, EvaluatedMode] = {}
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
+        """Play one lineup and store its result under `label`."""
         player = None
         if lineup.policies is not None:
             player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
@@ -277,6 +279,7 @@ async def evaluate_modes(
             player.defaults = deployed_params
         with on_mode(label) as on_episode:
             episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
+            # At temperature 0 all episodes of a task would be the same.
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
             # Today's model gets the application's own prompts: edited prompts belong to the side it is compared with.

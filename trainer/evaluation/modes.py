@@ -96,6 +96,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     of the run or export."""
 
     def __post_init__(self) -> None:
+        """Check values and their combinations. Raises ConfigError."""
         if self.modes is not None:
             check_modes(self.modes)
         check_bounds(self, "samples", "timeout", "concurrency", "max_episodes")

@@ -239,6 +239,7 @@ def open_evaluated_policies(
 
 
 def _open_policies_of_export(folder: Path, model: Moved) -> EvaluatedPolicies:
+    """Open the policies of an exported folder, with the roles that its manifest gives to each."""
     manifest = read_manifest(folder)
     export = load_export(folder, model, untrained=True)
     engine_of = {policy.name: engine for engine in export.engines for policy in engine.policies}

@@ -174,6 +174,7 @@ def bill(report: EvaluationReport) -> Iterator[str]:
 
 
 def _results_table(report: EvaluationReport) -> Table:
+    """A row of results for each mode."""
     modes = report.evaluations
     figures = _figures_of(list(modes.values()))
     title = f"Results{_sampled_at(modes.values())}, 95% intervals over n tasks"

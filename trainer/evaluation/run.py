@@ -148,6 +148,7 @@ class _Floors(NamedTuple):
 
 
 def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
+    """Find the lowest reward, outcome, and reward of each role over all episodes of these evaluations."""
     reward = outcome = 0.0
     by_role: dict[str, float] = {}
     for evaluation in evaluations:
@@ -175,6 +176,7 @@ def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
     floors = _floors([evaluation])
 
     def with_floor(ending: TaskEnding) -> TaskEnding:
+        """Replace the lowest rewards of this mode, in a failed episode, by the lowest of all modes."""
         if ending.floored:
             by_role = dict(ending.by_role)
             for role, value in ending.by_role.items():

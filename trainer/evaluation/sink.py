@@ -85,6 +85,8 @@ class EvaluationSink:
         return self._rewards.setdefault(target, {})
 
     def _seen_call(self, call: CallRecord) -> SeenCall:
+        """Keep the facts of a call that an evaluation needs. Its rewards may arrive later: the sample shares their
+        dict."""
         sample = None
         if call.status == "ok" and call.chosen is not None:
             sample = single_sample(call, self._rewards_of(candidate_id(call.id, call.chosen)))

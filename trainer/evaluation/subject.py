@@ -127,6 +127,7 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
 
 
 def _open_models(options: EvaluationOptions) -> Subject:
+    """Open untrained base models, to evaluate without a run. Raises ConfigError."""
     if options.model is not None:
         fault = "says where the base model of a run lies, and no run is evaluated"
         raise ConfigError("model", str(options.model), fault, "Name the model with --base alone.")

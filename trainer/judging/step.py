@@ -40,6 +40,7 @@ class JudgedStep:
     """
 
     def __init__(self, bench: Bench) -> None:
+        """Judge with the judge, the store and the redaction of `bench`."""
         self._judge = bench.workflow.episode_judge
         self._redaction = bench.workflow.redaction
         self._ask = bench.ask
@@ -75,13 +76,15 @@ class JudgedStep:
         self._begin(episode.task.id)
 
     async def finish(self) -> Mapping[str, int]:
-        """Wait for all outcomes. Returns the number of episodes that got none, by error.
+        """Wait for all outcomes, which `_outcomes` has stored by then. Returns the number of episodes that got none, by
+        error.
 
         Raises the error if no episode got an outcome, as `judge_episodes` does.
         """
         outcomes: dict[str, Scored | WorkflowError] = {}
         for outcomes_of_task in await asyncio.gather(*self._judging):
             outcomes.update(outcomes_of_task)
+        # Raises if there are only errors, unless a role of the run judges: that one may still have to learn to judge.
         return refusals(outcomes, self._ask)
 
     def _begin(self, task_id: str) -> None:

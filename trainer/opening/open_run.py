@@ -115,9 +115,12 @@ async def open_run(
             return await open_local_learner(run.config, policies, loss, trainings)
 
         async def fall_back(gap: float | None, noise: str = "") -> None:
+            """Continue the run in float32, because sampler and learner differ too much in bfloat16. `gap` is their
+            measured difference in nats a token, if there is one, and `noise` describes another reason."""
             device = learner_device(run.config)
             keep_precision(folder, Precision(dtype="float32", device=device, gap=gap, fell_back=True, noise=noise))
-            run.config, run.fall_back = with_dtype(run.config, "float32"), None
+            run.config = with_dtype(run.config, "float32")
+            run.fall_back = None  # there is no further precision to fall back to
             if device == "cpu":  # the in-process engine has the learner's precision; on a GPU it stays in bfloat16
                 await run.sampler.aclose()
                 run.sampler = local.sampler = await _open_sampler(run.config, stack)
@@ -157,7 +160,8 @@ async def open_run(
             ],
             state=Checkpoint(policies=policies),
         )
-        del learner  # `reopen_learner` needs its memory
+        # Only `run` holds the learner from here on: `reopen_learner` frees its memory before it opens another one.
+        del learner
         run.fall_back = fall_back if auto is not None and auto.dtype == "bfloat16" else None
         if run.fall_back is not None and auto is not None and auto.gap is None:
             run.notes = [*run.notes, await check_precision(run)]
@@ -186,6 +190,7 @@ def _cluster(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Cluster:
+    """Prepare the cluster of a run. If Ray ends this process, a notice says how to continue."""
     from cotune.integrations.cluster.runtime import crash_notice
     from cotune.trainer.opening.cluster import Cluster
 

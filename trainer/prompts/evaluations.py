@@ -70,6 +70,8 @@ class Evaluations:
     """The first error of scorers and of the judge, by the name of their count."""
 
     def __post_init__(self) -> None:
+        """Read the results that the store has, and count their calls as spent: a resumed search does not run them
+        again."""
         # Keys are the phase, the id of the prompts, and the id of the task.
         self._results: dict[tuple[str, str, str], TaskResult] = {}
         self._recorded: dict[tuple[str, str, str], Episode] = {}
@@ -163,6 +165,8 @@ class Evaluations:
         raise self._models_down
 
     async def _episode(self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None) -> Episode:
+        """Run one episode on a task with a candidate's prompts, have it scored, and count its calls. With `replay`, it
+        repeats the beginning of a recorded episode."""
         flow, responder = replace(self.workflow, prompts=prompts if prompts.id else None), self.responder
         if replay is not None:
             flow, responder = repeating(flow, replay, responder)
@@ -172,6 +176,7 @@ class Evaluations:
             record_tools=replay is not None and bool(replay.script.results),
             freeze=replay is not None and bool(replay.script.reads),
         )
+        # Until its calls are counted, the limits reserve the mean number of calls for this episode.
         self.spending.running += 1
         try:
             outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)

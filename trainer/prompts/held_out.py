@@ -43,6 +43,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
         return "better" if low > 0 else "worse"
 
     def to_json(self) -> dict[str, Any]:
+        """The comparison as it is stored with the best prompts."""
         return {
             "tasks": self.tasks,
             "base": self.base,

@@ -153,6 +153,12 @@ async def _improve(
     fixed_responder: Responder | None,
     reflector: Responder | None,
 ) -> ImproveReport:
+    """Run a search in an open folder: measure the prompts as they are, choose the role to change, search, and compare
+    the best prompts on the held-out tasks.
+
+    `secret` makes the marks around quoted texts unpredictable. `fixed_responder` and `reflector` replace the models
+    that the options name.
+    """
     console = terminal(stderr=True)
     say = partial(print_line, console)
 
@@ -164,6 +170,7 @@ async def _improve(
         bar = stack.enter_context(episode_bar(console, None))
         evaluations = Evaluations(app, store, responder, options, spending, bar)
         reflection = Reflection(store, options, spending, secret, reflector)
+        # For the comparison at the end: the prompts before and the best ones, once on each held-out task.
         spending.reserve = 2 * len(tasks.held_out)
         base, notes = await _base(evaluations, tasks, folder, say)
         results = await evaluations.run(base, tasks.validation)
@@ -353,6 +360,8 @@ def _write(
     why: str = "",
     notes: Iterable[str] = (),
 ) -> ImproveReport:
+    """Build the report of a search and write the best prompts into its folder. `why` names the limit that ended the
+    search."""
     report = described(problem, choice.note, held_out, why, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

@@ -48,6 +48,7 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
     temperature is the application's own."""
 
     def __post_init__(self) -> None:
+        """Check values and their combinations. Raises ConfigError."""
         check_bounds(self, "max_calls", "max_cost", "minibatch", "rounds", "concurrency", "episode_timeout")
         if self.run is not None and self.model is not None:
             raise ConfigError("model", self.model, "cannot be used with run", "Leave one of them out.")
@@ -159,6 +160,7 @@ class PromptRun:
     """
 
     def __init__(self, path: str | Path) -> None:
+        """Name the files of the search in the folder `path`. Nothing is read or written."""
         self.path = Path(path).absolute()
         self.described = self.path / "improve.json"
         self.records = self.path / "records.db"

@@ -126,6 +126,8 @@ class PromptProblem:
         return self.turns.next()
 
     def propose(self, candidate: Candidate, parts: Sequence[str], graded: Sequence[Graded]) -> dict[str, str]:
+        """Ask the reflection model for new texts of these parts. Returns the changed parts by name; none once the
+        search has ended. Called by gepa, in its thread."""
         if self._stopped or self.ended is not None:  # gepa asks again after an error
             return {}
         try:
@@ -175,6 +177,7 @@ class PromptProblem:
     async def _proposed(
         self, candidate: Candidate, parts: Sequence[str], results: Sequence[TaskResult]
     ) -> dict[str, str]:
+        """New texts by part, without the parts for which the reflection model gave none."""
         new: dict[str, str] = {}
         for name in parts:
             text = await self._propose_text(self.parts[name], candidate, results)

@@ -148,6 +148,8 @@ def _count(result: Blame, store: Store, spending: Spending) -> None:
 
 
 def _choice(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
+    """Choose the parts to change from an analysis: the parts of the roles at fault, or all if it names none or they
+    have none."""
     if not result.references:
         return RoleChoice(_without_reference(result), parts, [one for one in result.episodes if one.call is not None])
     if not result.at_fault:

@@ -88,6 +88,7 @@ def examples(
 
 
 def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
+    """Explain to the reflection model that this answer lost its run, with the answer of the best repeated run."""
     by = f", by {failure.loss} of 100" if failure.loss else ""
     lines = [
         "This run was made before the text was changed for the first time. This answer decided it: runs that are "

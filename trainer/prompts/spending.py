@@ -61,6 +61,8 @@ class Spending:
                 self._add(call)
 
     def _add(self, call: CallRecord) -> None:
+        """Add a call's tokens and cost to its role. A call without a price or without token counts is counted as
+        unpriced."""
         spent = self.by_role.setdefault(call.role, Spent())
         prompt, completion = call.prompt_length, call.answer_length
         spent.calls += 1
@@ -100,11 +102,12 @@ class Spending:
 
     def require_room(self) -> None:
         """Raise LimitReached if one more episode could pass a limit."""
-        if limit := self.limit:
+        reached_limit = self.limit
+        if reached_limit:
             reserved = f", and {self.reserve} runs are kept for the held-out tasks" if self.reserve else ""
             each = f"a run takes about {self.calls_per_episode:.1f}{reserved}"
             raise LimitReached(
-                f"The search has reached {limit}: {self.calls} calls are made, {each}.",
+                f"The search has reached {reached_limit}: {self.calls} calls are made, {each}.",
                 "Raise it and continue with --resume.",
             )
 

@@ -59,6 +59,7 @@ class Unwritten:
         return tuple(notes)
 
     def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
+        """Write the note of a role: `learned` rows, and the answers that are left out, by reason."""
         lost = reasons.total()
         why = counts(reasons)
         if tool_calls := self._tool_calls[role]:

@@ -132,6 +132,8 @@ async def open_records_run(
 
 
 def _read(config: TrainConfig, store: Store) -> Recorded:
+    """Read the pairs (dpo) or answers to learn from. Each role is read with the chat template of its policy's base
+    model."""
     templates = load_templates(config.bases, config.tool_formats)
     reader_of_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
     on_failure = failure_reward(config.on_failure)
@@ -209,6 +211,7 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
+    """Open the learner in this process or on Ray, as configured."""
     trainings = {
         policy.name: PolicyTraining(settings_of(config, policy.name).learner, loss) for policy in config.policy
     }

@@ -44,6 +44,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     answers are found by the application's own prompts."""
 
     def __post_init__(self) -> None:
+        """Check values and their combinations. Raises ConfigError."""
         if self.episode is None and not self.all:
             raise ConfigError("episode", None, "is missing", "Name one (cotune show RUN lists them), or pass --all.")
         if self.episode is not None and self.all:

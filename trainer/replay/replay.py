@@ -119,6 +119,7 @@ async def _replay(
     options: ReplayOptions,
     on_episode: Callable[[Episode], None] | None,
 ) -> ReplayReport:
+    """Run each plan `k` times, and report the new episodes by recorded episode. `on_episode` is called after each."""
     has_new_calls = options.model is not None or options.call is not None
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
@@ -151,6 +152,7 @@ async def _replay(
         ended: dict[tuple[int, int], EpisodeWithCalls] = {}
 
         async def run_again(index: int, number: int) -> None:
+            """Run the plan at `index` once, as its repetition `number`, and store the result in `ended`."""
             old, replay = plans[index]
             sink, flow = _RecordList(store), workflow
             responder: Responder | None = policies
@@ -233,6 +235,8 @@ class _RecordList:
 
 
 def _workflow(run: Path, options: ReplayOptions) -> Workflow:
+    """Load the application to replay, with the redactor, role names and prompts of the run unless the options say
+    otherwise. Raises ConfigError if neither names an application."""
     described = read_run_json(run) if is_run(run) else read_trace(run)
     spec = options.workflow or known_workflow(described, run.absolute())
     if spec is None:

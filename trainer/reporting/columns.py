@@ -54,6 +54,7 @@ def explained() -> Iterable[RenderableType]:
 
 
 def _figure(value: Any, percent: bool) -> str:
+    """Format a figure of the table of roles. Small numbers keep significant digits, which "0.000" would hide."""
     if value is None:
         return "-"
     if percent:

@@ -94,6 +94,7 @@ class _Logger(threading.Thread):
     """One tool's steps, in order."""
 
     def __init__(self, tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> None:
+        """Start the thread of a tool. `done` is the number of steps that the run has done before."""
         super().__init__(name=f"cotune-{tool}", daemon=True)
         self.tool = tool
         self.work: queue.SimpleQueue[tuple[int, Mapping[str, float], list[list[Any]]] | None] = queue.SimpleQueue()
@@ -104,6 +105,7 @@ class _Logger(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Send each step to the tracker until None arrives. A step that fails is not sent again."""
         tracker: Tracker | None = None
         while (item := self.work.get()) is not None:
             step, figures, rows = item
@@ -114,6 +116,7 @@ class _Logger(threading.Thread):
                     tracker.table("episodes", COLUMNS, rows, step)
                 self.sent += step > 0
             except BaseException as error:  # noqa: BLE001  (no error of a tool stops the run)
+                # A tool that is down fails at every step: one warning is enough.
                 if not self.fault:
                     log.warning(
                         "Logger %s failed: %r. The run continues; metrics.jsonl has its steps.", self.tool, error

@@ -231,7 +231,8 @@ def loss_parts(metrics: StepMetrics) -> list[str]:
 
 
 def reward_parts(metrics: StepMetrics) -> list[str]:
-    """Return the step's rewards: single samples on held-out tasks, all candidates by role, and the step's episodes."""
+    """Return the step's rewards: single samples on held-out tasks, all candidates by role, and the
+    outcomes of the step's episodes."""
     parts: list[str] = []
     if text := held_out_text(metrics.held_out):
         parts.append(f"held-out, single samples: {text}")

@@ -22,6 +22,7 @@ class RolloutPipeline(Generic[Rolled]):
     def __init__(
         self, roll_out: Callable[[int, asyncio.Event], Awaitable[Rolled]], *, steps: int, ahead: int = 0
     ) -> None:
+        """Prepare the pipeline for `steps` steps. Nothing runs before `episodes_of`."""
         self._roll_out = roll_out
         self._steps = steps
         self._ahead = ahead
@@ -46,6 +47,7 @@ class RolloutPipeline(Generic[Rolled]):
         try:
             return await self._tasks[step]
         finally:
+            # This step stays until the next is asked for, which starts after it.
             self._tasks.pop(step - 1, None)
             self._needed.pop(step - 1, None)
 

@@ -43,6 +43,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Worker:
     def __init__(self, number: int, process: RayProcess) -> None:
+        """Track an open process as worker `number`."""
         self.number = number
         self.process = process
         self.running: dict[str, Job] = {}
@@ -200,6 +201,7 @@ class WorkerPool:
         return process
 
     def _not_started(self, error: BaseException) -> BaseException:
+        """Turn the error of a worker that did not start into one that names the cause and the fix."""
         if isinstance(error, TimeoutError):
             return ConfigError(
                 "cluster.rollout_workers",
@@ -256,6 +258,7 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         while free := [worker for worker in self._workers if worker.free]:
+            # The worker with the fewest episodes. Only an idle one gets an episode that must run alone.
             worker = min(free, key=lambda worker: len(worker.running))
             if (job := self._queue.next(idle=not worker.running)) is None:
                 return
@@ -268,6 +271,8 @@ class WorkerPool:
         self._spawn(self._run(worker, job))
 
     async def _run(self, worker: _Worker, job: Job) -> None:
+        """Run a job on a worker and deliver its result. If the process is gone, the worker is lost, and its jobs are
+        settled by the caller that watches it."""
         try:
             result: EpisodeResult | EpisodeLost = await worker.process.call("run", job.request)
         except ProcessGone as gone:
@@ -319,6 +324,8 @@ class WorkerPool:
         self._dispatch()
 
     def _died(self, cause: str) -> None:
+        """Count a lost worker. End the rollout if too many are lost in a row without a finished episode."""
+        # `deliver` sets this back to 0 whenever an episode finishes.
         self._deaths += 1
         if self._deaths >= self._limits.deaths:
             self._give_up(

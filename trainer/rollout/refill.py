@@ -83,12 +83,15 @@ async def run_refill(
     at_once: int | None,
     needed: asyncio.Event | None = None,
 ) -> tuple[list[Episode], list[str]]:
-    """Draw tasks until every role has its groups or the budget is spent. Returns the new episodes, and the tasks that
-    did not end in time, whose episodes are cancelled.
+    """Draw tasks until every role has enough groups with different rewards or the budget is spent. Returns the new
+    episodes, and the ids of the tasks that did not end in time, whose episodes are cancelled.
 
-    Without `at_once`, tasks that are drawn together are waited for, so the draws do not depend on time. With it, at
-    most that many run at the same time, and each that ends may be the last one needed. Tasks that still run then are
-    waited for until the step is `needed`, because leaving them out would leave out slow tasks more often than others.
+    `own` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups differ.
+
+    Without `at_once`, all drawn tasks are waited for before more are drawn, so the draws do not depend on time. With
+    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Training sets `needed`
+    when it waits for this step. Until then the refill also waits for tasks that still run and are not required any
+    more: without them, slow tasks would be missing more often than others.
     """
     known_ids = {episode.id for episode in own}
     added: list[Episode] = []
@@ -108,6 +111,7 @@ async def run_refill(
         while refill.missing:
             running_count = sum(len(task_ids) for task_ids in running.values())
             drawn = refill.more(running_count, at_once)
+            # A job of its own for each task, so that the first one to end is seen at once; or one job for all.
             parts = [[task_id] for task_id in drawn] if at_once else [drawn]
             for part in parts:
                 if part:

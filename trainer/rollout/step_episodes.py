@@ -17,6 +17,7 @@ class StepEpisodes:
     """Knows the episodes of a step that are on record, by task and rollout, and makes batches of the others."""
 
     def __init__(self, run: RolloutRun, step: int, progress: Progress) -> None:
+        """Read the episodes of `step` that are on record."""
         self._run = run
         self._step = step
         drawn = run.state.drawn[step]

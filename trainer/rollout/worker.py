@@ -42,6 +42,7 @@ class RolloutWorker:
     """
 
     def __init__(self) -> None:
+        """Prepare the thread and the event loop of episodes; `start` starts them."""
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run_loop, name="cotune-episodes", daemon=True)
         self._episodes: dict[str, asyncio.Future[Outcome]] = {}
@@ -78,7 +79,9 @@ class RolloutWorker:
         return Heartbeat(blocked=blocked, culprit=culprit or None, where=place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
-        start_reaper()
+        """Import the application, load the chat formats and start the thread of episodes. Returns facts by which the
+        caller checks that it is the same application."""
+        start_reaper()  # first: the import of the application may start processes
         workflow = setup.app.load()
         for activate in hooks.activators:  # now, so that their imports do not count as time of an episode
             activate()
@@ -90,13 +93,15 @@ class RolloutWorker:
             with without_torch(setup.tool_formats):
                 self._chats = load_formats(setup.bases, setup.tool_formats)
         self._run_folder = Path(setup.run_folder) if setup.run_folder else None
-        self._ticked = time.monotonic()
+        self._ticked = time.monotonic()  # the import above is not counted as time in which the loop was blocked
         self._thread.start()
         return Started(
             workflow=workflow.name, scorers=tuple(sorted(workflow.scorers)), redactors=len(workflow.redactors)
         )
 
     def _run_loop(self) -> None:
+        """Run the event loop of episodes, and run it again if the application stops it by SystemExit or
+        KeyboardInterrupt."""
         asyncio.set_event_loop(self._loop)
         ticking = self._loop.create_task(self._tick())
         while not ticking.done():
@@ -116,6 +121,7 @@ class RolloutWorker:
             episode.cancel()
 
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
+        """Run one episode on the episodes' loop and pack its records."""
         current_run.set(RunContext(folder=self._run_folder, request=request.id))
         sink, policy_responder = _Records(), None
         if request.responder is not None:  # a responder for this episode alone, so that its counts are too
@@ -127,10 +133,11 @@ class RolloutWorker:
         episode = self._episodes[request.id] = asyncio.ensure_future(
             run_episode(workflow, request.task, sink=sink, responder=responder, options=request.options)
         )
+        # Unlike `await episode`, this does not raise if the episode is cancelled: its records are returned too.
         await asyncio.wait({episode})
         del self._episodes[request.id]
         if not episode.cancelled():
-            episode.result()
+            episode.result()  # raises the errors of cotune; errors of the application are in the records
         records, lost = pack(sink)
         return EpisodeResult(
             records=records,
@@ -146,6 +153,7 @@ class RolloutWorker:
             return fn
 
         def call(task: Any) -> Any:
+            """Run the function as part of its episode."""
             live = current_episode.get()
             assert live is not None
             self._inside.add(live)

@@ -101,6 +101,7 @@ class RolloutWorkers:
         """
 
         async def run_one(task: Task, number: int) -> Episode:
+            """Request episode `number` of a task from the pool."""
             request = EpisodeRequest(
                 id=new_id(),
                 task=task,
@@ -117,8 +118,11 @@ class RolloutWorkers:
         await self._pool.aclose()
 
     async def _episode(self, request: EpisodeRequest, sink: Sink) -> Episode:
+        """Run one episode on the pool and store its records. An episode whose worker is lost is recorded as failed;
+        after a cancellation its records are stored too."""
         job = self._pool.submit(request)
         try:
+            # Shielded, because the pool settles the job and still takes its records after a cancellation.
             result = await asyncio.shield(job.ended)
         except EpisodeLost as lost:
             return self._failed(request, sink, str(lost), lost.blame)

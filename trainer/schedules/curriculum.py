@@ -21,6 +21,8 @@ class Curriculum:
     def __init__(
         self, tasks: Sequence[Task], by: str, steps: int, seed: int, counts: Sequence[tuple[int, int]]
     ) -> None:
+        """Group `tasks` by the number in their field `by`. `counts` has the number of tasks of a step, as (first step
+        with this number, number)."""
         levels: dict[float, list[Task]] = {}
         for task in tasks:
             levels.setdefault(_level(task, by), []).append(task)
@@ -60,6 +62,7 @@ def check_curriculum(config: CurriculumConfig, tasks: Sequence[Task]) -> None:
 
 
 def _level(task: Task, by: str) -> float:
+    """The difficulty of a task: the number in the field `by` of its input. Raises ConfigError if it has none."""
     difficulty: Any = task.input.get(by) if isinstance(task.input, Mapping) else None
     if isinstance(difficulty, bool) or not isinstance(difficulty, int | float):
         remedy = "Give every task a number there, or leave curriculum.pool out."

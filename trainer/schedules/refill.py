@@ -25,6 +25,8 @@ class Refill:
     def __init__(
         self, config: RefillConfig, tasks: DrawnTasks, roles: Collection[str], signals: Iterable[GroupSignal]
     ) -> None:
+        """Set the target of each role from the groups of the step's first tasks (`signals`). `roles` are the roles that
+        learn in this step."""
         self._first_tasks = len(tasks.own)
         self._waiting = deque(tasks.reserve)
         self._budget_left = extra_tasks(config.budget, len(tasks.own))
@@ -39,6 +41,7 @@ class Refill:
 
         self._add_groups(signals)
         groups_by_task = {role: Counter(group.task for group in self._groups(role)) for role in sorted(roles)}
+        # Half of the first tasks, or fewer if no role acts that often: each role gets a target that acts in as many.
         most = max((len(by_task) for by_task in groups_by_task.values()), default=0)
         least = min(len(tasks.own) / 2, most)
         for role, by_task in groups_by_task.items():

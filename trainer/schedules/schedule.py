@@ -40,6 +40,7 @@ class TaskSchedule(Generic[Item]):
     """
 
     def __init__(self, tasks: Sequence[Item], seed: int, counts: Sequence[tuple[int, int]]) -> None:
+        """Schedule `tasks` in an order that depends on `seed` only."""
         self._tasks = tasks
         self._seed = seed
         self._counts = sorted(counts)
@@ -62,6 +63,7 @@ class TaskSchedule(Generic[Item]):
         return 0
 
     def _draw(self, count: int) -> list[int]:
+        """Take the places of the next `count` tasks from the pass, and begin a new pass if it runs out."""
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
         drawn, self._rest_of_pass = self._rest_of_pass[:count], self._rest_of_pass[count:]

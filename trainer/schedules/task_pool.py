@@ -49,6 +49,7 @@ class TaskPool:
         counts: Sequence[tuple[int, int]],
         steps: int,
     ) -> None:
+        """Prepare the even schedules of the first tasks and of the reserve, from which a refill draws."""
         self._tasks = tasks
         self._ids = [task.id for task in tasks]
         self._places = {name: i for i, name in enumerate(self._ids)}
@@ -74,6 +75,8 @@ class TaskPool:
         return DrawnTasks(first_ids, tuple(reserve))
 
     def _draw_adaptive(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
+        """Draw tasks at random, with higher chances for tasks whose rewards still differ (`chances`), and weigh each by
+        one over its chance of being drawn."""
         count = [count for first, count in self._counts if first <= step][-1]
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))

@@ -18,6 +18,7 @@ class RecordedAnswers:
     task if the task was not recorded. Raises ConfigError for a store without an answered call."""
 
     def __init__(self, store: Store) -> None:
+        """Read the chosen answer of every answered call, by episode."""
         self.episodes: list[tuple[str, dict[tuple[str, int], Message]]] = []
         """The id of the task, and the chosen messages."""
         for episode in store.episodes():
@@ -37,6 +38,8 @@ class RecordedAnswers:
         return lambda call: partial(self.message, run, call)
 
     def message(self, run: int, call: LiveCall, index: int) -> Message:
+        """The recorded answer for a call, by its role and turn. All candidates (`index`) of a call get the same one.
+        Raises WorkflowError if this episode has no answer for it."""
         same_task = [messages for task, messages in self.episodes if task == call.task.id]
         recorded = same_task or [messages for _, messages in self.episodes]
         message = recorded[run % len(recorded)].get((call.role, call.turn))

@@ -97,6 +97,7 @@ class MessageSampler:
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
+        """Return `n` completions without a model: the UTF-8 bytes of each message as JSON stand for its token ids."""
         completions = []
         for index in range(n):
             ids = tuple(msgspec.json.encode(self.message(index), enc_hook=str))

@@ -82,6 +82,8 @@ class ValueDrawer:
     """References above the value: they are not followed again."""
 
     def value(self, schema: Any, path: str) -> Any:
+        """Draw a value that `schema` allows. Returns None for a schema that is no mapping, or that leads back to one
+        above it."""
         if not isinstance(schema, Mapping) or self.returns(schema):
             return None
         if "$ref" in schema:
@@ -90,6 +92,7 @@ class ValueDrawer:
         if "const" in schema:
             return schema["const"]
         if schema.get("enum"):
+            # Values that may end a loop come last, so that the first run goes through the others (sorting is stable).
             options = sorted(schema["enum"], key=lambda option: str(option).lower() in ENDINGS)
             return self.draw.choose(options, path)
         for word in ("anyOf", "oneOf"):
@@ -124,6 +127,7 @@ class ValueDrawer:
         return self.value(self.draw.choose(usable, path), path) if usable else None
 
     def object(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Draw the required fields of an object, and its lists."""
         properties = schema.get("properties") or {}
         names = list(schema.get("required") or ())
         for name, part in properties.items():
@@ -133,12 +137,15 @@ class ValueDrawer:
         return {name: self.value(properties.get(name, {}), f"{path} {name}") for name in names}
 
     def array(self, schema: Mapping[str, Any], path: str) -> list[Any]:
+        """Draw the elements of a list: the least number that is allowed, but one instead of none if that is allowed
+        too."""
         if schema.get("prefixItems"):
             return [self.value(item, path) for item in schema["prefixItems"]]
         items = schema.get("items") or {}
         count = int(schema.get("minItems") or 0)
         if not count and schema.get("maxItems") != 0 and not self.returns(items):
             count = 1
+        # Another count for each element, so that elements of a list differ.
         drawers = [replace(self, draw=replace(self.draw, count=self.draw.count + i)) for i in range(count)]
         return [drawer.value(items, path) for drawer in drawers]
 

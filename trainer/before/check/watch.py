@@ -98,20 +98,24 @@ def _hook() -> None:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """The audit hook: note that the running episode asks for input or connects to a host. Connections to cotune's own
+    gateway do not count."""
     if not _watching or event not in _EVENTS or (episode := current_episode.get()) is None:
         return
-    if event == _ASKED:
+    if event == _ASKED:  # Python's event of input(), with the prompt as its argument
+        prompt = arguments[0]
+        # Frame 0 is this hook, and frame 1 the code that called input().
         where = place(sys._getframe(1)).partition(": ")[0]
         where = "" if is_library_file(where) else f" at {where}"
-        _watching[-1].asked.setdefault(
-            episode.id, f"input({'' if arguments[0] is None else repr(arguments[0])}){where}"
-        )
+        _watching[-1].asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){where}")
         return
+    # getaddrinfo(host, port, ...) or connect(socket, address). Addresses of Unix sockets are no tuples.
     address = arguments[:2] if event == _LOOKED_UP else arguments[1]
     if not isinstance(address, tuple) or len(address) < 2:
         return
     host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address[:2])
     gateway = urlsplit(episode.gateway or "")
+    # Nothing is connected to without a port. Look-ups of the machine's own name, for example, have none.
     if port in ("0", "None") or (host, port) == (gateway.hostname, str(gateway.port)):
         return
     connections = _watching[-1].connections.setdefault(episode.id, Counter())

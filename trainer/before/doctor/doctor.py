@@ -296,6 +296,8 @@ def _samplers(config: TrainConfig) -> int:
 
 
 def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
+    """Yield a finding for each installed package whose version matters, and for each missing package that the run
+    needs. `extra` is the extra of the engine, or empty."""
     for name, installed_version in machine.versions.items():
         refused = versions.refusal(name)
         if refused:

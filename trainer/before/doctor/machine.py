@@ -129,6 +129,7 @@ def _bfloat16() -> bool:
 
 
 def _gpus() -> tuple[Gpu, ...]:
+    """The GPUs that torch can use, with their total and free memory."""
     try:
         import torch
     except ImportError:

@@ -132,6 +132,8 @@ class EmptyPolicy:
         layers: RepeatedLayers,
         copies: AdapterCopies | None,
     ) -> None:
+        """Wrap a policy that was built in `mode`. `layers` chooses which layers the network has. `copies` rounds
+        adapters that are joined to their layers; None if they are not joined."""
         self.policy, self.mode, self.parameters, self.adapter = policy, mode, parameters, adapter
         self._layers, self._copies = layers, copies
         self._adapted = [] if copies is None else list(copies.layers)

@@ -205,6 +205,8 @@ def measure_cpu(dtype: str, threads: int) -> Rates:
 
 
 def _median_seconds(compute: Callable[[], object]) -> float:
+    """Run `compute` for 0.2 seconds, at most 50 times, and return the median of its seconds. The first run only warms
+    up."""
     compute()
     seconds: list[float] = []
     while sum(seconds) < 0.2 and len(seconds) < 50:
