@@ -139,6 +139,7 @@ def test_a_tutorial_works_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.delitem(sys.modules, "app", raising=False)  # of an earlier test
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     smaller = {"Qwen/Qwen3-1.7B": str(small_model), "https://api.openai.com/v1": provider.url}
@@ -179,6 +180,7 @@ def test_the_tutorial_on_prompts_finds_better_ones(
     provider: Provider, in_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.delitem(sys.modules, "app", raising=False)  # of an earlier test
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     provider.reply = obedient

@@ -19,8 +19,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.models import bfloat16
 from cotune.integrations.models.chat.grammar import Matcher
-from cotune.integrations.models.transformers import attention, engine
+from cotune.integrations.models.transformers import attention
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
@@ -57,7 +58,7 @@ def test_a_large_model_takes_the_threads_that_are_there(qwen: Any, monkeypatch: 
 
     assert asyncio.run(threads(None)) == 1
     assert asyncio.run(threads(2)) == 2
-    monkeypatch.setattr(engine, "LARGE", qwen.num_parameters())
+    monkeypatch.setattr(bfloat16, "LARGE", qwen.num_parameters())
     assert asyncio.run(threads(None)) == 7
 
 
