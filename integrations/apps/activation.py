@@ -188,6 +188,7 @@ class _Watch(importlib.abc.MetaPathFinder):
     """Installs an integration after its module is loaded. It finds modules by asking the other finders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find the module through the other finders, with a loader that installs its integration after loading."""
         if name not in _installations.waiting:
             return None
         for finder in list(sys.meta_path):  # a copy: a finder may change the list

@@ -79,6 +79,7 @@ class Client:
         """Wrap `original`, a method that returns the whole answer."""
 
         def run(*args: Any, **options: Any) -> Any:
+            # The request is built only inside an episode, therefore the lambda.
             call = open_call(lambda: self.request(*args, **options))
             if call is None:
                 return original(*args, **options)
@@ -148,6 +149,8 @@ class Client:
             parts: list[Any] = []
             source = aiter(original(*args, **options))
             try:
+                # A stream outside of any recorded call takes the same loop, because a generator cannot return another
+                # one.
                 while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
                     if call is not None:
                         self._add_part(call, parts, part)

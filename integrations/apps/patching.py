@@ -21,6 +21,7 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
     original = base.__dict__.get("__init_subclass__")
 
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        # `base` did not define the method itself: continue with the next class in the method resolution order.
         if original is None:
             super(base, cls).__init_subclass__(**kwargs)
         else:
@@ -33,6 +34,7 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Wrap a method that the class itself defines, unless it is abstract or wrapped already."""
     original = cls.__dict__.get(name)
+    # A method may be reached twice, by its class and as a subclass: it must not be recorded twice.
     if callable(original) and not hasattr(original, _WRAPPED) and not getattr(original, "__isabstractmethod__", False):
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _WRAPPED, True)

@@ -43,6 +43,9 @@ def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict
 
 
 def _written(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The content blocks of an answer: its reasoning, its text, then its tool calls. An answer without any gets an
+    empty text.
+    """
     if message.get("reasoning_content"):
         yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
     if message.get("content") or not message.get("tool_calls"):
@@ -51,6 +54,7 @@ def _written(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, A
         function = tool.get("function") or {}
         arguments = function.get("arguments") or "{}"
         name = tool.get("id") or f"toolu_{call.id}_{position}"
+        # Blocks have arguments as objects. The model's exact text is needed when a later prompt repeats this call.
         keep_arguments(call.episode, name, arguments)
         yield {"type": "tool_use", "id": name, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
 
@@ -70,6 +74,7 @@ def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 
 
 def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The three events of one content block: its start without content, one delta with all of it, and its stop."""
     kind = block["type"]
     if kind == "tool_use":
         empty: dict[str, Any] = {"input": {}}
@@ -326,6 +331,7 @@ def _arguments(value: Any, written: str | None) -> str:
 
 
 def _blocks(content: Any) -> list[Mapping[str, Any]]:
+    """A content as a list of blocks. A text becomes one block. Raises ValueError for any other value."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -346,6 +352,7 @@ def _content(blocks: list[Mapping[str, Any]]) -> Any:
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block as a part of a chat message. A block without a chat form keeps its fields; `read` reports its type."""
     if block.get("type") == "text":
         return {"type": "text", "text": block.get("text") or ""}
     source = block.get("source") or {}
@@ -360,6 +367,7 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as a chat function. A tool that the provider runs stays as it is, and `hosted_tools` reports it."""
     if tool.get("type") not in _PLAIN_TOOL:
         return dict(tool)
     function = {

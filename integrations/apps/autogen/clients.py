@@ -53,11 +53,14 @@ class Lineage:
         self._add(("call", call_id), output)
 
     def _add(self, key: Hashable, output: str) -> None:
+        """Remember an output of the call that produced this key's text or function call. Old entries are dropped."""
         with self._lock:
             outputs = self._outputs.setdefault(key, [])
+            # The newest two are compared because one answer is reported more than once, by the call and by the agent.
             if output not in outputs[-2:]:
                 outputs.append(output)
             del outputs[:-_MOST]
+            # A dict keeps its insertion order, so the first key is the oldest.
             if len(self._outputs) > _MOST:
                 del self._outputs[next(iter(self._outputs))]
 
@@ -135,6 +138,7 @@ class ClientAttribute:
     """The attribute `_model_client`. It is read as a proxy inside an episode; the object stores the client itself."""
 
     def __get__(self, owner: Any, cls: type) -> Any:
+        """The client itself outside an episode, and a proxy that names `owner` as the caller inside one."""
         if owner is None:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute '_model_client'")
         attributes = vars(owner)

@@ -34,6 +34,10 @@ def fresh(app: Any) -> Any:
 
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy a value of the application.
+
+    `copies` maps the id of an original to its copy, so that an object which is held twice is copied once.
+    """
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, _STATEFUL) or hasattr(value, "_task_runner"):
@@ -41,6 +45,7 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copy(value.__self__, copies))
     if isinstance(value, _SHARED) or callable(value):
+        # Queues, events and locks belong to an event loop and cannot be copied: the copy starts with new ones.
         return value
     if isinstance(value, asyncio.Queue | asyncio.Event | asyncio.Lock):
         return type(value)()
@@ -52,7 +57,9 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _state(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy an agent, team or other object with state, attribute by attribute. A team gets a new id."""
     new: Any = object.__new__(type(value))
+    # Registered before its attributes are copied: an attribute may refer back to the object.
     copies[id(value)] = new
     attributes = vars(value)
     renamed = (attributes[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in attributes else None
@@ -61,6 +68,7 @@ def _state(value: Any, copies: dict[int, Any]) -> Any:
     for name, item in list(vars(new).items()):
         new.__dict__[name] = _copy(item, copies)
     if renamed:
+        # A runtime is shared, but not the one that a team has created for itself: it belongs to the team's run.
         new._initialized = new._is_running = False
         if new._embedded_runtime:
             new._runtime = SingleThreadedAgentRuntime(ignore_unhandled_exceptions=False)
@@ -77,6 +85,7 @@ def _renamed(value: Any, old: str, new: str) -> Any:
 
 
 def _plain(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy an object of an unknown class with `copy.deepcopy`. Raises WorkflowError if that fails."""
     try:
         return copy.deepcopy(value, copies)
     except Exception as error:

@@ -130,6 +130,7 @@ def part_of(texts: Sequence[str]) -> Answer | None:
 
 
 def _message(message: Any) -> Iterator[dict[str, Any]]:
+    """An LLM message as chat messages. The results of several function calls become one message each."""
     if isinstance(message, SystemMessage):
         yield {"role": "system", "content": message.content}
     elif isinstance(message, UserMessage):

@@ -41,6 +41,8 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
+    # Compared by name: importing `autogen_ext` here would load optional packages of the application.
+    """Wrap the methods of one client class, unless its calls are recorded elsewhere."""
     if cls.__name__ == _CACHE and cls.__module__.startswith("autogen_ext."):
         replace_method(cls, "create", _past_cache("create"))
         replace_method(cls, "create_stream", _past_cache("create_stream"))
@@ -52,6 +54,8 @@ def _wrap(cls: type) -> None:
 
 
 def _under_any_name(original: Any) -> Any:
+    """Wrap `create` of OpenAI clients: silence AutoGen's warning about model names while policies answer."""
+
     async def create(self: Any, *args: Any, **options: Any) -> Any:
         episode = current_episode.get()
         if episode is not None and episode.responder is not None:
@@ -72,6 +76,8 @@ def silence_mismatch() -> None:
 
 
 def _past_cache(name: str) -> Any:
+    """Wrap a method of AutoGen's answer cache: it asks the client behind the cache while the cache must not be used."""
+
     def wrapper(original: Any) -> Any:
         def asked(self: Any, *args: Any, **options: Any) -> Any:
             if cache_left_aside():

@@ -78,6 +78,8 @@ def install() -> None:
 
 
 def _sent(original: Any) -> Any:
+    """Wrap a method that sends a message: remember the episode of the message by its id."""
+
     async def send(self: Any, *args: Any, message_id: str | None = None, **options: Any) -> Any:
         episode = current_episode.get()
         if episode is not None:
@@ -89,11 +91,16 @@ def _sent(original: Any) -> Any:
 
 
 def _on_message(original: Any) -> Any:
+    """Wrap the method that receives a message: the agent runs in the episode and scope of that message."""
+
     async def on_message(self: Any, message: Any, ctx: Any) -> Any:
+        # The members of a team have the team's id as their key.
         team = at_work.teams.get(self.id.key)
         if team is not None:
             with recording(team.episode), entered(team.scope_of(self)), _marked(team.episode):
                 return await original(self, message, ctx)
+        # A runtime that started before the episode handles messages outside of it, so the message's episode comes
+        # first.
         episode = at_work.messages.get(ctx.message_id) or current_episode.get()
         if episode is None:
             return await original(self, message, ctx)

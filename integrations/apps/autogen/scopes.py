@@ -29,6 +29,7 @@ class Names:
     """Labels of the agents and teams of one application: the name, or the path if several share the name."""
 
     def __init__(self, root: Any) -> None:
+        """Label all members of the application whose outermost agent or team is `root`."""
         paths_and_members = list(_members(root))
         self.members = [member for _, member in paths_and_members]
         """All members. The references also keep Python from reusing their ids, which are the keys below."""

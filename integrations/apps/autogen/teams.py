@@ -52,12 +52,14 @@ def _run_stream(original: Any) -> Any:
 
 
 async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Run the stream of a team in the team's scope. Members find the scope through `at_work` meanwhile."""
     scope = open_scope(team, team.name)
 
     def report(item: Any) -> None:
         if isinstance(item, TaskResult):
             scope.hand_on()
 
+    # A team that is already running raises an error at its first step. The entry of the other run must stay.
     before = at_work.teams.get(team._team_id)
     if not team._is_running:
         at_work.teams[team._team_id] = Running(episode, functools.partial(_member, scope))

@@ -121,6 +121,7 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
     names = [name for name in inspect.signature(original).parameters if name != "self"]
 
     def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
+        # `strict=False`: the call may leave out parameters with defaults.
         scope = scope_of(self, {**dict(zip(names, args, strict=False)), **kwargs})
         episode = current_episode.get()
         if scope is None:
@@ -152,6 +153,8 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
 
 
 def _copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap `copy` of agents: the copy keeps the role as the application wrote it, without filled-in inputs."""
+
     @functools.wraps(original)
     def copy(self: Any) -> Any:
         copied = original(self)

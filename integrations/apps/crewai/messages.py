@@ -88,6 +88,7 @@ def returned(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
 
 
 def _run_tool(model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    """Run a tool through CrewAI, as a model class does. Returns None if CrewAI cannot run it."""
     function = tool["function"]
     try:
         arguments = json.loads(function["arguments"])

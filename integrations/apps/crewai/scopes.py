@@ -145,6 +145,7 @@ def last_answer() -> Iterator[None]:
 
 
 def _state(scope: CrewScope) -> CrewState:
+    """The state of a call for scorers, from the agent, task and flow of its scope."""
     crew = getattr(scope.agent, "crew", None)
     return CrewState(
         agent=str(getattr(scope.agent, "role", None) or "").strip(),

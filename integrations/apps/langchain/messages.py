@@ -136,6 +136,7 @@ def _unmerged(chunks: Sequence[Any], broken: Exception) -> Answer:
 
 
 def _candidate(index: int, generation: Any) -> Candidate:
+    """One answer of a model as a candidate. An answer that LangChain cannot convert is marked as malformed."""
     answer = generation.message
     try:
         message, text = plain_json(convert_to_openai_messages(answer)), str(answer.text)

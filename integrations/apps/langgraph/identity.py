@@ -95,6 +95,7 @@ def _observed_start(original: Any, observe: Observer) -> Any:
             if not isinstance(result, list):
                 observe(episode, result, args, kwargs)
                 return result
+            # A chat model starts one run for each of its prompts. Each run is observed with its own prompt.
             prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
             for run, prompt in zip(result, prompts, strict=False):
                 observe(episode, run, (None, [prompt]), kwargs)
@@ -151,9 +152,14 @@ def _runs(episode: LiveEpisode) -> _Runs:
 
 
 def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Observer of a chain's start: add its run to the tree of runs.
+
+    Graphs, nodes and plain runnables are all chains. `args` are (serialized, inputs).
+    """
     runs = _runs(episode)
     graph = around.get().starting_graph
     if graph is not None:
+        # The graph is taken by the first run: runs inside it must not be named after it.
         starts(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
@@ -161,6 +167,7 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         _parent(runs, run), name, run.metadata, inputs, around.get().middleware
     )
     if graph is not None and started.parent is None:
+        # A graph that runs again is not waiting for an answer to its interrupt any more.
         episode.notes["waits"] = False
         if is_nameless(graph.name):
             started.nameless = (graph, place_here())
@@ -190,10 +197,16 @@ def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwa
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Observer of the end or error of a chain, tool or retriever: remove its run. `args[0]` is the outputs or the
+    error.
+
+    An interrupt marks the episode as waiting. The error of a run without a parent is noted in `raised`.
+    """
     ended = _runs(episode).runs.pop(run.run_id.int, None)
     error = args[0] if args else None
     if not isinstance(error, Exception) or ended is None:
         return
+    # Compared by name: only LangGraph has this class, and LangChain runs without it.
     if type(error).__name__ == "GraphInterrupt":
         episode.notes["waits"] = True  # until a graph runs again
     elif ended.parent is None:
@@ -201,24 +214,34 @@ def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Map
 
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Observer of a chat model's start: determine which role calls, and make it the current caller.
+
+    `args` are (serialized, prompts) with exactly one prompt, a list of messages. The caller also gets the outputs of
+    earlier calls that the prompt contains.
+    """
     runs = _runs(episode)
     model_run = GraphRun.model(_parent(runs, run), run.metadata, around.get().middleware)
+    _, prompts = args[:2]
     read = []
-    for message in args[1][0]:
-        name = message.id
-        if name and name.startswith("lc_run--"):
-            read.append(name[:_MESSAGE_ID])
-        elif name and name in runs.outputs:
-            read.append(runs.outputs[name])
+    for message in prompts[0]:
+        message_id = message.id
+        if message_id and message_id.startswith("lc_run--"):
+            # LangChain names the message of an answer after the run, unless the provider gives it an id.
+            read.append(message_id[:_MESSAGE_ID])
+        elif message_id and message_id in runs.outputs:
+            read.append(runs.outputs[message_id])
     caller: CallerContext | None = None
     scope = current_scope.get()
-    if scope is not None:  # one of another framework (a crew's agent), which may be at work inside the model's node
-        here, node = _node_scope(), _node_of(model_run)
-        if (here.scope_id if here else None) == node and node in (None, scope.found):
+    if scope is not None:
+        # A scope belongs to another framework, such as a crew's agent. It names the caller if it was entered inside
+        # the node that the model runs in. If the node was entered later, the node is closer to the call.
+        here, model_node = _node_scope(), _node_of(model_run)
+        node_here = here.scope_id if here else None
+        if node_here == model_node and model_node in (None, scope.found):
             caller = scope.caller()
     if caller is None:
-        role, agent = named(model_run)
-        caller = CallerContext(role, NAME, state=model_run.state, nameless=agent)
+        role, nameless_agent = named(model_run)
+        caller = CallerContext(role, NAME, state=model_run.state, nameless=nameless_agent)
     caller.read, caller.output = (*caller.read, *read), f"lc_run--{run.run_id}"
     caller.thread = _thread(var_child_runnable_config.get())
     runs.callers[run.run_id.int] = caller
@@ -226,6 +249,10 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Observer of a chat model's end or error: close its caller, and remember the ids of its messages.
+
+    `args[0]` is the response or the error. Warns if the model answered without a recorded call.
+    """
     runs = _runs(episode)
     caller = runs.callers.pop(run.run_id.int, None)
     if caller is None:
@@ -235,6 +262,7 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
     if response is None or isinstance(response, BaseException):
         return
     for generation in response.generations[0]:
+        # A provider's own message id does not name the run, so it is mapped to the output id of the call.
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
             runs.outputs[name] = str(caller.output)

@@ -84,6 +84,8 @@ class AgentModel(Proxy):
 
 
 def _get_model(original: Any) -> Any:
+    """Wrap the function that returns an agent's model: inside an episode the model names its agent."""
+
     @functools.wraps(original)
     def get_model(agent: Any, *args: Any, **options: Any) -> Any:
         model, episode = original(agent, *args, **options), current_episode.get()

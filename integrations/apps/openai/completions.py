@@ -101,6 +101,7 @@ def several(value: Any) -> tuple[Any, ...]:
 
 
 def _candidate(index: int, choice: Any) -> Candidate:
+    """One choice of a provider's body as a candidate. A choice without a message is marked as malformed."""
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
@@ -115,6 +116,7 @@ def _candidate(index: int, choice: Any) -> Candidate:
         message={key: value for key, value in message.items() if value is not None or key == "content"},
         token_ids=token_ids,
         logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
+        # Log-probabilities that do not match the tokens one to one cannot be used for training.
         finish_reason=choice.get("finish_reason") or "stop",
         shown=shown_of(items, token_ids),
     )
@@ -145,6 +147,7 @@ def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of a stream for one choice: the role, then the content, then each tool call, then the finish reason."""
     index, message = choice["index"], choice["message"]
     first = {"role": "assistant", "content": "" if message.get("content") is not None else None}
     yield {"index": index, "delta": first, "finish_reason": None}
@@ -247,6 +250,7 @@ def number(part: Mapping[str, Any], name: str) -> int:
 
 
 def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add one part of a stream to the choice that it belongs to. Raises TypeError for a mistyped content."""
     choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
     if part.get("token_ids"):
         choice.setdefault("token_ids", []).extend(part["token_ids"])

@@ -57,6 +57,7 @@ class OtherModel:
             ) from error
 
     def _body(self, call: LiveCall) -> Mapping[str, Any]:
+        """The body to send: the call with edited prompts, if it has any, under the name of the other model."""
         outgoing = call.rewritten or call
         body = {name: value for name, value in outgoing.params.items() if name not in _NOT_ASKED}
         body |= {"model": self.model, "messages": outgoing.messages, "stream": False}

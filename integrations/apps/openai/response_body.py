@@ -78,6 +78,10 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
 
 
 def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The output items of a candidate: its reasoning, its message, then its function calls.
+
+    A candidate without text and calls gets a message with an empty text.
+    """
     message, name = candidate.message, f"{call.id}_{candidate.index}"
     items: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
@@ -158,6 +162,7 @@ def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
 
 
 def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    """The finish reason of a response, in the words of chat completions."""
     if response.get("status") == "interrupted":
         return "interrupted"
     if response.get("status") == "incomplete":
@@ -190,6 +195,7 @@ def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 
 
 def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a message item: one text per part."""
     for index, part in enumerate(item["content"]):
         place, logprobs = {"content_index": index}, part.get("logprobs") or []
         yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
@@ -204,6 +210,7 @@ def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a reasoning item: one text per part of its summary."""
     for index, part in enumerate(item["summary"]):
         place = {"summary_index": index}
         yield "response.reasoning_summary_part.added", {**place, "part": {**part, "text": ""}}

@@ -186,6 +186,7 @@ def text_of(parts: Any) -> str:
 
 
 def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The input of a request as items. Raises ValueError unless it is a text or a list of objects."""
     items = asked.get("input")
     if items is None:
         return ()
@@ -204,6 +205,7 @@ def _complete(turn: Mapping[str, Any], kind: str) -> bool:
 
 
 def _add(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
+    """Add an item to the assistant message `turn`: a function call, reasoning, or a text with its refusals."""
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -239,6 +241,7 @@ def _content(parts: Any) -> Any:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of an input or output item in chat form. A part without a chat form is kept as it is."""
     kind = part.get("type")
     if kind in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text") or ""}

@@ -102,7 +102,9 @@ class _Exchange:
         return _error_response(request, failed(self.call, error), text)
 
     def attempt_failed(self, error: BaseException) -> None:
+        """Note the error of an attempt. The call ends with it unless the SDK may retry."""
         self.failure = ": ".join(reason_of(error))
+        # An error that is no Exception cancels the request, so the SDK does not retry.
         self.waits = isinstance(error, Exception)
         if not self.retried:
             raised(self.call, error)
@@ -145,6 +147,7 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 
 @contextlib.contextmanager
 def _begun_exchange() -> Iterator[None]:
+    """Open an exchange for one request of the application, with all its retries. An error that escapes ends its call."""
     token = _exchange.set(exchange := _Exchange(retried=True))
     try:
         yield
@@ -160,6 +163,8 @@ def _begun_exchange() -> Iterator[None]:
 
 
 def _request(original: Any) -> Any:
+    """Wrap the blocking `request`, which contains the retries."""
+
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
@@ -170,6 +175,8 @@ def _request(original: Any) -> Any:
 
 
 def _request_async(original: Any) -> Any:
+    """Wrap the asynchronous `request`, which contains the retries."""
+
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return await original(self, *args, **kwargs)
@@ -183,6 +190,8 @@ def _request_async(original: Any) -> Any:
 
 
 def _send(original: Any) -> Any:
+    """Wrap the blocking `_send_request`, one attempt: the responder answers it, or the attempt is sent and observed."""
+
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
         exchange = _exchange_of(request)
         if exchange is None:
@@ -207,6 +216,8 @@ def _send(original: Any) -> Any:
 
 
 def _send_async(original: Any) -> Any:
+    """Wrap the asynchronous `_send_request`; see `_send`."""
+
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
         exchange = _exchange_of(request)
         if exchange is None:
@@ -265,6 +276,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         elif call.rewritten is None:
             call.read(body)
     except RecordError as error:
+        # The gateway of the same run records this request, so it is not lost.
         if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
             return None
         if episode.responder is not None:
@@ -345,8 +357,10 @@ class _Tee:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
+        """Note how reading the stream ends: with an error, at its end, or because the application stopped."""
         try:
             yield
+        # The application stopped reading: not an error of the stream. `close` settles the call.
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -404,6 +418,8 @@ def install_sockets() -> None:
 
 
 def _counted(original: Any) -> Any:
+    """Wrap `connect` of a socket class: warn that its answers are not recorded."""
+
     def connect(self: Any, *args: Any, **kwargs: Any) -> Any:
         episode = current_episode.get()
         if episode is not None:

@@ -32,6 +32,7 @@ _json = msgspec.json.Encoder().encode
 
 
 def _token(token: ShownToken) -> dict[str, Any]:
+    """A token in OpenAI's form, with its bytes: a token may hold only a part of a character."""
     raw = token.token.encode() if token.bytes is None else token.bytes
     return {"token": token.token, "logprob": token.logprob, "bytes": list(raw)}
 
