@@ -147,7 +147,7 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 
 @contextlib.contextmanager
 def _begun_exchange() -> Iterator[None]:
-    """Open an exchange for one request of the application, with all its retries. An error that escapes ends its call."""
+    """Open an exchange for one request and its retries. An error that escapes ends the call of the request."""
     token = _exchange.set(exchange := _Exchange(retried=True))
     try:
         yield
