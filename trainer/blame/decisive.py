@@ -159,6 +159,7 @@ class ForkSearch:
 
     def next_forks(self) -> list[int]:
         """The calls at which to fork next; empty when the search is over."""
+        # One fork at each call, before any of them has told anything.
         first = [call for call in self.forkable if not self.counts.forks[call]]
         if first and self.spent == 0:
             return first
@@ -167,6 +168,7 @@ class ForkSearch:
         self.decision = consider(self.counts, self.rng)
         enough = sum(self.counts.forks) >= LEAST_FORKS and self.decision.probability >= CONFIDENCE
         call = self.decision.next_fork
+        # A call that cannot be repeated is replaced by its nearest neighbour that can.
         if call not in self.forkable:
             call = min(self.forkable, key=lambda one: abs(one - call))
         # The cost of the fresh forks before and after the chosen call; in short episodes that would be nearly all.

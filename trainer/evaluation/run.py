@@ -158,6 +158,7 @@ def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
                 reward = min(reward, ending.reward)
             if finished and ending.outcome is not None:
                 outcome = min(outcome, ending.outcome)
+            # A failed episode with the lowest reward holds that reward for its roles already.
             if finished or ending.floored:
                 for role, value in ending.by_role.items():
                     by_role[role] = min(value, by_role.get(role, 0.0))

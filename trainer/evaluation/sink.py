@@ -88,6 +88,7 @@ class EvaluationSink:
         """Keep the facts of a call that an evaluation needs. Its rewards may arrive later: the sample shares their
         dict."""
         sample = None
+        # A call that failed or was not answered has nothing to score.
         if call.status == "ok" and call.chosen is not None:
             sample = single_sample(call, self._rewards_of(candidate_id(call.id, call.chosen)))
         return SeenCall(

@@ -66,6 +66,7 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
 
 
 def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    """Number the keys in the order in which they first occur, from 0. Equal keys have the same number."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
@@ -73,18 +74,21 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
 def conversations(rows: Sequence[TrainRow]) -> list[int]:
     """A number for each row: equal where one row's prompt begins with the whole prompt of the other, as that of a later
     turn does, or both begin with that of a third. Prompts with other first images are of other conversations."""
-    seen = _numbered([row.images[:1] for row in rows])
-    asked = [(image, *row.prompt_ids) for image, row in zip(seen, rows, strict=True)]
-    prompts = list(dict.fromkeys(asked))
+    first_images = _numbered([row.images[:1] for row in rows])
+    # The number of the first image stands before the tokens, so that prompts with other images share no beginning.
+    prompt_of_row = [(image, *row.prompt_ids) for image, row in zip(first_images, rows, strict=True)]
+    prompts = list(dict.fromkeys(prompt_of_row))
     order, common = in_order(prompts)
-    found: dict[tuple[int, ...], int] = {}
-    begun: list[tuple[int, ...]] = []
-    for place, shared in zip(order, common, strict=True):
-        while begun and len(begun[-1]) > shared:
-            begun.pop()
-        begun.append(prompts[place])
-        found[prompts[place]] = found.get(begun[0], len(found))
-    return _numbered([found[prompt] for prompt in asked])
+    conversation_of: dict[tuple[int, ...], int] = {}
+    # In sorted order a prompt comes after its beginnings. `beginnings` are the prompts that the present one begins
+    # with, the shortest first, and the shortest names the conversation.
+    beginnings: list[tuple[int, ...]] = []
+    for index, shared in zip(order, common, strict=True):
+        while beginnings and len(beginnings[-1]) > shared:
+            beginnings.pop()
+        beginnings.append(prompts[index])
+        conversation_of[prompts[index]] = conversation_of.get(beginnings[0], len(conversation_of))
+    return _numbered([conversation_of[prompt] for prompt in prompt_of_row])
 
 
 def passes(

@@ -168,6 +168,7 @@ class PromptProblem:
         """Return the candidate with the best mean on the validation tasks. Among equals, the start of the search wins,
         then the shortest."""
 
+        # A longer prompt costs tokens in every call, so it must do better to be chosen.
         def rank(candidate: Accepted) -> tuple[float, bool, int]:
             length = sum(len(text) for text in candidate.texts.values())
             return candidate.score, candidate is self.pool[0], -length

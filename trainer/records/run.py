@@ -137,6 +137,7 @@ def _read(config: TrainConfig, store: Store) -> Recorded:
     templates = load_templates(config.bases, config.tool_formats)
     reader_of_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
     on_failure = failure_reward(config.on_failure)
+    # Roles that no configured policy names are read with the run's model, in `reader`.
     reader_of_role: dict[str, Reader] = {}
     for policy in config.policy:
         base = config.specs[policy.name].model or config.model

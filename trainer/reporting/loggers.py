@@ -84,6 +84,7 @@ class Loggers:
             thread.work.put(None)
         for thread in self._threads:
             thread.join(_END_SECONDS)
+            # A thread that still waits for its tool is left: it is a daemon, and ends with the process.
             if thread.sent < thread.queued:
                 why = thread.fault or f"it did not answer within {_END_SECONDS:g} s"
                 missing = f"{thread.queued - thread.sent} of {thread.queued} steps did not arrive"

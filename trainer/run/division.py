@@ -244,6 +244,7 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
 
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
+    # The first setting that decides wins: the configured number, the device, and the GPUs that engines leave.
     if cluster.learners:
         learners = cluster.learners
     elif not per_learner:

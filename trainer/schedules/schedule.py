@@ -64,6 +64,7 @@ class TaskSchedule(Generic[Item]):
 
     def _draw(self, count: int) -> list[int]:
         """Take the places of the next `count` tasks from the pass, and begin a new pass if it runs out."""
+        # All tasks once, in their original order; the pass is left as it is.
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
         drawn, self._rest_of_pass = self._rest_of_pass[:count], self._rest_of_pass[count:]

@@ -78,6 +78,7 @@ class TaskPool:
         """Draw tasks at random, with higher chances for tasks whose rewards still differ (`chances`), and weigh each by
         one over its chance of being drawn."""
         count = [count for first, count in self._counts if first <= step][-1]
+        # The step takes all tasks: none is left for a refill, and each has the chance 1, so none needs a weight.
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))
         chance = chances(self._places, facts, roles, EVEN_SHARE)

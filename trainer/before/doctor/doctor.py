@@ -309,6 +309,7 @@ def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[
             )
         else:
             yield Finding("ok", name, installed_version)
+    # By package, the extra that installs it.
     needed = {"torch": "train", **({"ray": "ray"} if cluster.on_ray else {})}
     if extra:
         needed[extra] = extra

@@ -143,13 +143,14 @@ class PassSize:
                 if not is_out_of_memory(error):
                     raise
                 failed = self.tokens
+                # Other ranks make the same passes at the same time, and cannot make smaller ones without each other.
                 if failed < 2 * LEAST or not self._alone:
                     cause = f"Memory ran out in a pass of {failed} tokens."
                     remedy = "Set learner.memory lower, or shorten prompts or sampling.max_tokens."
                     raise LearnerError(cause, remedy) from error
             self._sizes[self.checkpointed] = failed // 2
             self._halved[self.checkpointed] = True
-            self._room_when_halved = self._room
+            self._room_when_halved = self._room  # for `adapt`, which lets the size grow again above it
             self._single = min(self._single, self._sizes[False])
             self.halved += 1
             log.warning("Memory ran out in a pass of %d tokens: passes are of %d from now on", failed, self.tokens)
@@ -249,6 +250,7 @@ class PassSizes:
 
     def _smallest(self, tokens: float, model: PolicyModel) -> int:
         """The least of the numbers that all ranks have found."""
+        # The group has a maximum and no minimum.
         return -int(self._group.max(torch.tensor([-int(tokens)], device=model.device)).item())
 
     def _room(self) -> tuple[float, float, str]:
@@ -410,6 +412,7 @@ def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[fl
         room = free - fixed
         return usual_share(room, total, "cpu"), room, f"the {free / 2**30:.1f} GiB that are free"
     free = int(torch.cuda.mem_get_info(model.device)[0])
+    # Memory that torch's allocator holds for later counts as free, as passes take it from there.
     unused = int(torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
     room = free + unused - fixed
     return usual_share(room, 0, "cuda"), room, f"the {(free + unused) / 2**30:.1f} GiB that are free on the GPU"
