@@ -257,6 +257,7 @@ class WorkerPool:
         return Loss(text, None if culprit is None else culprit.request.id)
 
     def _dispatch(self) -> None:
+        """Give waiting jobs to free workers until either runs out."""
         while free := [worker for worker in self._workers if worker.free]:
             # The worker with the fewest episodes. Only an idle one gets an episode that must run alone.
             worker = min(free, key=lambda worker: len(worker.running))
