@@ -122,6 +122,9 @@ def card(manifest: Manifest, background: Background | None) -> str:
 
 
 def _prompts(manifest: Manifest) -> list[str]:
+    """The paragraph about edited prompts; empty if the export has none. It names the prompts that the policies were
+    trained with.
+    """
     if not manifest.prompts:
         return []
     trained_with = manifest.trained_with or manifest.prompts
@@ -146,6 +149,7 @@ def _checkpoints(manifest: Manifest) -> Iterator[str]:
 
 
 def _front_matter(manifest: Manifest) -> str:
+    """The YAML at the top of the card, from which the Hub derives the page's links, library and filters."""
     from huggingface_hub import ModelCardData
 
     base_models = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
@@ -202,6 +206,7 @@ def _has_image(about: Background) -> bool:
 
 
 def _curves(about: Background) -> Iterator[str]:
+    """The section about training: a chart if there is an image of one, and a table of the first and last figures."""
     if not about.charts:
         return
     yield "## Training"
@@ -221,6 +226,7 @@ def _curves(about: Background) -> Iterator[str]:
 
 
 def _evaluation(about: Background) -> Iterator[str]:
+    """The section about held-out tasks: the figures of each mode, or the command that evaluates the export."""
     if about.unevaluated:
         yield "## Evaluation"
         yield f"{about.unevaluated} To evaluate it:"
@@ -285,6 +291,7 @@ def _money(cost: float | None) -> str:
 
 
 def _serve(manifest: Manifest) -> Iterator[str]:
+    """The section with the commands that start each server for this export."""
     yield "## Serve"
     yield "In this folder; the model names of a server are the roles."
     for server, commands in manifest.serve.items():
@@ -298,6 +305,7 @@ def _serve(manifest: Manifest) -> Iterator[str]:
 
 
 def _in_an_application(manifest: Manifest) -> Iterator[str]:
+    """The section with code that uses the policies in each framework, in the same process and from a server."""
     role = json.dumps(manifest.roles[0].role)
     gguf = any(policy.gguf for policy in manifest.policies)
     vision = _sees_images(manifest)

@@ -86,6 +86,7 @@ class ChatEndpoint:
         self._episode = self._open_episode(Recording(Nowhere()))
 
     def _open_episode(self, recording: Recording, key: str = "") -> LiveEpisode:
+        """An episode for served calls. They have no task of their own, so all share one named `serve`."""
         task = Task(id="serve", input=None)
         return LiveEpisode(
             recording.sink,
@@ -98,6 +99,7 @@ class ChatEndpoint:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as an ASGI application. A refused request is counted by its status."""
         self.in_flight += 1
         try:
             await self._serve(scope, receive, send)
@@ -115,6 +117,9 @@ class ChatEndpoint:
         return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a request, have the responder answer it, and send the answer. The call ends in the record in every
+        case.
+        """
         body = await read_json(scope, receive, self.access, dict[str, Any], self.limits, self.room)
         try:
             request = msgspec.convert(body, ChatRequest)
@@ -167,6 +172,7 @@ class ChatEndpoint:
             call.episode.end("cancelled" if status == "cancelled" else "error", error=error)
 
     async def _answer(self, request: ChatRequest, call: LiveCall) -> tuple[bytes, str]:
+        """The answer to a request as bytes with their content type. Errors of the responder become RequestErrors."""
         body = msgspec.structs.asdict(request)
         chat = self.responder.chat_of(request.model)
         # The responder logs these options; here they are counted for /health.
@@ -207,6 +213,9 @@ class _Responder(LocalResponder):
     """Answers a request that cannot be rendered with a 400 that names the field."""
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        """The prompt and the sampling parameters of a call. Errors become RequestErrors that name the wrong
+        parameter.
+        """
         try:
             return await super().prepare(call)
         except PromptTooLong as error:

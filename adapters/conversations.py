@@ -143,6 +143,7 @@ class LocalResponder(PolicyResponder):
         return self._local.max_model_len if policy is None else self._local.length(policy)
 
     async def respond(self, call: LiveCall) -> Answer | None:
+        """The answer to a call, which is remembered: a later prompt that repeats it reuses its tokens."""
         try:
             answer = await super().respond(call)
             if answer is not None:
@@ -153,6 +154,10 @@ class LocalResponder(PolicyResponder):
             self._places.pop(call.id, None)
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        """The prompt and the sampling parameters of a call, prepared in a thread.
+
+        Long prompts and replies of a fixed form have one thread each, so that they do not delay the other calls.
+        """
         messages = (call.rewritten or call).messages
         if bytes_of(messages, LONG) > LONG:
             pool: ThreadPoolExecutor | None = self._long
@@ -169,6 +174,7 @@ class LocalResponder(PolicyResponder):
         return prepared
 
     def _policy(self, role: str) -> PolicyRef | None:
+        """The policy that answers a role. Logs a warning at the first call of a role that has no policy here."""
         policy = super()._policy(role)
         if self.unlisted[role] == 1:
             if policy is None:

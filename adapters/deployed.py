@@ -203,6 +203,10 @@ class Deployment:
         return "This deployment" if self.source is None else str(self.source)
 
     def _ready(self, local: LocalPolicies | None) -> None:
+        """Install the hooks and open the episode of the deployment, once its policies are loaded.
+
+        `local` is None if the application's provider answers every call.
+        """
         self._opened, self._local = True, local
         if local is not None:
             self.served = local.served
@@ -227,6 +231,9 @@ class Deployment:
         return local
 
     def _new_episode(self) -> LiveEpisode:
+        """An episode that never ends, for the calls of the application. Raises CotuneError if the deployment is not
+        open.
+        """
         if not self._opened:
             raise CotuneError(f"{self._name} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
@@ -242,6 +249,7 @@ class _EndlessEpisode(LiveEpisode):
     bounded."""
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
+        """Start a call in an episode of its own: the calls of an endless episode would fill the memory."""
         if self.forked:
             return super().start(caller, body)
         episode_of_call = LiveEpisode(

@@ -219,9 +219,15 @@ def _write(
     gguf: Precision | None,
     prompts: Prompts | None,
 ) -> Manifest:
+    """Write the weights of all policies and the prompts into `folder`. Returns the manifest, which the caller writes
+    last.
+    """
     fingerprints: dict[Path, BaseFingerprint] = {}
 
     def base_of(policy: TrainedPolicy) -> Base | None:
+        """The base model that a policy was trained on; None for a policy without a local model. Raises if it has
+        changed since.
+        """
         if policy.kind == "provider" or not policy.model:
             return None
         model = locate_model(policy.model)
@@ -406,6 +412,7 @@ def policies_at(run: str | Path, step: int, model: Moved = None) -> list[Trained
 
 
 def _newest_checkpoint(run: str | Path) -> Path:
+    """The newest checkpoint of a run. Raises RunError if the run has none."""
     checkpoints = RunLayout(run).checkpoints
     checkpoint = newest_checkpoint(checkpoints)
     if checkpoint is None:

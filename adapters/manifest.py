@@ -166,6 +166,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
+    """Reject a manifest whose policies and roles contradict each other: somebody may have edited the file."""
     remedy = "Export the run again."
     names = [policy.name for policy in manifest.policies]
     for name in names:
@@ -189,6 +190,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
+    """Reject a policy whose fields do not fit its kind, or whose files lie outside of the export."""
     where = f"{path}: policies: {policy.name!r}"
     if policy.kind == "lora" and policy.lora is None:
         raise AdapterError(f"{where} is a LoRA without lora.", remedy)
@@ -254,6 +256,7 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _gguf_commands(manifest: Manifest, roles_of_policy: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The commands that serve GGUF files, by server. llama.cpp serves one file per process, on a port of its own."""
     llama_cpp, ollama = [], []
     port = LLAMA_CPP_PORT
     for policy in manifest.policies:

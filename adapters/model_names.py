@@ -135,6 +135,9 @@ def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
 def _default_model(
     local: LocalPolicies, manifest: Manifest, default: str, choices: Sequence[str]
 ) -> ServedModel | None:
+    """The model that answers names which are no roles: the policy or the untrained base that `default` names; None
+    without one.
+    """
     if not default:
         return None
     if default == UNTRAINED.name:

@@ -103,6 +103,7 @@ async def open_local(
 
 
 async def _open_model(source: str | Path, base: Moved, names: Sequence[str], tool_format: str) -> LocalPolicies:
+    """Open an engine for a plain model folder, which answers under the folder's name and under `names`."""
     if base is not None:
         fault = "cannot be used with a plain model, which is the base itself"
         raise ConfigError("model", str(base), fault, "Leave it out.")
@@ -119,6 +120,7 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
 
 
 async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
+    """Open the engines of an export, and assign a policy to each of its roles."""
     # 1. Open an engine for each base, all at once; if one fails, close the others.
     several = len(export.engines) > 1
     opening = [

@@ -94,6 +94,9 @@ class Restarting:
         return await asyncio.to_thread(self.engine)
 
     def _restart(self, cause: str) -> None:
+        """Replace the engine that has ended; `cause` says why it did. Raises EngineLost after too many restarts in a
+        short time.
+        """
         asyncio.run(self._sampler.aclose())
         while not self._closed:
             now = time.monotonic()

@@ -149,8 +149,7 @@ class Client:
             parts: list[Any] = []
             source = aiter(original(*args, **options))
             try:
-                # A stream outside of any recorded call takes the same loop, because a generator cannot return another
-                # one.
+                # A stream outside of an episode takes the same loop: an asynchronous generator has no `yield from`.
                 while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
                     if call is not None:
                         self._add_part(call, parts, part)

@@ -193,6 +193,10 @@ def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _answer(answer: Any) -> Any:
+    """Wait for the result of a call in another process.
+
+    Errors of cotune are raised as they were there. Raises ProcessGone if the process has ended.
+    """
     import ray
     from ray.exceptions import RayError, RayTaskError
 

@@ -87,6 +87,7 @@ def gpus_of_cluster() -> int:
 
 
 def _ray() -> Any:
+    """Import Ray with cotune's settings. Raises ConfigError if it is not installed."""
     for name, value in _BEFORE_RAY.items():
         os.environ.setdefault(name, value)
     try:
@@ -127,6 +128,7 @@ def _use_token() -> None:
 
 
 def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
+    """Start or join a cluster. Ray replaces the handler of SIGTERM meanwhile, so it is restored afterwards."""
     before = _sigterm()
     try:
         try:
@@ -150,6 +152,7 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _joined(ray: Any, address: str | None) -> str:
+    """The address of the cluster that this process has joined. Raises ConfigError if `address` names another one."""
     running: str = ray.get_runtime_context().gcs_address
     if address not in (None, "local", "auto", running):
         raise ConfigError(

@@ -34,6 +34,7 @@ class RaySampler(CalledSampler):
             await self._process.aclose()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the sampler in its process. Raises SamplerError if the method or the process fails."""
         from ray.exceptions import RayTaskError
 
         self._check_open()

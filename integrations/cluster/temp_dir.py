@@ -51,6 +51,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _create_locked(parent: Path, prefix: str) -> tuple[Path, FileLock]:
+    """Create a temporary folder and lock it, so that other processes do not remove it as abandoned."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
         # Another process that starts at the same moment may lock or remove the folder before this one locks it.
@@ -62,6 +63,7 @@ def _create_locked(parent: Path, prefix: str) -> tuple[Path, FileLock]:
 
 
 def _remove_if_free(folder: Path) -> None:
+    """Remove a temporary folder, unless a process uses it."""
     if not (folder / _LOCK).exists():
         return  # another process is making or removing it
     try:

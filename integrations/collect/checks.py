@@ -159,6 +159,9 @@ def _started(record: CallRecord | Episode, now: float) -> float:
 
 
 def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
+    """The reason to refuse a reward or feedback: a foreign or malformed target, or a bad name. Empty if it is
+    accepted.
+    """
     target, app_prefix = record.target, key_target(app, "")
     if target.startswith(KEY):
         if not target.startswith(app_prefix) or not 0 < len(target) - len(app_prefix) <= LONGEST_KEY:

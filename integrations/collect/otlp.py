@@ -71,6 +71,9 @@ class _MemorySink:
 
 
 def _from_protobuf(body: bytes) -> dict[str, Any]:
+    """An OTLP request in protobuf as the same dictionary that its JSON form has. Raises RequestError if it cannot be
+    read.
+    """
     try:
         from google.protobuf.json_format import MessageToDict
         from google.protobuf.message import DecodeError

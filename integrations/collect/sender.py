@@ -151,6 +151,9 @@ class Sender:
         self._reset()
 
     def _reset(self) -> None:
+        """Set the state of a process without a running thread: at the start, and after a fork, which copies no
+        threads.
+        """
         self._spool = None
         self._guard = threading.Lock()
         self._news, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
@@ -175,6 +178,9 @@ class Sender:
                 self._thread.start()
 
     def _run(self) -> None:
+        """Loop of the thread: send new records, and from time to time the records of processes that ended without
+        sending.
+        """
         spool = self._opened()
         looked: float | None = None
         while not self._closing.is_set():
@@ -205,6 +211,7 @@ class Sender:
             self._adopt()
 
     def _wait(self, failed: _Undelivered) -> None:
+        """Wait after a failed delivery, longer after each failure, and log the first failure with this cause."""
         if self._down != failed.cause:
             self._down = failed.cause
             text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
@@ -341,6 +348,7 @@ def sender(url: str, app: str = "") -> Sender:
 
 
 def _parts(url: str) -> tuple[str, str, int | None, str]:
+    """Scheme, host, port and path of a collector's address. Raises ConfigError for any other address."""
     try:
         parts = urlsplit(url)
         port = parts.port

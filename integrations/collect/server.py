@@ -285,6 +285,7 @@ def _kind(record: Record) -> str:
 
 
 def _read(body: bytes) -> Batch:
+    """The batch in a body. Raises RequestError (400) if the body is no batch or has another version."""
     try:
         batch = read_batch(body)
     except msgspec.ValidationError as error:

@@ -198,6 +198,7 @@ class Spool:
         self.name, self._lock = _new(self.folder)
 
     def _append(self, frame: bytes, records: int) -> None:
+        """Append a frame with `records` records to the last file, or to a new one if that is full."""
         if self._lock is None:
             self._claim()
         last = self._segments[-1] if self._segments else None
@@ -217,6 +218,7 @@ class Spool:
         self._bounded()
 
     def _begin(self) -> _Segment:
+        """Begin a new file of the spool. Files are readable for their owner only, because records contain prompts."""
         path = self.folder / f"{self.name}-{self._numbers:06}.frames"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if self._file is not None:
@@ -305,6 +307,7 @@ def _frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
 
 
 def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
+    """The frame at byte `start`; None if it is incomplete or damaged, as the last one is after a crash."""
     file.seek(start)
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:

@@ -178,6 +178,7 @@ class Queue:
         self._waiting.extendleft(reversed(later))
 
     def _give(self, request: Request, engine: Engine) -> None:
+        """Assign a waiting request to an engine, and remember the engine for the blocks of the request's prompt."""
         self._placed += 1
         engine.idle_since = self._placed
         engine.running += 1

@@ -226,6 +226,7 @@ class Replica:
             engine.fail("", "the sampler was closed")
 
     async def _start(self) -> None:
+        """Start an engine, and publish all versions to it before it gets requests."""
         async with asyncio.timeout(limits.START_SECONDS):
             sampler = await self._make()
         engine = self.engine = Engine(self.name, sampler, self._versions, self._health_timeout, self._taken_out)

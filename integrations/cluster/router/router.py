@@ -205,6 +205,7 @@ class RoutedSampler(LoopSampler):
                 continue
 
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        """Load a version on all healthy engines. If one rejects it, remove it from the others and raise its error."""
         version = Version(policy, await asyncio.to_thread(fingerprint, weights), Artifact(weights, lora))
         engines = self._queue.healthy()
         outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))

@@ -31,6 +31,9 @@ def validate_completions(
 
 
 def _fault(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
+    """The fault of a completion, as a phrase for an error; None for a valid one. A faulty engine must not train a
+    policy.
+    """
     ids, logprobs = completion.token_ids, completion.logprobs
     if not ids:
         return "no tokens"

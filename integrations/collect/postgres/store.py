@@ -97,6 +97,10 @@ class PostgresStore(SqlStore[Connection]):
 
     @classmethod
     def _open(cls, address: str, shown: str, read_only: bool) -> Self:
+        """Open the database at `address`, and for writing prepare its tables.
+
+        `shown` is the address without its password, for messages.
+        """
         if read_only:
             with _connect(address) as db:
                 _check(db, shown)
@@ -125,6 +129,10 @@ class PostgresStore(SqlStore[Connection]):
             raise _unusable(self.address, error) from error
 
     def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        """Drop partitions whose records are all old enough. Yields the number of dropped episodes and calls of each month.
+
+        A partition that cannot be dropped is left to the deletion of single rows.
+        """
         for month in self.act(months):
             dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
             try:
@@ -165,6 +173,9 @@ class PostgresDatabase:
         return cursor.fetchall() if cursor.description else []
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
+        """Insert rows, whose values follow each other in `values`. Rows go through a staging table because COPY cannot
+        skip duplicates.
+        """
         names, types = COLUMNS[table], _types(table)
         width = len(names)
         rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
@@ -180,6 +191,7 @@ class PostgresDatabase:
             cursor.execute(insertion(table))
 
     def _make_partitions(self, table: str, ids: Sequence[str]) -> None:
+        """Create the partitions of the months in which these ids were made, unless they exist."""
         now = datetime.now(UTC)
         for month in {month_of(id, now) for id in ids} - {None}:
             if (name := f"{table}_{month}") not in self._months:
@@ -289,6 +301,7 @@ def _asked(value: Any) -> Any:
 
 
 def _connect(address: str, writes: bool = False) -> Connection:
+    """A connection with the settings of a writer or a reader. Settings in the user's address take precedence."""
     chosen = conninfo_to_dict(address)
     patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if name not in chosen}
     db = psycopg.connect(address, autocommit=True, **patience)
@@ -355,6 +368,7 @@ def _version(db: Connection) -> int | None:
 
 
 def _check(db: Connection, name: str) -> None:
+    """Raise RunError unless the database has records of the version that this cotune reads."""
     version = _version(db)
     if version is None:
         raise RunError(f"The database {name} has no records.", "A writer makes their tables: see cotune collect.")
