@@ -127,6 +127,9 @@ class LoopSampler(CalledSampler):
             raise
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start work as a task that is cancelled when the sampler closes. Raises SamplerError if the engine is
+        broken.
+        """
         if self._broken is not None:
             work.close()
             raise SamplerError(self._broken.cause, self._broken.remedy)
@@ -155,6 +158,9 @@ class LoopSampler(CalledSampler):
     async def _sample(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
+        """Sample completions from a version, which stays loaded meanwhile. `max_tokens` is cut to the room in the
+        context.
+        """
         room = room_after(len(prompt), self.max_model_len)
         if n < 1 or params.max_tokens < 1:
             raise RequestRefused(
@@ -188,6 +194,7 @@ class LoopSampler(CalledSampler):
             await self._drop(version)
 
     async def _drop(self, version: Version) -> None:
+        """Unload a retired version from the engine, and tell publishers that wait for its slot."""
         if not self._versions.holds(version):
             return  # another version has taken its place in the engine
         try:

@@ -26,6 +26,9 @@ class PolicySampler(CalledSampler):
         self._default = default
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method at the sampler of the policy among its arguments; at all samplers if no argument is a
+        policy.
+        """
         if method == "info":
             return await self._joint_info()
         policy = next((argument for argument in arguments if isinstance(argument, PolicyRef)), None)

@@ -129,7 +129,7 @@ class PostgresStore(SqlStore[Connection]):
             raise _unusable(self.address, error) from error
 
     def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
-        """Drop partitions whose records are all old enough. Yields the number of dropped episodes and calls of each month.
+        """Drop months whose records are all old enough. Yields the dropped episodes and calls of each month.
 
         A partition that cannot be dropped is left to the deletion of single rows.
         """

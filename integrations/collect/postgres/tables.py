@@ -42,6 +42,7 @@ CREATE OR REPLACE FUNCTION indexed(name text, value text) RETURNS text LANGUAGE 
 
 
 def _columns(table: str) -> str:
+    """The columns of a table in PostgreSQL's types, translated from the types of SQLite."""
     columns = []
     for column in TABLES[table]:
         name, _, rest = column.partition(" ")

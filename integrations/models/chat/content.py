@@ -47,6 +47,7 @@ def _part(part: Any) -> dict[str, str]:
 
 
 def _text_part(part: Any) -> str:
+    """The text of one part of a content. Raises SamplerError for a part that is no text."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):

@@ -129,6 +129,7 @@ class Grammars:
             return compiled, min(max(process_memory() - before, len(grammar)), BYTES)
 
     def _compile(self, grammar: str) -> Any:
+        """A matcher for a grammar. Raises RequestRefused if llguidance cannot enforce it."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(grammar), log_level=0)

@@ -85,6 +85,7 @@ class Trials:
         return "", ended
 
     def _running(self) -> subprocess.Popen[str]:
+        """The process that tries grammars, started at the first use and again after it has ended."""
         if self._worker is None:
             # -P: do not import from the script's folder, whose modules have common names.
             command = [sys.executable, "-P", grammar_worker.__file__]

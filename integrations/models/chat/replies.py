@@ -87,6 +87,9 @@ class Replies:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _by_template(self, reply: str, prompt: str, tools: Tools) -> dict[str, Any] | None:
+        """Parse a reply with the tokenizer's response template. Returns None for a malformed reply, which stays
+        text.
+        """
         try:
             parsed = self.tokenizer.parse_response(reply, prefix=prompt, tools=list(tools))
         except (ValueError, KeyError, TypeError):

@@ -271,6 +271,9 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _form(body: Mapping[str, Any]) -> str:
+    """The grammar of the reply's text that `response_format` asks for; empty for plain text. Raises RequestRefused for
+    other forms.
+    """
     if (name := next((name for name in GUIDED if body.get(name) is not None), None)) is not None:
         raise RequestRefused(f"{name} is not supported.", "Ask for the form as response_format, or by a tool.")
     kind = form_type(body)
@@ -309,6 +312,7 @@ def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[
 
 
 def _named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools with these names. Raises RequestRefused for a name that the request's tools do not have."""
     tool_of_name = {_name(tool): tool for tool in tools}
     for name in names:
         if name not in tool_of_name:
@@ -353,6 +357,7 @@ def _text(syntax: Syntax) -> list[str]:
 
 
 def _thought(syntax: Syntax) -> list[str]:
+    """The grammar rules of the model's reasoning before its reply; none for a model that does not reason."""
     if syntax.think is None:
         return []
     opening, closing = syntax.think

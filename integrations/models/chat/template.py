@@ -345,6 +345,10 @@ class ChatTemplate:
         return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
 
     def _render(self, messages: Messages, tools: Tools | None, options: Options, most: int | None) -> _Rendered:
+        """Render a prompt, or take it from the cache. Raises SamplerError if it must have more than `most` tokens.
+
+        The tokens are bounded by the number of characters, because to count them takes far longer.
+        """
         try:
             key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
         except (TypeError, ValueError) as error:
@@ -368,6 +372,9 @@ class ChatTemplate:
             self.counts[how] += 1
 
     def _template(self, messages: Messages, tools: Tools | None, options: Options, *, generation: bool = True) -> str:
+        """Apply the model's chat template. Special tokens in messages are marked first, so that they stay text. Raises
+        SamplerError if the template fails or does not end.
+        """
         from jinja2 import TemplateError
 
         try:

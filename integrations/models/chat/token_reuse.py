@@ -174,6 +174,10 @@ class EarlierIds:
             yield reply
 
     def _read(self, prompt: bytes, number: int) -> Reply | None:
+        """The reply in the earlier path `number`, if its text begins with that of `prompt`; otherwise None.
+
+        A path is the packed token ids of an earlier prompt and its reply.
+        """
         path, text, prompt_text = self.paths[number], self._text(number), self._text_of(prompt)
         if not text.startswith(prompt_text):
             return None

@@ -252,6 +252,7 @@ def check_tool_format(name: str, field: str = "tool_format") -> None:
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
+    """A format that reads tool calls with a parser of vLLM. Raises ConfigError if vLLM or the parser cannot be used."""
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:

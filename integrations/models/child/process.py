@@ -138,6 +138,7 @@ class ProcessHost:
         self._process.kill()
 
     def _write(self) -> None:
+        """Loop of the writing thread: send all waiting commands together, until the process closes."""
         try:
             while True:
                 commands = [self._outbox.get()]
@@ -150,6 +151,9 @@ class ProcessHost:
             return  # the process has ended, and the reading thread reports that
 
     def _read(self) -> None:
+        """Loop of the reading thread: hand over replies, and report the end of the process. A reply without an id is an
+        error of all.
+        """
         assert self._process is not None
         try:
             while True:

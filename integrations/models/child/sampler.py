@@ -63,6 +63,7 @@ class HostedSampler(CalledSampler):
             self._host.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method in the other process and wait for its answer. A cancelled `sample` is cancelled there too."""
         id = next(self._ids)
         answer: Future[Any] = Future()
         with self._lock:
@@ -80,6 +81,7 @@ class HostedSampler(CalledSampler):
             raise
 
     def _receive(self, replies: Sequence[Answer]) -> None:
+        """Give replies to the calls that wait for them. Replies to cancelled calls are dropped."""
         with self._lock:
             answers = [self._pending.pop(reply.id, None) for reply in replies]
         for reply, answer in zip(replies, answers, strict=True):

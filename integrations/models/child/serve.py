@@ -39,6 +39,9 @@ class ChildServer:
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
     async def serve(self, source: SamplerSource) -> None:
+        """Open the sampler, report whether that succeeded, and answer commands until the application closes the
+        pipe.
+        """
         loop, closing = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=self._end_with_application, args=(loop, closing), daemon=True).start()
         try:
@@ -62,6 +65,7 @@ class ChildServer:
         await asyncio.to_thread(writer.join)
 
     def _read(self, loop: asyncio.AbstractEventLoop, closing: asyncio.Event) -> None:
+        """Loop of the reading thread: hand commands over to the event loop."""
         with contextlib.suppress(EOFError, OSError):  # the application is gone
             while True:
                 for command in receive(self._pipe):
@@ -76,6 +80,7 @@ class ChildServer:
                 send(self._pipe, [answer])
 
     def _take(self, command: Command) -> None:
+        """Begin a command in the event loop; a `cancel` ends the earlier command with its id."""
         if command.method == "cancel":
             if command.id in self._running:
                 self._running[command.id].cancel()
@@ -85,6 +90,7 @@ class ChildServer:
         task.add_done_callback(lambda _: self._running.pop(command.id, None))
 
     async def _answer(self, command: Command) -> None:
+        """Run a command and queue its result or error. An error of another library becomes a SamplerError with its text."""
         try:
             value = await getattr(self._sampler, command.method)(*command.arguments)
             self._answers.put(Answer(command.id, value))

@@ -102,6 +102,7 @@ def reading(model: str | Path) -> Iterator[None]:
 
 
 def _checked(folder: Path) -> Path:
+    """The folder, if its weights can be read without running foreign code. Otherwise raises ConfigError."""
     bins = sorted(path.name for path in folder.glob("*.bin"))
     if bins and not any(folder.glob("*.safetensors")):
         raise ConfigError(
@@ -138,6 +139,7 @@ def _own_code(folder: Path) -> str | None:
 
 
 def _settings(file: Path) -> dict[str, Any]:
+    """The content of a JSON file of a model; empty without the file. Raises ConfigError for a malformed one."""
     try:
         settings = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError:
@@ -273,6 +275,7 @@ def folder_sees_images(folder: Path) -> bool:
 
 
 def _model(base: Path) -> Any:
+    """Load a base model in float32, to merge adapters in full precision."""
     import torch
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
@@ -284,6 +287,7 @@ def _model(base: Path) -> Any:
 
 
 def _save(model: Any, base: Path, to: Path) -> None:
+    """Save a model with the tokenizer and the processor files of its base."""
     from transformers import AutoTokenizer
 
     model.save_pretrained(to)

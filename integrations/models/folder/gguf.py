@@ -80,6 +80,9 @@ def public_name(model: str) -> str:
 
 
 def _unpack(file: Path, to: Path, weights: bool) -> None:
+    """Write a GGUF file as a model folder: its tokenizer, and its weights or only its configuration. Raises
+    ConfigError.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar

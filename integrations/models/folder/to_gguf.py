@@ -123,6 +123,7 @@ def _split_name(model: Path) -> str:
 
 
 def _add_settings(writer: Any, config: Any, precision: Precision, name: str, base: str) -> None:
+    """Add the model's architecture to the file. The numbers of the file types are llama.cpp's."""
     import gguf
 
     writer.add_type(gguf.GGUFType.MODEL)
@@ -150,6 +151,9 @@ def _head(config: Any) -> int:
 
 
 def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
+    """Add the tokens and merges. Ids up to `size` that the tokenizer lacks become padding; `split` names the
+    pre-tokenizer.
+    """
     import gguf
     from transformers import AutoTokenizer
 

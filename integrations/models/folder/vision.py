@@ -121,6 +121,9 @@ class ImageInputs:
                 yield members, joined
 
     def _processor(self) -> Any:
+        """The model's processor, loaded at the first image. Raises ConfigError if it needs a package that is
+        missing.
+        """
         with self._lock:
             if self._loaded is None:
                 from transformers import AutoProcessor

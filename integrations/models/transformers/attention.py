@@ -77,6 +77,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
 
 
 def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike: Alike) -> Tensor:
+    """Attention in which the rows of a group share their first `alike.columns` keys and values.
+
+    The shared part is one product for each group instead of one for each row.
+    """
     at = alike.columns
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))

@@ -299,6 +299,9 @@ class Batch:
         self._ahead = None
 
     def _row_params(self, rows: Any) -> RowParams:
+        """The sampling parameters of these rows as tensors. A parameter that no row uses is None, so its work is
+        skipped.
+        """
         names = ("temperature", "top_k", "top_p", "min_p", "top")
         temperature, top_k, top_p, min_p, top = (self.state[name][rows] for name in names)
         greedy = temperature == 0
@@ -317,6 +320,9 @@ class Batch:
         )
 
     def _route(self, kinds: npt.NDArray[np.int64]) -> None:
+        """Tell the LoRA layers which rows use which adapter. `kinds` is sorted, so each adapter has one range of
+        rows.
+        """
         present, starts = np.unique(kinds, return_index=True)
         ends = [*starts[1:], len(kinds)]
         self.lora.route(
@@ -388,6 +394,11 @@ class Batch:
     def _record(
         self, at: npt.NDArray[np.int64], token: npt.NDArray[np.int64], logprob: npt.NDArray[np.float32]
     ) -> list[Job]:
+        """Store the token that each row has drawn, and end the rows that stop. Returns the jobs whose last row has
+        ended.
+
+        `at` has the rows; `token` and `logprob` have one value for each of them.
+        """
         s = self.state
         count = s["count"][at]
         s.reserve(0, int(count.max()) + 1)

@@ -165,6 +165,7 @@ class DecodingEngine:
                 wait = True
 
     def _handle(self, command: Command) -> None:
+        """Run a command, and queue its answer. `sample` is answered later, when its tokens are drawn."""
         deeds: dict[str, Callable[..., Any]] = {
             "publish": self._publish,
             "retire": self._retire,
@@ -189,6 +190,9 @@ class DecodingEngine:
         )
 
     def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
+        """Check a request and put it in the queue of its batch. Everything is checked here, before it shares a batch
+        with others.
+        """
         version = self._versions.locate(policy)
         batch, kind = version.target
         room = room_after(len(prompt), self.max_model_len)
@@ -241,6 +245,7 @@ class DecodingEngine:
         return batch.admit(jobs, most) if jobs else []
 
     def _finish(self, jobs: Sequence[Job]) -> None:
+        """Queue the answers of jobs that have ended."""
         for job in jobs:
             if job.refused:
                 cause = "Token {} at position {} of a reply was allowed by its grammar, which then did not take it."
@@ -256,6 +261,7 @@ class DecodingEngine:
             self._drop(version)
 
     def _cancel(self, id: int) -> None:
+        """Drop a job, waiting or running. A job that has ended is ignored."""
         if id not in self._jobs:
             return
         job, version = self._jobs[id]
@@ -267,6 +273,7 @@ class DecodingEngine:
         self._forget(job)
 
     def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        """Load a version and return its fingerprint. Cached prefixes of older versions of the policy are dropped."""
         if (known := self._versions.known(policy, weights)) is not None:
             return known
         target = self._open(policy, weights, lora)
@@ -312,6 +319,7 @@ class DecodingEngine:
             self._drop(version)
 
     def _drop(self, version: Version) -> None:
+        """Unload a version: its adapter, or its own model with full weights."""
         self._versions.forget(version)
         batch, kind = version.target
         self.prefixes.drop(version.target)

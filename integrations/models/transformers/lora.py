@@ -106,6 +106,7 @@ class Projection:
         return outs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
+        """The output of one projection, with the product of each adapter added to the rows that use it."""
         y = self._base_forwards[number](x)
         for low, high, downs, ups in self.added:
             if number in ups:

@@ -91,6 +91,7 @@ class VllmClient:
         await self._http.aclose()
 
     async def _get(self, path: str, kind: type[Any]) -> Any:
+        """Read a resource of the server. Raises ConfigError if the server refuses the key or is not vLLM."""
         answer = await self._request("GET", path)
         if answer.status_code in (401, 403):
             raise self.refused(f"needs a key ({path} answered {answer.status_code})", "Put it into VLLM_API_KEY.")
@@ -103,6 +104,7 @@ class VllmClient:
         raise self.refused(fault, "Name the address of a vLLM server.")
 
     async def _request(self, method: str, path: str, seconds: float | None = CONTROL_SECONDS, body: Any = None) -> Any:
+        """Send a request. Raises SamplerError if the server does not answer in time."""
         import httpx
 
         try:

@@ -136,6 +136,9 @@ class VllmSampler(LoopSampler):
         return await sampler._opened(sampler._open(dict(engine_args or {})))
 
     async def _open(self, engine_args: dict[str, Any]) -> None:
+        """Start vLLM on this machine. Raises ConfigError for unknown engine arguments, SamplerError if vLLM does not
+        start.
+        """
         check_gpu()
         from vllm import AsyncEngineArgs
 
@@ -158,6 +161,9 @@ class VllmSampler(LoopSampler):
         log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
 
     async def _start_engine(self, arguments: Any, gpu: bool) -> None:
+        """Start the engine, compile its kernels with a first request, and prepare it for padded vocabularies and new
+        weights.
+        """
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -177,6 +183,7 @@ class VllmSampler(LoopSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
+        """Sample from vLLM. `target` is the adapter of the version, None for the weights of the engine."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
@@ -197,6 +204,9 @@ class VllmSampler(LoopSampler):
         return [python_completion(output, params.top_logprobs) for output in outputs]
 
     def _locate(self, policy: PolicyRef) -> Version:
+        """The version of a policy. With full weights, the engine no longer holds the base, so other policies are
+        refused.
+        """
         if self._full:
             for version in self._versions.all():
                 if version.policy != policy:
@@ -214,6 +224,7 @@ class VllmSampler(LoopSampler):
             await super()._retire(policy)
 
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        """Load a version. Adapters get to the workers as files in shared memory."""
         self._skeleton.check(policy, weights, lora)
         if lora is None:
             return await self._load_full(policy, weights)
@@ -234,6 +245,7 @@ class VllmSampler(LoopSampler):
         return await self._add(policy, name, number, folder)
 
     async def _add(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
+        """Add an adapter to the engine, and compare its values in all workers. A failed adapter is removed again."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(name, number, str(folder))
@@ -262,6 +274,9 @@ class VllmSampler(LoopSampler):
             await self._freed.wait()
 
     async def _load_full(self, policy: PolicyRef, weights: Weights) -> Version:
+        """Replace the weights of the engine. A failure in between breaks the engine: some workers may have the new
+        weights.
+        """
         if not self._full:
             raise RequestRefused(
                 f"{policy} has full weights, and this engine serves adapters over its base.",
@@ -299,6 +314,7 @@ class VllmSampler(LoopSampler):
             self._folders.remove(str(policy))
 
     async def _sleep(self, keep_weights: bool) -> None:
+        """Free the engine's GPU memory, of the cache alone with `keep_weights`. On a CPU it only pauses."""
         if not self._size.sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
         if self._asleep is not None and (keep_weights or not self._weights_stay):
@@ -317,6 +333,7 @@ class VllmSampler(LoopSampler):
         self._asleep, self._weights_stay = digest, on_gpu() and keep_weights
 
     async def _wake(self) -> None:
+        """Wake the engine, and check that its weights and adapters are still the published ones."""
         if self._asleep is None:
             return
         try:

@@ -86,6 +86,9 @@ class VllmHttpSampler(LoopSampler):
         return await sampler._opened(sampler._open(str(model), max_lora_rank))
 
     async def _open(self, model: str, rank: int) -> None:
+        """Check that the server has the run's model, takes adapters, and reports the probabilities that it sampled
+        from.
+        """
         client = self._client
         bases = [card for card in await client.open() if card.parent is None]
         base = next((card for card in bases if card.max_model_len), None)
@@ -138,6 +141,9 @@ class VllmHttpSampler(LoopSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
+        """Sample from the server. Ids without a token, in a padded vocabulary, are forbidden by biases where there are
+        few.
+        """
         forbidden = self._padding if len(self._padding) <= MOST_BIASES else ()
         body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params, forbidden)}
         answer: _Answer = await self._client.post("/v1/completions", body, _Answer, seconds=None)
