@@ -117,7 +117,7 @@ class ChatEndpoint:
         return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request, have the responder answer it, and send the answer. A call without an answer is recorded as failed."""
+        """Answer one request through the responder. A call without an answer is recorded as failed."""
         body = await read_json(scope, receive, self.access, dict[str, Any], self.limits, self.room)
         try:
             request = msgspec.convert(body, ChatRequest)

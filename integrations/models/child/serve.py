@@ -90,7 +90,7 @@ class ChildServer:
         task.add_done_callback(lambda _: self._running.pop(command.id, None))
 
     async def _answer(self, command: Command) -> None:
-        """Run a command and queue its result or error. An error of another library becomes a SamplerError with its text."""
+        """Run a command and queue its result. An error of another library becomes a SamplerError with its text."""
         try:
             value = await getattr(self._sampler, command.method)(*command.arguments)
             self._answers.put(Answer(command.id, value))
