@@ -120,6 +120,10 @@ class Endpoint:
             )
 
     async def _sent(self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int) -> str:
+        """Send one request to the judge and settle its cost in the ledger. Returns the answer's text.
+
+        Raises Passing if another attempt may succeed, JudgeError if the judge refuses the request for good.
+        """
         import openai
 
         try:
@@ -159,6 +163,9 @@ class Endpoint:
             return ""
 
     def _lane(self) -> _Lane:
+        """The client of this event loop, and its limit of concurrent requests: a client cannot be shared between
+        loops.
+        """
         loop = asyncio.get_running_loop()
         if loop in self._lanes:
             return self._lanes[loop]

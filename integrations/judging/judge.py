@@ -198,6 +198,9 @@ class Judge(Ranking):
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
 
     def _ask(self, episode: LiveEpisode | None) -> Ask:
+        """The function that asks the judge: its endpoint, or the policy of its role in the run. Raises JudgeError
+        without a run.
+        """
         if self.role is None:
             ledger = self._ledger
             return lambda body: self._endpoint.ask(body, ledger)
@@ -241,6 +244,7 @@ class Judge(Ranking):
 
     @property
     def _ledger(self) -> Ledger:
+        """The ledger of answers and costs, in the folder of the judge or the run; in memory without a folder."""
         folder = self._folder or current_run.get().folder
         if folder is None:
             return self._memory

@@ -120,6 +120,7 @@ class _Adapter:
         self._problem = problem
 
     def evaluate(self, batch: list[str], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        """Grade a candidate's prompts on a batch of tasks, in the form that GEPA asks for."""
         from gepa.core.adapter import EvaluationBatch
 
         graded = self._problem.evaluate(candidate, batch)
@@ -140,6 +141,8 @@ class _Adapter:
 
 
 def _proposer(problem: Problem) -> Any:
+    """The function that GEPA calls for new prompts, from the graded runs of the current ones."""
+
     def propose(
         candidate: dict[str, str], shown: Mapping[str, Sequence[Mapping[str, Any]]], parts: list[str]
     ) -> dict[str, str]:

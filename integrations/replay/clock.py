@@ -44,6 +44,7 @@ def install() -> None:
 
 
 def _counter(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
+    """Replacements for a clock of `time` and its nanosecond variant. In a replay they return the recorded times."""
     seconds: Callable[[], float] = getattr(time, name)
     ns: Callable[[], int] = getattr(time, f"{name}_ns")
 

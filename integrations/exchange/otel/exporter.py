@@ -101,6 +101,7 @@ class LiveExport:
         self.exporter.shutdown()
 
     def _work(self) -> None:
+        """Loop of the thread: export ended episodes. A failure is counted and never stops the run."""
         while (episode := self._ended.get()) is not None:
             try:
                 self.store.flush()
@@ -114,6 +115,9 @@ class LiveExport:
 
 
 def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Sequence[Span]], object]) -> Exported:
+    """Write the spans of all episodes, or of the episode `only`. Returns the numbers, and what was left out by
+    reason.
+    """
     left_out: Counter[str] = Counter()
     spans = episodes = 0
     for episode in store.episodes() if only is None else [store.episode(only)]:
@@ -126,6 +130,7 @@ def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Seq
 
 
 def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
+    """Send spans in requests of bounded size. Raises CotuneError if a request is not delivered."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExportResult
 

@@ -183,6 +183,7 @@ class _EpisodeImport:
         return [*records, *self.rewards, self._episode()]
 
     def _episode(self) -> Episode:
+        """The episode record of a trace, from its root span. It lasts until its last chat span has ended."""
         attributes = self.root.attributes
         ends = [self.root.end, *(chat.end for chat in self.chats)]
         task_input = json_value(attributes.get(names.TASK_INPUT), names.TASK_INPUT, self.left_out)
@@ -219,6 +220,9 @@ class _EpisodeImport:
         )
 
     def _call(self, step: int, chat: Span) -> list[Record]:
+        """The call record of one chat span, after the new bodies that it refers to. Unreadable attributes are counted
+        in `left_out`.
+        """
         attributes = chat.attributes
         role = self.tree.role(chat) or "app"
         _, turn = self.turns.count_call(role)
@@ -259,6 +263,11 @@ class _EpisodeImport:
         return [*others, msgspec.structs.replace(record, latency=max(chat.end - chat.start, 0) / 1e9)]
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
+        """The candidates in a chat span.
+
+        A finish reason in the answer counts before the span's. `names.SAMPLED` has the token ids and log-probabilities
+        of each answer.
+        """
         reasons = chat.attributes.get(names.FINISH_REASONS)
         reasons = reasons if isinstance(reasons, Sequence) and not isinstance(reasons, str) else ()
         sampled = json_value(chat.attributes.get(names.SAMPLED), names.SAMPLED, self.left_out) or []

@@ -28,6 +28,9 @@ def to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, An
 
 
 def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
+    """A chat message in OpenTelemetry's form, a list of parts. Fields without a counterpart are counted in
+    `left_out`.
+    """
     parts: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
         parts.append({"type": "reasoning", "content": message["reasoning_content"]})
@@ -175,6 +178,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _part(part: Any, left_out: Counter[str]) -> dict[str, Any]:
+    """One part of a content in OpenTelemetry's form. An image in a data URL becomes a blob."""
     if not isinstance(part, Mapping):
         return {"type": "text", "content": str(part)}
     if part.get("type") == "text":

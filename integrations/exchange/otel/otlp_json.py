@@ -47,6 +47,7 @@ def _spans_of_request(request: Mapping[str, Any]) -> Iterator[Span]:
 
 
 def _span(span: Span) -> dict[str, Any]:
+    """A span in OTLP's JSON form. Its 64-bit numbers are texts, as the format requires."""
     encoded: dict[str, Any] = {
         "traceId": span.trace,
         "spanId": span.id,
@@ -91,6 +92,7 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _decode(span: Mapping[str, Any]) -> Span:
+    """A span from OTLP's JSON form."""
     status = mapping(span.get("status"))
     failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
     start = _int(field(span, "startTimeUnixNano"))
@@ -125,6 +127,7 @@ def _read_attributes(value: Any) -> dict[str, Any]:
 
 
 def _read_value(value: Any) -> Any:
+    """A value of an attribute in OTLP's JSON form, in either spelling of its field names."""
     if not isinstance(value, Mapping):
         return value
     for key, content in value.items():

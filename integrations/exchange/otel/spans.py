@@ -96,6 +96,9 @@ class _Episode:
         """Id of a tool call -> number of these tool calls that have a span already."""
 
     def spans(self) -> Iterator[Span]:
+        """All spans of the episode: the workflow, then for each call its agent, the chat, and the tools that it
+        called.
+        """
         yield self._workflow()
         for place, call in enumerate(self.calls):
             tools = list(self._tools(place, call))
@@ -121,6 +124,7 @@ class _Episode:
         )
 
     def _workflow(self) -> Span:
+        """The root span, with the task and the outcome of the episode."""
         episode = self.episode
         task = as_text(episode.task.input) if self.detail.content else None
         attributes: dict[str, Any] = {
@@ -152,6 +156,7 @@ class _Episode:
         )
 
     def _chat(self, call: CallRecord) -> Span:
+        """The span of a call, with its rewards as events and links to the calls whose answers it read."""
         events: list[SpanEvent] = []
         for candidate in call.candidates:
             events += self._evaluations(candidate_id(call.id, candidate.index), _end(call), candidate.index)
@@ -169,6 +174,7 @@ class _Episode:
         )
 
     def _chat_attributes(self, call: CallRecord) -> dict[str, Any]:
+        """The attributes of a call's span. Content and tokens are included as `detail` says."""
         return {
             names.OPERATION: names.CHAT,
             names.PROVIDER: "cotune" if call.policy else "openai",
@@ -198,6 +204,7 @@ class _Episode:
         }
 
     def _content(self, call: CallRecord) -> dict[str, Any]:
+        """The messages and tools of a call, as JSON texts."""
         attributes = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
         if call.candidates:
             answers = []
@@ -215,6 +222,7 @@ class _Episode:
         return attributes
 
     def _tokens(self, call: CallRecord) -> dict[str, Any]:
+        """The token ids and log-probabilities of a call, and the policy that sampled them."""
         attributes: dict[str, Any] = {}
         if call.policy is not None:
             attributes |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
@@ -342,6 +350,7 @@ class _Episode:
 
 
 def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The parameters of a request under OpenTelemetry's names."""
     for name, attribute in names.PARAMS.items():
         value = params.get(name)
         if name == "max_tokens" and value is None:

@@ -81,6 +81,9 @@ def address_of(scope: Scope) -> Address | None:
 
 
 def _parse(raw: bytes) -> Address | None:
+    """The address in a path of the gateway; None for any other path. Raises RequestError for an unsafe or unknown path
+    below it.
+    """
     match = _PATH.fullmatch(raw.decode("latin-1"))
     if match is None:
         return None
@@ -150,6 +153,7 @@ def without_own_members(baggage: bytes) -> bytes:
 
 
 def _members(baggage: bytes) -> Iterator[tuple[str, str]]:
+    """The fields of cotune in a `baggage` header, with their values. Fields of other programs are skipped."""
     for part in baggage.split(b","):
         if part.strip().startswith(_MEMBER):
             name, equals, value = part.partition(b";")[0].strip()[len(_MEMBER) :].partition(b"=")

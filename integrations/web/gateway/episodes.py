@@ -213,6 +213,11 @@ class Episodes:
             log.warning("%s", text)
 
     def _place(self, who: Identity) -> _Open | None:
+        """The episode that records a call; None if it is not recorded.
+
+        A call that names no open episode gets an implicit one, and is counted. Raises RequestError (409) if its episode
+        has ended.
+        """
         if who.episode is not None and who.episode in self.open:
             return self.open[who.episode]
         if who.episode in self._gone:
@@ -228,6 +233,7 @@ class Episodes:
         return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
     def _new(self, task: Task, options: OpenEpisode) -> _Open:
+        """Open an episode for a task, with the settings of the gateway."""
         assert self.sink is not None
         episode = LiveEpisode(
             self.sink,

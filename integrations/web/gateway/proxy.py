@@ -130,6 +130,7 @@ class Proxy:
             raise
 
     async def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
+        """End the call of a request that broke off, with the part of the answer that was received."""
         exchange = passage.exchange
         if exchange is None:
             return
@@ -142,6 +143,7 @@ class Proxy:
             await exchange.fail(status, text)
 
     async def _pass(self, passage: _Passage) -> None:
+        """Read a request, open its call if it is one, and send it to the provider or the responder."""
         scope, address = passage.scope, passage.address
         own_key = any(self.access.given(scope, name) for name in KEYS)
         headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
@@ -185,6 +187,7 @@ class Proxy:
         return self.anthropic if for_anthropic else self.upstream
 
     async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
+        """Open the call of a chat request in its episode. When the episode ends, it cancels this request."""
         scope = passage.scope
         who = identity(scope, passage.address, self.role_header)
         session = self.episodes.config.split.of(scope) if who.episode is None else None

@@ -67,6 +67,7 @@ class Gateway:
         self._control = control_app(self.episodes, self.proxy, access, store, config.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request: calls go to the proxy, other paths to the control interface."""
         if scope["type"] != "http":
             raise RuntimeError(f"The gateway takes HTTP requests, not {scope['type']!r}.")
         try:

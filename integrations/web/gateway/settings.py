@@ -70,6 +70,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     split: Split = Split()
 
     def __post_init__(self) -> None:
+        """Raises ConfigError for an address that is not the base URL of an API."""
         for url in filter(None, (self.upstream, self.anthropic)):
             with contextlib.suppress(ValueError):
                 parts = urlsplit(url)

@@ -41,6 +41,7 @@ class _Answer(aiohttp.ClientResponse):
     faulty provider would block the event loop."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Read the answer's head, after a bounded number of interim answers: aiohttp would read them without end."""
         protocol, reads = connection.protocol, 0
         read = protocol.read
 
@@ -125,6 +126,9 @@ class Upstream:
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
+        """The session with the provider, opened at the first request. It changes nothing: no cookies, headers or
+        decompression of its own.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),

@@ -251,6 +251,7 @@ def application(routes: Sequence[Route]) -> Starlette:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
+    """The response to an error. The client learns only the type of an unexpected error."""
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         text = f"{error.detail}: {request.method} {request.url.path}."

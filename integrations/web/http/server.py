@@ -139,6 +139,7 @@ class _Server(uvicorn.Server):
 async def _serve(
     opening: Opening[T], listener: socket.socket, ready: Future[Any], date_header: bool, seconds: float
 ) -> None:
+    """Open the application and serve it on `listener`. `ready` gets the server once it accepts requests."""
     async with opening() as (app, opened):
         config = uvicorn.Config(
             app,
@@ -157,6 +158,7 @@ async def _serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address. Raises ConfigError if the address is taken or invalid."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

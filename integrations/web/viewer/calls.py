@@ -121,6 +121,7 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
 
 
 def _row(run: OpenedRun, line: CallLine, text: str) -> CallRow:
+    """The row of a call in the table. Steps are counted from 1 on pages, from 0 in records."""
     return CallRow(
         id=str(line.id),
         episode=str(line.episode),

@@ -79,6 +79,7 @@ def _reasoning(body: Mapping[str, Any]) -> Iterable[Part]:
 
 
 def _content(content: Any) -> Iterable[Part]:
+    """The parts of a message's content, as a page shows them."""
     if content is None or content == "":
         return
     if isinstance(content, str):
@@ -91,6 +92,9 @@ def _content(content: Any) -> Iterable[Part]:
 
 
 def _item(item: Any) -> Part:
+    """One part of a content: a text, an image, or other data. Images are shown from the record only, not from an
+    address.
+    """
     if isinstance(item, str):
         return Part("text", item)
     if isinstance(item, Mapping):
@@ -104,6 +108,7 @@ def _item(item: Any) -> Part:
 
 
 def _tool_calls(calls: Any) -> Iterable[Part]:
+    """The tool calls of a message as parts. A malformed call is shown as data."""
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):

@@ -260,6 +260,9 @@ def _candidate(
     groups: StepGroups | None,
     colouring: Colouring,
 ) -> ShownCandidate:
+    """A candidate as the page of an episode shows it, with its rewards, advantage and colours. `id` is its reward
+    target.
+    """
     body: Any = candidate.message
     advantage = groups.advantages.get(id) if groups else None
     if candidate.text and not body.get("content"):

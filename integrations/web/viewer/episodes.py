@@ -122,6 +122,7 @@ def _after(filters: Filters, before: str, shown: list[EpisodeLine], *, more: boo
 def _rows(
     run: OpenedRun, lines: list[EpisodeLine], matches: Mapping[str, Match | None] = MappingProxyType({})
 ) -> tuple[EpisodeRow, ...]:
+    """The rows of episodes in the table. `matches` has the passages that a search has matched, by episode."""
     ids = [line.id for line in lines]
     rewards, texts = run.store.rewards(ids), exchanges(run.store, ids)
     rows = []

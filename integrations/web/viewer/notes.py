@@ -46,6 +46,9 @@ async def note_part(viewer: Viewer, request: Request) -> Response:
 
 
 def _save(run: OpenedRun, sent: GivenNote) -> Note | None:
+    """Store a note on an episode or candidate. Raises RequestError for an unknown target, or if notes cannot be
+    written.
+    """
     if _find_target(run, sent.id) is None:
         raise RequestError(404, f"{run.name} has no candidate and no episode {sent.id[:100]}.")
     if run.notes_file is None:

@@ -103,6 +103,7 @@ def _static(request: Request) -> Response:
 
 
 def _failed(viewer: Viewer, request: Request, error: Exception) -> Response:
+    """The page that shows an error, with its HTTP status."""
     if isinstance(error, HTTPException):
         status, text = error.status_code, error.detail
     elif isinstance(error, CotuneError):

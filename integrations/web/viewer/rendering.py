@@ -38,6 +38,9 @@ def asset(name: str) -> str:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
+    """The environment of the pages' templates, with its filters. Values are escaped, and a misspelled name is an
+    error.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("cotune.integrations.web.viewer"),
         autoescape=True,

@@ -112,6 +112,7 @@ class Colouring:
         return ColouredTokens(tuple(tokens), texts is not None, len(values) - count)
 
     def _values(self, candidate: Candidate, id: str) -> Sequence[float | None]:
+        """The figure of each token that colours it; empty if the candidate does not have this figure."""
         logprobs = candidate.logprobs
         if self.by in ("", "advantage") or not logprobs or len(logprobs) != len(candidate.token_ids):
             return ()
@@ -126,6 +127,7 @@ class Colouring:
         return list(map(_finite, np.exp(figures.gaps.astype(float))))
 
     def _colour(self, value: float | None) -> str:
+        """The CSS class of a token's colour. A missing figure gets none, and an infinite one the strongest."""
         if value is None:
             return "t0"
         if self.by == "ratio":
