@@ -85,10 +85,12 @@ class Engine:
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
+        # `task.cancel()` takes effect at the next await only. A task that is cancelled here has cancelled itself.
         if task.cancelled():
             raise SamplerError("It cancelled the request by itself.")
         if task.done():
             return task.result()
+        # Neither the work nor the time decided: the engine was taken out meanwhile.
         if not self.healthy:
             raise TakenOut(self.down.result())
         raise TimeoutError(f"no answer within {seconds:g} s")

@@ -127,6 +127,7 @@ def json_value(value: Any, name: str, left_out: Counter[str]) -> Any:
     JSON, is taken for a cut-off one.
     """
     content = decoded(value)
+    # `decoded` returns a text that is not JSON unchanged: `content is value` means that it decoded nothing.
     if isinstance(content, str) and content is value and _JSON_BEGINS.match(content):
         left_out[f"cut:{name}"] += 1
         return None

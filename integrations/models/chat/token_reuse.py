@@ -95,6 +95,8 @@ class EarlierIds:
 
         A path may end with another end token than the template writes. Then it is used without its end token.
         """
+        # The paths are sorted, longest first, so the first match is the longest. A path is packed token ids, `_WIDTH`
+        # bytes each.
         for i, path in enumerate(self.paths):
             path_text = self._text(i)
             if path_text and text.startswith(path_text):
@@ -102,6 +104,7 @@ class EarlierIds:
             if (end := self._ends.get(path[-_WIDTH:])) is not None:
                 without_end = path_text.removesuffix(end)
                 if without_end and text.startswith(tuple(without_end + end for end in self._ends.values())):
+                    # The remaining text still begins with the template's end token.
                     return path[:-_WIDTH], text[len(without_end) :]
         return b"", text
 

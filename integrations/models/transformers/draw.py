@@ -143,7 +143,9 @@ def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Ten
         best, token = x.topk(most, dim=-1)
         return token, best - torch.logsumexp(x, dim=-1, keepdim=True)
     weight, _ = _weights(logits, params)
+    # Summed block by block, as `draw` does: another order would round differently.
     total = weight.view(len(logits), -1, BLOCK).sum(dim=-1).sum(dim=-1, keepdim=True)
+    # Without the padding that fills the last block.
     best, token = weight[:, : logits.shape[1]].topk(most, dim=-1)
     return token, torch.log(best / total)
 
