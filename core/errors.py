@@ -216,6 +216,8 @@ class UntrustedFolderError(RunError):
     this kind, `taken` are the ones that the command would use."""
 
     def __init__(self, folder: Path, taken: Mapping[str, str], orders: Any) -> None:
+        """`taken` are the settings that the command would follow, with their values; `orders` are all orders of the
+        folder (`FolderOrders`), to remember them if the user agrees."""
         named = "; ".join(f"{name}: {value}" for name, value in taken.items())
         super().__init__(
             f"{folder} was not written by you on this machine, and it chooses code or addresses: {named}.",

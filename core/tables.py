@@ -75,6 +75,7 @@ class Grid(Table):
     below: dict[int, list[Text]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the table without empty columns, or a line for each row if the terminal is too narrow for them."""
         if self.row_count:
             with_values = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
             self.columns = [replace(column, _index=place) for place, column in enumerate(with_values)]
@@ -108,6 +109,7 @@ class Grid(Table):
             yield line
 
     def _lines(self, width: int) -> Iterable[Text]:
+        """Each row as one line of `name value` pairs, without empty cells."""
         if self.title:
             yield Text(f"{self.title}", style="bold")
         for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):

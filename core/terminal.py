@@ -89,6 +89,7 @@ def terminal(**options: Any) -> Console:
 
 @functools.cache
 def _terminal_class() -> type[Console]:
+    """The class of `terminal`. It is defined in a function so that rich is imported only when something is printed."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.text import Text
@@ -98,10 +99,14 @@ def _terminal_class() -> type[Console]:
             return super().render_str(harmless(text), **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-            # Done before lines are broken: a mark takes a column, the character that it replaces takes none.
+            """Show control characters and invisible characters as visible marks, so that the terminal never acts on
+            them."""
+            # Texts: before rich breaks the lines, because a mark takes a column and an invisible character takes none.
             if isinstance(renderable, Text) and UNSEEN.search(renderable.plain):
                 renderable = renderable.copy()
                 renderable.plain = harmless(renderable.plain)
+            # Other things that rich prints, such as titles of tables: only their finished segments are known here.
+            # A control segment is rich's own, for example to move the cursor.
             for segment in super().render(renderable, options):
                 if segment.control or not UNSEEN.search(segment.text):
                     yield segment

@@ -66,9 +66,11 @@ def takes(fn: Callable[..., Any], count: int) -> bool:
 
 
 def _load_module(field: str, spec: str, name: str) -> ModuleType:
+    """Import a module by name. Raises ConfigError if it does not exist or fails to import."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The named module itself does not exist, rather than a module that it imports.
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             fault = f"must be a module on sys.path or in {Path.cwd()}"
             raise ConfigError(field, spec, fault, f"Name a file instead ({_file_of(name)}:solve).") from None
@@ -78,6 +80,7 @@ def _load_module(field: str, spec: str, name: str) -> ModuleType:
 
 
 def _load_file(field: str, spec: str, source: str) -> ModuleType:
+    """Import a file under its name, once. Raises ConfigError if it does not exist or fails to import."""
     path = Path(source).resolve()
     if not path.is_file():
         raise ConfigError(field, spec, "must be a file that exists", f"No file is at {path}.")
@@ -87,6 +90,7 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
+    # Another module has the name already, so the name of the folder is added.
     name = path.stem if loaded is None else f"{path.parent.name}_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None

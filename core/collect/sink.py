@@ -45,7 +45,10 @@ class CollectorRecords:
     """Sends the records of one episode to a collector, except calls that the sampling rates leave out."""
 
     def __init__(self, collector: Collector, rates: Rates = 1.0) -> None:
+        """`rates` is the share of episodes to send, or a share for each role, with "*" for the other roles."""
         self._collector = collector
+        # One share decides here about the whole episode. Shares by role decide at the first call of each role; without
+        # any role, everything is sent.
         self._all = not rates if isinstance(rates, Mapping) else random.random() < rates
         self._rates = rates if isinstance(rates, Mapping) else {}
         self._drawn: dict[str, bool] = {}

@@ -51,6 +51,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[cluster.runtime_env] Ray's runtime environment of the rollout workers, such as working_dir or pip."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for numbers that Ray cannot place, and for settings that need Ray if there is none."""
         check_bounds(self, "rollout_workers", least=1, table="cluster.")
         check_bounds(self, "engines", "learners", "gpus_per_engine", least=0, table="cluster.")
         if self.gpus_per_engine not in (SHARED, int(self.gpus_per_engine)):

@@ -195,17 +195,22 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_rollouts(self) -> list[str]:
         """Settings that are given and only mean something to runs with rollouts."""
-        given = {
-            "loss": bool(changed_settings(RewardSettings(), self.loss)),
-            "rewards": bool(changed_settings(self.rewards, LossSettings())),
+        # `changed_settings` joins both tables. An empty table in place of one leaves the changes of the other.
+        changed_loss = changed_settings(RewardSettings(), self.loss)
+        changed_rewards = changed_settings(self.rewards, LossSettings())
+        # The first field of [evaluation] that is set and needs held-out tasks, which only rollouts evaluate.
+        needing_tasks = self.evaluation.needing_tasks
+        is_set = {
+            "loss": bool(changed_loss),
+            "rewards": bool(changed_rewards),
             "plan.kind": self.plan.kind,
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
-            f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
+            f"evaluation.{needing_tasks}": needing_tasks,
             "guard": self.guard == "stop",
             "curriculum.pool": self.curriculum.pool != "even",
             "refill.budget": self.refill.budget,
         }
-        return [name for name, value in given.items() if value]
+        return [name for name, value in is_set.items() if value]
 
     @property
     def episodes_at_once(self) -> int:

@@ -126,15 +126,16 @@ async def judge_episodes(
     ask: AskJudge = ask_judge,
     redaction: Redaction | None = None,
 ) -> Mapping[str, int]:
-    """Ask the judge for the outcomes of the finished episodes, once for each task, and store them. The judge's texts
-    are redacted.
+    """Ask the judge for the outcomes of the finished episodes, and store them. The judge gets all episodes of a task in
+    one question. Its texts are redacted.
 
-    Returns the number of episodes whose judging failed, by error. If it failed for all of them, the error is raised,
-    unless the judge is a role of the run (`ask`), which may have to learn to judge.
+    Returns the number of episodes whose judging failed, by error. If judging failed for all episodes, this raises the
+    error. It does not if the judge is a role of the run, which may have to learn to judge: then `ask` is not the
+    default.
     """
     outcomes = await outcomes_of(judge, store, episodes, ask, redaction)
     keep_outcomes(store, outcomes, redaction)
-    return refusals(outcomes, ask)
+    return refusals(outcomes, ask)  # raises if judging failed for all episodes
 
 
 def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None = None) -> None:

@@ -181,6 +181,7 @@ def _whole(points: float) -> float:
 
 
 def _fault(blame: Blame) -> str:
+    """The sentences about the role at fault, by the verdict."""
     roles = {one.role: one for one in blame.roles}
     match blame.verdict:
         case "named":
@@ -220,12 +221,14 @@ def _more(blame: Blame) -> str:
 
 
 def _removal(blame: Blame) -> str:
+    """A sentence for each role about the change of the outcome when it answers nothing."""
     parts = []
     for one in blame.roles:
         change = one.alone
         if change.low is None or change.high is None:
             parts.append(f"Whether {one.role} earns its place is not known on fewer than {LEAST_TASKS} tasks.")
         elif change.high < 0:
+            # Shown as a loss, so the signs change, and the upper bound becomes the lower one.
             loss = Interval(mean=-change.mean, low=-change.high, high=-change.low, n=change.n)
             parts.append(
                 f"Without {one.role} the outcome loses {shown_points(blame, loss)} points: it earns its place."

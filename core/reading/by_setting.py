@@ -130,20 +130,25 @@ def _row(name: str, settings: Mapping[str, Any], change: Change) -> RunOfGroup:
     return RunOfGroup(name=name, seed=int(settings.get(SEED, 0)), last=change.last.mean, first=first)
 
 
-def _group(value: str, rows: Sequence[RunOfGroup], first: Sequence[RunOfGroup] | None) -> SettingGroup:
+def _group(value: str, rows: Sequence[RunOfGroup], baseline: Sequence[RunOfGroup] | None) -> SettingGroup:
+    """The runs with one value of the setting, summarised.
+
+    `baseline` are the runs of the first group, which each other group is compared with; None for the first group.
+    """
     gains = [row.last - row.first for row in rows if row.first is not None]
-    against = None
-    if first is not None:
+    against_baseline = None
+    if baseline is not None:
         # Runs of one seed share tasks and random numbers, so their difference varies less than the two figures.
-        of_first, of_group = _by_seed(first), _by_seed(rows)
-        differences = [of_group[seed] - of_first[seed] for seed in of_group if seed in of_first]
-        against = interval_over_runs(differences) if len(differences) > 1 else None
+        baseline_of_seed, last_of_seed = _by_seed(baseline), _by_seed(rows)
+        differences = [last_of_seed[seed] - baseline_of_seed[seed] for seed in last_of_seed if seed in baseline_of_seed]
+        against_baseline = interval_over_runs(differences) if len(differences) > 1 else None
     return SettingGroup(
         value=value,
         runs=tuple(rows),
         last=interval_over_runs([row.last for row in rows]),
+        # Without the start of a run there is no gain; a mean over the other runs would be of another set of seeds.
         gain=interval_over_runs(gains) if len(gains) == len(rows) else None,
-        against_first=against,
+        against_first=against_baseline,
     )
 
 
@@ -161,6 +166,7 @@ def _notes(
     setting: str,
     groups: Sequence[SettingGroup],
 ) -> list[str]:
+    """Warnings about the comparison: repeated seeds, unfinished runs, and other settings that differ."""
     notes = []
     for group in groups:
         repeated = [seed for seed, count in Counter(row.seed for row in group.runs).items() if count > 1]

@@ -122,6 +122,7 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
 
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
+    """A chart of one figure of the held-out evaluations, with its interval as a band; None without any evaluation."""
     text = "One episode for each held-out task, single samples, nothing selected. Step 0 is before training."
     if name != "calls":
         text += " The band is its 95% interval."
@@ -208,6 +209,10 @@ def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Ch
 def _table(
     runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None, without: Sequence[str] = ()
 ) -> Chart | None:
+    """A chart of a metric that has a count for each key, such as `left_out`: a line for each key.
+
+    `most` is the maximum number of keys of a run, by their totals. The keys in `without` are not shown.
+    """
     lines = []
     for run in runs:
         totals: Counter[str] = Counter()
@@ -216,6 +221,7 @@ def _table(
         for key in without:
             totals.pop(key, None)
         for key, _ in totals.most_common(most):
+            # People count steps from 1, the file from 0.
             by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
             lines.append((_label(runs, run, key), run, by_step))
     return _chart(lines, title=title, help=text, section="The run")

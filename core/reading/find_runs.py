@@ -47,6 +47,8 @@ class FoundRuns:
         self._open(strict=False)
 
     def _open(self, *, strict: bool) -> None:
+        """Open runs and records files that are not open yet. With `strict`, a named one that cannot be read is an
+        error."""
         with self._lock:
             for source, base in self._sources(strict):
                 whole = source.absolute() if isinstance(source, Path) else source

@@ -145,6 +145,7 @@ def _is_flat(rewards: Sequence[float]) -> bool:
 
 
 def _groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
+    """The groups of a step to show, each with the reason why it is not trained on; "" if it is."""
     if regrouped.prepared is None:
         return
     trained = {sample.id for sample in regrouped.prepared.trained}
@@ -154,6 +155,7 @@ def _groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
         after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
         late = " or ".join(name for name in after if regrouped.prepared.left_out.get(name))
         for (group, values), reason in zip(of_recipe, _reasons(of_recipe, recipe), strict=True):
+            # The order of the checks matters: a group with any trained sample counts as trained on.
             ids = {sample.id for sample in group.samples}
             if ids & trained:
                 reason = ""

@@ -198,6 +198,8 @@ def _reason(
 
 
 def _answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
+    """The chosen answer of a call with its messages: the application's own if `asked`, otherwise the messages that were
+    sent with edited prompts. None if a message was lost."""
     assert call.chosen is not None
     offered = call.tools if asked else call.tools_out
     try:

@@ -54,6 +54,7 @@ class Totals:
         return uses
 
     def _read(self) -> None:
+        """Add the rows of calls that were recorded since the last read."""
         self._until, rows = self._run.figures.use(self._until)
         for row in rows:
             part = Use(

@@ -101,6 +101,7 @@ def well_formed(answer: Answer) -> tuple[Answer, str | None]:
 
 
 def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
+    """A candidate with only values that records can hold. Wrong values are replaced, and named in `faults`."""
     where = f"choices[{index}]." if index else ""
     text, finish = candidate.text, candidate.finish_reason
     if not isinstance(text, str):
@@ -129,10 +130,13 @@ def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate
 
 
 def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
+    """An assistant message with only values that records can hold. Wrong fields move to the field `MALFORMED`, and are
+    named in `faults`. `where` is the place of the message in the answer."""
     plain = storable(sent)
     if not isinstance(plain, dict):
         faults.append(f"{where}message is {_kind(sent)}")
         return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
+    # The client library may have found wrong fields before: keep these too.
     earlier = plain.pop(MALFORMED, {})
     wrong = dict(earlier) if isinstance(earlier, dict) else {MALFORMED: earlier}
     faults.extend(f"{where}{name}" for name in wrong)

@@ -29,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     select: Select = "argmax"
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for fewer than two candidates."""
         if self.k < 2:
             raise ConfigError(
                 "plan.k",

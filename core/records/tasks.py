@@ -86,6 +86,7 @@ def task_digest(value: Any) -> str:
 
 
 def _named(value: Any) -> Task | None:
+    """The task of a value that names its id; None if the line number must be its id."""
     if isinstance(value, Task):
         return value
     if isinstance(value, Mapping) and value.keys() == {"task_id", "input"}:

@@ -71,6 +71,8 @@ def _urandom_of(kind: str, size: int) -> bytes:
 
 
 def _hooked_uuid_time() -> tuple[bytes, int]:
+    """Node time of `uuid.uuid1`, recorded or replayed in a frozen episode. Returns the id as bytes and whether it is
+    safe."""
     assert _uuid_time is not None
     if (frozen := _asking()) is None:
         return _uuid_time()

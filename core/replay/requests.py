@@ -50,6 +50,7 @@ def unnamed(messages: Sequence[Any]) -> list[Any]:
 
 
 def _unnamed(message: Mapping[str, Any], number: Any) -> dict[str, Any]:
+    """A message without its id, and with its ids of tool calls replaced by `number(id)`."""
     fields = {name: value for name, value in message.items() if name != "id"}
     if isinstance(fields.get("tool_calls"), list):
         calls = []
@@ -116,6 +117,8 @@ def _tool_difference(was: Sequence[Any], now: Sequence[Any]) -> str:
 
 
 def _value_difference(was: Any, now: Any) -> str:
+    """The first character at which two values differ, with the text around it, and whether it looks like a time or a
+    random number."""
     old, new = _text(was), _text(now)
     pairs = enumerate(zip(old, new, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))

@@ -38,6 +38,7 @@ class ReplayResponder:
     """
 
     def __init__(self, replay: Replay, others: Responder | None = None) -> None:
+        """`replay` is the record and its fork. `others` answers calls after the fork."""
         self.replay = replay
         self.others = others
         self.diverged: ReplayDiverged | None = None
@@ -46,6 +47,7 @@ class ReplayResponder:
         self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]
         self._queues: dict[tuple[str, str], deque[_Entry]] = {}
+        # Equal requests of a role are answered in the order of the record.
         for entry in sorted(self._entries, key=lambda entry: entry.call.turn):
             recorded = entry.call
             key = recorded.role, digest(*script.asked(recorded), recorded.model, recorded.params)
@@ -132,7 +134,13 @@ class ReplayResponder:
         await asyncio.sleep(min(most, max(least, recorded.ended - max(other.call.ended for other in earlier))))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
+        """Answer the forked call, with the answer that the replay sets or with a new one, and note the fork in the
+        episode.
+
+        A new answer must be to the same prompt: the episode diverges if the token ids of equal messages differ.
+        """
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
+        # The calls before the fork took no time. The clock continues from the recorded call's time.
         if call.episode.chance is not None:
             call.episode.chance.reach(recorded.started)
         answer = self.replay.answer or await self._others(call)

@@ -101,6 +101,7 @@ def read_script(store: Store, episode: str) -> Script:
 
 
 def _script_call(store: Store, call: CallRecord) -> ScriptCall:
+    """A recorded call with its grammar and the token ids of its prompt, to be answered without the store."""
     sampling = dict(call.sampling)
     if grammar := sampling.get("grammar"):
         sampling["grammar"] = store.message(grammar)

@@ -26,6 +26,7 @@ class BoundedCache(Generic[V]):
     """
 
     def __init__(self, entries: int, size: int) -> None:
+        """`entries` is the maximum number of values, and `size` the maximum sum of their sizes in bytes."""
         self.entries = entries
         self.size = size
         self.bytes = 0

@@ -82,6 +82,8 @@ class _Watch:
 
     @contextlib.contextmanager
     def over(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
+        """Inside, watch the loop for blocking code, which may take `seconds`. The watching thread runs only while a
+        limit is set."""
         if not self._limits:
             self._begin()
         self._limits[limit] = seconds

@@ -69,12 +69,14 @@ class AppThread:
         context = contextvars.copy_context()
 
         def job() -> None:
+            """Run the function in its context, and hand its result or error to the event loop that waits for it."""
             process = os.getpid()
             value: Any = None
             end: Callable[[Any], None] = future.set_result
             try:
                 value = context.run(fn, *args)
             except BaseException as error:  # noqa: BLE001
+                # The function forked, and this is the child: it must not run the rest of the run.
                 if os.getpid() != process:
                     end_child(error)
                 end, value = future.set_exception, error

@@ -250,6 +250,8 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int:
+    """The number of likeliest tokens to return for each token. Raises RequestRefused if the request does not also ask
+    for log-probabilities."""
     top = integer("top_logprobs", body["top_logprobs"])
     if not 0 <= top <= MOST_TOP_LOGPROBS:
         raise RequestRefused(f"top_logprobs = {top} was asked for.", f"It is an integer from 0 to {MOST_TOP_LOGPROBS}.")

@@ -238,11 +238,12 @@ class PolicyResponder:
         return msgspec.structs.replace(params, seed=seed)
 
     def _warn_of_parameters(self, call: LiveCall, requested: Mapping[str, Any]) -> None:
-        """Count the parameters that change nothing and those that training replaces. `cotune check` reports the
-        temperature."""
+        """Warn of parameters of a request that policies do not know, and of parameters that training replaces."""
         for name in unknown_fields(requested):
             text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
             call.episode.warn("not_enforced", text)
+        # Training also replaces the temperature, in nearly every application. It is not in UNSHAPED, so there is no
+        # warning here: `cotune check` reports it.
         for name, value in (self.override or {}).items():
             if name in UNSHAPED and requested.get(name) not in (None, value):
                 text = f"Role {call.role!r} asks for {name} = {requested[name]}; it is sampled with {value:g}."

@@ -186,11 +186,12 @@ def parted(value: Any, source: str) -> tuple[Any, str]:
 async def score(
     scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
 ) -> tuple[Scored | WorkflowError, ...]:
-    """The components of every candidate with their text, or the error of the scorer: it raised, or returned no reward.
-    The components are empty for a candidate to which a group's scorer gave None.
+    """Score the candidates of a call. Returns for each the components of its reward (named numbers) with their text,
+    or the error if the scorer raised or returned no reward.
 
-    A sync scorer runs in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the
-    episode.
+    The scorer sees all candidates together (`OfGroup`) or one at a time (`OfOne`, or a plain function without a time
+    limit or bounds of its own). A candidate to which a group's scorer gave None has no components. A sync scorer runs
+    in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the episode.
     """
     source, about = f"The scorer of role {role!r}", (call, call.task.input)
     if isinstance(scorer, OfGroup):
@@ -203,6 +204,7 @@ async def score(
             work = [_called(fn, (candidate, *about), limit, source) for candidate in candidates]
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
+            # One after another, so that a call never takes more than one thread of the shared pool.
             values = [await _called(fn, (candidate, *about), limit, source) for candidate in candidates]
     bounds = scorer.bounds if isinstance(scorer, OfOne) else None
     return tuple(_within(_components(value, source), bounds, source) for value in values)
