@@ -163,7 +163,7 @@ async def answer(call: LiveCall) -> Answer | None:
     if episode.loop is None or episode.loop is running:
         task = asyncio.current_task()
         if task is not None:
-            call.cancel = functools.partial(running.call_soon_threadsafe, task.cancel)
+            call.cancel_by(functools.partial(running.call_soon_threadsafe, task.cancel))
         return await _respond(call)
     request = _Request(call, episode.loop)
     begun = asyncio.wrap_future(request.begun)
@@ -200,7 +200,7 @@ class _Request:
         self._seen: FrameType | None = None
         self.begun: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.answer = asyncio.run_coroutine_threadsafe(self._run(), loop)
-        call.cancel = self.answer.cancel
+        call.cancel_by(self.answer.cancel)
 
     async def _run(self) -> Answer | None:
         if not self.begun.set_running_or_notify_cancel():

@@ -114,12 +114,23 @@ class LiveCall(PendingCall):
         self.stage = "no answer yet"
         """The progress of the call, as a phrase for error messages."""
         self.cancel: Callable[[], object] | None = None
-        """Stops the work on an answer when the episode ends first. Safe from any thread."""
+        """Stops the work on an answer when the episode ends first. Set by `cancel_by`."""
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
         self._take(body)
         self.episode._records.link(self)
+
+    def cancel_by(self, cancel: Callable[[], object]) -> None:
+        """When the episode is stopped, end the work on the answer by `cancel`, which is safe from any thread.
+
+        The episode may have been stopped since the call started: then `cancel` is called at once.
+        """
+        with self.episode._lock:
+            self.cancel = cancel
+            stopped = self in self.episode._stopped
+        if stopped:
+            cancel()
 
     def earlier(self) -> list[bytes]:
         """Packed token paths of this role's earlier calls, longest first; empty if the messages contain no reply."""
@@ -323,9 +334,11 @@ class LiveEpisode:
             self.ended = True
             unanswered = list(self._open.values())
             self._stopped += unanswered
-        for call in unanswered:
-            if call.cancel is not None:
-                call.cancel()
+            # Read under the lock: a call that names its `cancel` later sees that it was stopped.
+            cancels = [call.cancel for call in unanswered]
+        for call, cancel in zip(unanswered, cancels, strict=True):
+            if cancel is not None:
+                cancel()
             call.fail("cancelled", "the episode ended before the call did")
 
     def after_fork(self) -> None:

@@ -123,7 +123,7 @@ class _Exchange:
         else:
             package = package_of(response)
             response.stream = stream = _tee_class(package)(package, response, settle)
-            self.call.cancel = functools.partial(stream.settle, None)
+            self.call.cancel_by(functools.partial(stream.settle, None))
         return response
 
     def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:

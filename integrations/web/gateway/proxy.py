@@ -198,7 +198,7 @@ class Proxy:
         if passage.exchange is not None:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
-            passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
+            passage.exchange.call.cancel_by(functools.partial(loop.call_soon_threadsafe, task.cancel))
 
     async def _answer_with_policy(self, passage: _Passage) -> bool:
         """Answer with a policy of the episode. Returns False if the provider plays the role."""
@@ -206,10 +206,11 @@ class Proxy:
         assert exchange is not None
         call = exchange.call
         cancel_request = call.cancel  # `answer` replaces it
+        assert cancel_request is not None
         try:
             reply = await answer(call)
             if reply is None:
-                call.cancel = cancel_request
+                call.cancel_by(cancel_request)
                 return False
             content, kind = await exchange.answered(reply)
         except Exception as error:  # noqa: BLE001

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import time
 
 import pytest
 
 from cotune.errors import RecordError, SamplerError
 from cotune.recording.context import opened_call, recording
 from cotune.recording.hooks import hooks
-from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step
+from cotune.recording.model_calls import answer_blocking, ask, ask_async, end_call, observed, open_call, step
 from tests.integrations.recorded import Recorded, answer
 
 BODY = {"messages": [{"role": "user", "content": "x"}]}
@@ -62,6 +64,25 @@ def test_a_call_after_the_end_passes_unrecorded_and_counted(record: Recorded) ->
     with recording(outcome.live):
         assert open_call(lambda: BODY) is None
     assert outcome.live.warnings == {"late_call": 1}
+
+
+def test_a_call_whose_episode_stops_before_its_answer_is_begun_does_not_wait_for_it(record: Recorded) -> None:
+    async def hangs(call: object) -> str:
+        await asyncio.sleep(30)
+        return "never"
+
+    def run(task: object) -> int:
+        call = open_call(lambda: BODY)
+        assert call is not None
+        call.episode.stop()
+        with pytest.raises(concurrent.futures.CancelledError):
+            answer_blocking(call)
+        return 1
+
+    began = time.monotonic()
+    record(run, hangs)
+    assert record.statuses == ["cancelled"]
+    assert time.monotonic() - began < 20
 
 
 def test_where_a_policy_would_answer_neither_passes(record: Recorded) -> None:

@@ -131,11 +131,28 @@ def test_the_end_cancels_what_answers_open_calls_and_refuses_new_ones():
     episode = live()
     call = episode.start(MARK, body("x"))
     cancelled = []
-    call.cancel = lambda: cancelled.append(call.id)
+    call.cancel_by(lambda: cancelled.append(call.id))
     episode.end("ok")
     assert cancelled == [call.id]
     with pytest.raises(RecordError, match="has ended"):
         episode.start(MARK, body("y"))
+
+
+def test_work_that_begins_after_its_episode_was_stopped_is_cancelled_at_once():
+    episode = live()
+    call = episode.start(MARK, body("x"))
+    episode.stop()
+    cancelled = []
+    call.cancel_by(lambda: cancelled.append("now"))
+    assert cancelled == ["now"]
+
+
+def test_work_of_a_call_that_was_answered_is_not_cancelled():
+    episode = live()
+    call = episode.start(MARK, body("x"))
+    call.finish(answer())
+    episode.stop()
+    call.cancel_by(lambda: pytest.fail("the call was answered"))
 
 
 def test_team_rewards_and_metrics():
