@@ -23,7 +23,7 @@ from cotune.trainer.config.policy import shared_tool_format
 from cotune.trainer.config.resolve import join_policies, resolve_plan, with_bases
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.opening.restore import begin_from, restore
-from cotune.trainer.opening.resume import tasks_per_step
+from cotune.trainer.opening.resume import steps_at_start, tasks_per_step
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
@@ -145,7 +145,7 @@ async def open_run(
                 config.refill.budget,
                 config.seed,
                 tasks_per_step(config, changes),
-                config.steps,
+                steps_at_start(config, changes),
             ),
             held_out=held_out,
             teachers=teachers,

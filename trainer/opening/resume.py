@@ -100,6 +100,19 @@ def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
             )
 
 
+def steps_at_start(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of steps with which the run was started, which its curriculum was divided by.
+
+    `changes` are the changes of settings in run.json. If a curriculum followed the present number, the tasks of steps
+    that are done would change when the run gets longer.
+    """
+    for change in changes:
+        if "steps" in change["changed"]:
+            first, _ = change["changed"]["steps"]
+            return int(first)
+    return config.steps
+
+
 def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     """Return the numbers of tasks of the run's steps, as (first step with this number, number).
 

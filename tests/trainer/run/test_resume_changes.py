@@ -65,6 +65,19 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
     assert json.loads((run / "run.json").read_text())["changes"][1] == {"step": 4, "changed": {"steps": [4, 5]}}
 
 
+def test_a_curriculum_of_a_run_that_gets_longer_keeps_its_levels(trainer: Trainer) -> None:
+    tasks = [{"id": name, "letter": name, "hard": int(name > "b")} for name in "abcd"]
+    settings = {"steps": 3, "tasks_per_step": 1, "plan": {"k": 2}, "curriculum": {"pool": "by:hard"}}
+    trainer(application(first=letters), tasks, **settings)
+    trainer.resume(application(first=letters), tasks, steps=6)
+    drawn: list[str] = []
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        for step in range(6):
+            drawn += [episode.task.id for episode in store.episodes(EpisodeFilters(phase="train", training_step=step))]
+    assert drawn[0] in "ab" and drawn[1] in "cd"
+    assert sorted(drawn[2:]) == list("abcd"), "one pass over all tasks, begun before the run got longer"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
