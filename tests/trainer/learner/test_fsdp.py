@@ -207,8 +207,7 @@ def updated(learner):
     ("writer", "reader"),
     [
         ("local", "two"),
-        # `test_cluster.py` of the runs continues in one process what two workers have saved.
-        pytest.param("two", "local", marks=pytest.mark.long),
+        ("two", "local"),
         pytest.param("two", "one", marks=pytest.mark.long),
         pytest.param("one", "two", marks=pytest.mark.long),
     ],

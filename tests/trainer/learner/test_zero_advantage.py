@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-ON_WORKERS = "several steps and epochs"
+ON_WORKERS = "several steps"
 """The case that `make test` also computes on two workers, which sum up with the local learner's own code."""
 
 

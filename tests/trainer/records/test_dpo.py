@@ -144,7 +144,7 @@ def test_loss_and_gradient_are_those_of_the_formula(base: str, tmp_path: Path) -
 
 def test_a_run_on_the_groups_of_a_tree(trainer: Trainer, tmp_path: Path) -> None:
     trainer(application(converse, first=letters, second=letters), TASKS, to="tree", steps=2)
-    settings = {"policies": "full", "steps": 6, "tasks_per_step": 6, "learner": {"lr": 1e-3}}
+    settings = {"policies": "full", "steps": 6, "tasks_per_step": 6, "learner": {"lr": 5e-3}}
     records = str(tmp_path / "tree")
     summary = trainer(application(converse), None, recipe="dpo", records=records, **settings)
     lines = trainer.metrics()
@@ -152,7 +152,7 @@ def test_a_run_on_the_groups_of_a_tree(trainer: Trainer, tmp_path: Path) -> None
     for role in ("first", "second"):
         figures = [line["roles"][role] for line in lines]
         assert figures[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
-        assert figures[-1]["accuracy"] == 1.0 and figures[-1]["loss"] < figures[0]["loss"]
+        assert figures[-1]["accuracy"] == 1.0 and figures[-1]["loss"] < 0.6
     assert [found["steps"] for found in lines[0]["policies"].values()] == [1.0, 1.0]
     assert "recipe dpo: pairs from 6 episodes" in trainer.said and "accuracy: first 1.0000" in trainer.said
 
