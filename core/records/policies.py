@@ -121,7 +121,7 @@ def models_said(bases: Mapping[str, Sequence[str]]) -> str:
 
 
 STEPS_BETWEEN_SWAPS = 5
-"""Twenty swaps in a run of 100 steps, and enough steps between two for a policy to learn in its new role."""
+"""Twenty turns in a run of 100 steps, and enough steps between two for a policy to learn in its new role."""
 
 
 def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], step: int) -> dict[str, str]:

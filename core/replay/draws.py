@@ -71,8 +71,10 @@ def _urandom_of(kind: str, size: int) -> bytes:
 
 
 def _hooked_uuid_time() -> tuple[bytes, int]:
-    """Node time of `uuid.uuid1`, recorded or replayed in a frozen episode. Returns the id as bytes and whether it is
-    safe."""
+    """Draw an id for `uuid.uuid1`, recorded or replayed in a frozen episode.
+
+    Returns all 16 bytes of the id, and a status: 0 if no other process can have drawn the same id.
+    """
     assert _uuid_time is not None
     if (frozen := _asking()) is None:
         return _uuid_time()

@@ -242,8 +242,8 @@ class PolicyResponder:
         for name in unknown_fields(requested):
             text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
             call.episode.warn("not_enforced", text)
-        # Training also replaces the temperature, in nearly every application. It is not in UNSHAPED, so there is no
-        # warning here: `cotune check` reports it.
+        # `override` holds the temperature and UNSHAPED. `cotune check` reports the temperature, so only UNSHAPED is
+        # warned of here.
         for name, value in (self.override or {}).items():
             if name in UNSHAPED and requested.get(name) not in (None, value):
                 text = f"Role {call.role!r} asks for {name} = {requested[name]}; it is sampled with {value:g}."

@@ -43,8 +43,8 @@ def _on_this_machine(options: ImproveOptions) -> bool:
     """Whether the reflection model and the reference are on this machine."""
     from cotune.integrations.web.http.requests import is_loopback
 
-    url = options.reflection_url or os.environ.get("OPENAI_BASE_URL", "")
     address = os.environ.get("OPENAI_BASE_URL", "")
+    url = options.reflection_url or address
     # A reference of `blame` that a provider answers for is at the address of the environment.
     elsewhere = "openai:" in options.blame and not (address and is_loopback(address))
     return bool(url) and is_loopback(url) and not elsewhere
