@@ -45,10 +45,11 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from cotune.trainer.blame.analysis import blame, planned, tasks_to_analyse
+    from cotune.trainer.blame.analysis import blame, planned
     from cotune.trainer.blame.options import BlameOptions
     from cotune.trainer.blame.references import read_references
     from cotune.trainer.blame.report import render
+    from cotune.trainer.blame.tasks import tasks_to_analyse
 
     options = BlameOptions(
         references=tuple(a.reference), without=tuple(a.without), prices=prices(a.price), **fields_of(a)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.intervals import Interval
+from cotune.records.structs import Episode
 from cotune.storage.typed_json import read_if_typed
 from cotune.tables import plural
 
@@ -140,6 +141,12 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     def points(self, value: float) -> float:
         """A difference of outcomes in points: hundredths of the span."""
         return 100 * value / self.span
+
+
+def summed_outcome(episode: Episode, rewards: Mapping[str, float] | None) -> float | None:
+    """The outcome of an episode: the sum of its `rewards`. None if it is not known: the episode has no reward, or did
+    not end well."""
+    return sum(rewards.values()) if episode.status == "ok" and rewards else None
 
 
 def read_blame(folder: Path | None) -> Blame | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -21,14 +19,10 @@ from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.intervals import Interval
 from cotune.reading.blame import REPORT, Blame, LostEpisode, RoleBlame
 from cotune.recording.recorder import Responder
-from cotune.records.structs import Task
-from cotune.records.tasks import as_tasks
-from cotune.storage.file_lock import FileLock
 from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sql.upkeep import copy_episodes
-from cotune.storage.trace_file import write_trace
-from cotune.storage.typed_json import read_if_typed
 from cotune.tables import plural
 from cotune.terminal import print_line, terminal
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arms_of_round, better_half, only
@@ -44,22 +38,21 @@ from cotune.trainer.blame.estimates import (
     nameable_effect,
     role_effects,
 )
-from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, failed_tasks, find_decisive_call
+from cotune.trainer.blame.folder import opened
+from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, find_decisive_call
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Reference, open_references, read_references
 from cotune.trainer.blame.runs import BudgetReachedError, Runs
+from cotune.trainer.blame.tasks import TasksToAnalyse, tasks_to_analyse
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
-FILE = "blame.json"
 PILOT = 2
 """Tasks that are run first. They tell the roles, and the calls of a run, on which the budget depends."""
 MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
-GROWING = ("tasks", "recorded")
-"""Fields of blame.json that a larger limit makes longer."""
 MANY_ROLES = 6
 """Up to so many roles, the default number of runs leaves room for more than a round."""
 REMOVALS = 3
@@ -88,52 +81,22 @@ def blame(
     """
     chosen = msgspec.structs.replace(options or BlameOptions(), **settings)
     app = workflow_of(workflow).named_by(chosen.roles_by)
-    references = read_references(chosen)
+    read_references(chosen)  # raises before anything is written
     drawn = tasks_to_analyse(tasks, chosen)
     layout = RunLayout(Path(chosen.out).absolute())
     address = workflow if isinstance(workflow, str) else ""
-    with _opened(layout, app, address, drawn, chosen), open_store(layout.records) as store:
+    console = terminal(stderr=True)
+    say = partial(print_line, console)
+    with opened(layout, app, address, drawn, chosen), open_store(layout.records) as store:
         if chosen.records is not None:
             # The records of the analysis hold all that it used, also when the others are gone.
             with open_store(chosen.records, read_only=True) as source:
                 copy_episodes(source, store, list(drawn.recorded))
-        found = run_sync(_analyse(app, drawn, references, chosen, store, str(layout.path), responder))
-        write_atomically(layout.path / REPORT, json.dumps(found.to_json(), indent=2).encode())
-        return found
-
-
-class TasksToAnalyse(NamedTuple):
-    """The tasks of an analysis in the order in which they are run, and the ids of the recorded episodes that failed on
-    them, if these were asked for."""
-
-    tasks: Sequence[Task]
-    recorded: Sequence[str] = ()
-
-
-def tasks_to_analyse(tasks: str | Path | Iterable[Any] | None, options: BlameOptions) -> TasksToAnalyse:
-    """Draw the tasks that the options allow. Raises ConfigError for both tasks and recorded episodes, or neither."""
-    if options.records is None:
-        if tasks is None:
-            remedy = "Pass --tasks FILE, or the folder or database of recorded episodes: --episodes runs/traced"
-            raise ConfigError("tasks", None, "is missing", remedy)
-        return TasksToAnalyse(draw_tasks(as_tasks(tasks), options))
-    if tasks is not None:
-        fault = "cannot be used with recorded episodes: their tasks are analysed"
-        raise ConfigError("tasks", str(tasks), fault, "Leave out --tasks or --episodes.")
-    with open_store(options.records, read_only=True) as store:
-        failed = failed_tasks(store)
-    drawn = draw_tasks([episode.task for episode in failed.values()], options)
-    return TasksToAnalyse(drawn, [failed[task.id].id for task in drawn])
-
-
-def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
-    """The tasks of an analysis, in the order in which they are run.
-
-    A larger limit takes further tasks, so that an analysis can be continued with it.
-    """
-    shuffled = sorted(tasks, key=lambda task: task.id)
-    random.Random(options.seed).shuffle(shuffled)
-    return shuffled[: options.limit]
+        with episode_bar(console, None, "runs") as on_run:
+            analysis = run_sync(analyse(app, drawn, chosen, store, own=responder, say=say, on_run=on_run))
+        result = msgspec.structs.replace(analysis.result(), path=str(layout.path))
+        write_atomically(layout.path / REPORT, json.dumps(result.to_json(), indent=2).encode())
+        return result
 
 
 def planned(tasks: int, options: BlameOptions) -> str:
@@ -171,88 +134,43 @@ def _redraws(options: BlameOptions) -> int:
     return min(REDRAWS, options.runs - 1)
 
 
-@contextlib.contextmanager
-def _opened(
-    layout: RunLayout, app: Workflow, address: str, drawn: TasksToAnalyse, options: BlameOptions
-) -> Iterator[None]:
-    """The folder of an analysis, held: a new one, or that of the same analysis. Raises ConfigError for another one."""
-    described: dict[str, Any] = {
-        "workflow": app.name,
-        "references": sorted(options.references),
-        "without": sorted(options.without),
-        "model": options.model,
-        "temperature": options.temperature,
-        "max_tokens": options.max_tokens,
-        "roles_by": options.roles_by,
-        "seed": options.seed,
-        "from_records": bool(drawn.recorded),
-        "tasks": [task.id for task in drawn.tasks],
-        "recorded": list(drawn.recorded),
-    }
-    file = layout.path / FILE
-    layout.path.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(layout.path / "blame.lock", f"The analysis {layout.path}")
-    try:
-        earlier = read_if_typed(file, dict[str, Any])
-        if earlier is None and layout.records.exists():
-            raise ConfigError("out", options.out, "holds records of something else", "Name a new folder with --out.")
-        if earlier is not None:
-            _check_same(options.out, earlier, described)
-            # With a smaller limit than before, the further tasks stay part of the analysis.
-            for name in GROWING:
-                if len(earlier.get(name) or []) > len(described[name]):
-                    described[name] = earlier[name]
-        write_atomically(file, json.dumps(described, indent=2).encode())
-        if address:
-            write_trace(layout.path, address, {"roles_by": options.roles_by}, holds_records=layout.records.exists())
-        yield
-    finally:
-        lock.release()
-
-
-def _check_same(out: str, earlier: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a folder holds the analysis that is described now, on as many tasks or others."""
-    for name, value in described.items():
-        before = earlier.get(name)
-        if name in GROWING:
-            # A larger limit adds tasks at the end.
-            shared = min(len(value), len(before or ()))
-            if value[:shared] == (before or [])[:shared]:
-                continue
-            fault = "holds an analysis of other tasks" if name == "tasks" else "holds an analysis of other episodes"
-        elif value == before:
-            continue
-        else:
-            fault = f"holds an analysis with {name} = {before!r}, not {value!r}"
-        raise ConfigError("out", out, fault, "Name a new folder with --out.")
-
-
-async def _analyse(
-    app: Workflow,
+async def analyse(
+    workflow: Workflow,
     drawn: TasksToAnalyse,
-    references: Mapping[str, Reference],
     options: BlameOptions,
-    store: Any,
-    path: str,
-    own: Responder | None,
-) -> Blame:
-    """Open the references, run the analysis on the drawn tasks and return its result. Runs that an earlier command
-    finished in this folder are reused. `own` answers for the application as it is, in place of its provider."""
-    console = terminal(stderr=True)
-    say = partial(print_line, console)
+    store: Store,
+    *,
+    own: Responder | None = None,
+    free_unpriced: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    on_run: Callable[[], object] = lambda: None,
+) -> Analysis:
+    """Make the runs of an analysis on the drawn tasks, as far as the limits allow, and return it with its result.
 
-    async with contextlib.AsyncExitStack() as stack:
-        answering = await stack.enter_async_context(open_references(app, references, options, own))
-        runs = Runs(app, store, answering, references, options, recorded=frozenset(drawn.recorded))
+    Runs that `store` has already are reused. `own` answers for the application as it is, in place of its provider.
+    With `free_unpriced`, calls whose cost is not known count as no money, instead of ending an analysis with a
+    `max_cost`. `say` prints a line of progress, `on_run` is called after each run. Raises CotuneError subclasses for
+    bad input, and if models cannot be reached.
+    """
+    references = read_references(options)
+    async with open_references(workflow, references, options, own) as answering:
+        runs = Runs(
+            workflow,
+            store,
+            answering,
+            references,
+            options,
+            recorded=frozenset(drawn.recorded),
+            free_unpriced=free_unpriced,
+            on_run=on_run,
+        )
         await runs.load()
         finished = len(runs.runs) - len(runs.recorded)
         if finished:
-            say(f"continuing with {plural(finished, 'finished run')} in {path}")
-        runs.on_run = stack.enter_context(episode_bar(console, None, "runs"))
-
-        analysis = Analysis(runs, drawn.tasks, references, options, say)
+            say(f"continuing with {plural(finished, 'finished run')}")
+        analysis = Analysis(runs, drawn, references, options, say)
         await analysis.run()
-        return msgspec.structs.replace(analysis.result(), path=path)
+        return analysis
 
 
 class Analysis:
@@ -261,15 +179,18 @@ class Analysis:
     def __init__(
         self,
         runs: Runs,
-        tasks: Sequence[Task],
+        drawn: TasksToAnalyse,
         references: Mapping[str, Reference],
         options: BlameOptions,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Analyse `tasks` with these `references`, by role ("" for any role). `say` prints a line of progress."""
+        """Analyse the drawn tasks with these `references`, by role ("" for any role). `say` prints a line of
+        progress."""
         self.runs = runs
         self.say = say
-        self.tasks = list(tasks)
+        self.tasks = list(drawn.tasks)
+        self.cut_off = drawn.cut_off
+        """Failed runs of the application as it is that were cut off: no call of these is looked for."""
         self.references = references
         self.options = options
         self.roles: list[str] = []
@@ -360,7 +281,13 @@ class Analysis:
         await self.redraw_failures()
         if self.runs.repeats_itself([OWN]):
             return  # Every fork would end as its episode did.
-        episodes = choose_episodes(self.runs, chosen)
+        episodes, cut_off = choose_episodes(self.runs, chosen)
+        self.cut_off += cut_off
+        if self.cut_off:
+            self.notes.append(
+                f"{plural(self.cut_off, 'failed run')} ended early, at a limit or an interruption: no decisive call is "
+                "looked for there."
+            )
         if not episodes:
             self.notes.append("No run failed, so there is no episode to look at.")
         for episode in episodes:

@@ -47,6 +47,10 @@ class Span(NamedTuple):
     def middle(self) -> float:
         return (self.low + self.high) / 2
 
+    def share(self, outcome: float) -> float:
+        """An outcome from 0 (the least) to 1 (the greatest)."""
+        return min(max((outcome - self.low) / self.size, 0.0), 1.0)
+
 
 class Estimate(NamedTuple):
     """A mean over tasks, with its 95% interval and the one-sided 95% bounds."""

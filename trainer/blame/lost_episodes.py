@@ -15,79 +15,51 @@ from cotune.records.structs import CallRecord, Episode
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.storage.protocol import Store
-from cotune.tables import answer_line, plural
+from cotune.tables import answer_line
 from cotune.trainer.blame.arms import OWN
 from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, loss_interval
-from cotune.trainer.blame.estimates import Outcomes, Span
+from cotune.trainer.blame.estimates import Span
 from cotune.trainer.blame.options import FAILED
-from cotune.trainer.blame.runs import FinishedFork, Runs, recorded_outcome
+from cotune.trainer.blame.runs import FinishedFork, Runs
+from cotune.trainer.blame.tasks import has_failed, is_cut_off
 
 MOST_EPISODES = 5
 """Failed episodes that are looked at, the worst first."""
 NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed its record"
 
 
-def choose_episodes(runs: Runs, chosen: str) -> list[Episode]:
-    """The failed episodes that `chosen` names: `failed`, recorded ones, or an id. Raises ConfigError for one that did
-    not fail."""
+def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
+    """The failed episodes that `chosen` names: `failed`, recorded ones, or an id. With `failed`, also the number of
+    failed runs that are left out because they were cut off. Raises ConfigError for an episode that did not fail."""
     span = runs.span()
     if runs.recorded:
         failed = [runs.store.episode(id) for id in runs.recorded]
-        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.id))[:MOST_EPISODES]
+        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.id))[:MOST_EPISODES], 0
     if chosen != FAILED:
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
-        if episode.phase != OWN.phase or not _has_failed(runs.store, episode, span):
+        if is_cut_off(runs.store, episode):
+            fault = "did not run to its end, because of a limit or an interruption"
+            raise ConfigError("episodes", chosen, fault, "Pass: failed. Runs that were cut off are made again.")
+        if episode.phase != OWN.phase or not has_failed(runs.store, episode, span):
             fault = "is not a failed run of the application as it is"
             raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
-        return [episode]
+        return [episode], 0
+
     worst: dict[str, Episode] = {}
+    cut_off = 0
     for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
-        if _has_failed(runs.store, episode, span):
+        if is_cut_off(runs.store, episode):
+            cut_off += 1
+        elif has_failed(runs.store, episode, span):
             worst.setdefault(episode.task.id, episode)
     ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
-    return ranked[:MOST_EPISODES]
-
-
-def failed_tasks(store: Store) -> dict[str, Episode]:
-    """By task, the first failed episode of records; forks are left out. Raises ConfigError if none failed."""
-    episodes = [one for one in store.episodes() if one.is_outcome and one.fork is None]
-    outcomes = Outcomes()
-    for one in episodes:
-        outcome = recorded_outcome(store, one)
-        if outcome is not None:
-            outcomes.add(OWN, one.task.id, outcome)
-    span = outcomes.span()
-    failed: dict[str, Episode] = {}
-    for one in episodes:
-        if one.task.id not in failed and _has_failed(store, one, span):
-            failed[one.task.id] = one
-    if not failed:
-        fault = f"has {plural(len(episodes), 'episode')} with a known end, and none that failed"
-        raise ConfigError("episodes", store.address, fault, "Name other records, or pass: --tasks FILE")
-    return failed
-
-
-def _has_failed(store: Store, episode: Episode, span: Span) -> bool:
-    """Whether the outcome of an episode is known and a failure: as its metric `success` says, else by the outcome."""
-    if not episode.is_outcome:
-        return False
-    if episode.status == "error":
-        return True
-    outcome = recorded_outcome(store, episode)
-    if outcome is None:
-        return False
-    return _scaled(outcome, span) <= 0.5 if episode.solved is None else not episode.solved
+    return ranked[:MOST_EPISODES], cut_off
 
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
     """The outcome of an episode, from 0 to 1; 0 where the application raised."""
     outcome = runs.outcome_of(episode)
-    return 0.0 if outcome is None else _scaled(outcome, span)
-
-
-def _scaled(outcome: float, span: Span) -> float:
-    return min(max((outcome - span.low) / span.size, 0.0), 1.0)
+    return 0.0 if outcome is None else span.share(outcome)
 
 
 async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
@@ -207,7 +179,7 @@ def _value(fork: FinishedFork, span: Span) -> float | None:
     """The outcome of a fork, from 0 to 1; None where it is not known."""
     if fork.failed:
         return 0.0
-    return None if fork.outcome is None else _scaled(fork.outcome, span)
+    return None if fork.outcome is None else span.share(fork.outcome)
 
 
 def _best_fork(runs: Runs, episode: Episode, call: CallRecord) -> FinishedFork | None:

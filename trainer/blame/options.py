@@ -75,3 +75,18 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_cost is not None and not self.prices:
             example = "For example: --price gpt-5=1.25/10 --max-cost 5"
             raise ConfigError("max_cost", self.max_cost, "needs prices", example)
+
+
+def split_reference(text: str) -> tuple[str, str]:
+    """The role ("" for all roles) and the source of one --reference: [ROLE=]SOURCE."""
+    role, equals, source = text.partition("=")
+    # A path or an address may have an equals sign too, but not before its first slash or colon.
+    if not equals or "/" in role or ":" in role:
+        return "", text
+    return role, source
+
+
+def provider_model(text: str) -> str | None:
+    """The model that a reference asks a provider for; None if it answers in another way."""
+    kind, _, name = split_reference(text)[1].partition(":")
+    return name if kind == "openai" else None

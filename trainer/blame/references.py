@@ -20,7 +20,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.blame.arms import Arm
-from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.options import BlameOptions, split_reference
 from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.evaluation.sources import read_source, read_trained
 
@@ -75,10 +75,7 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
 def _reference(text: str) -> Reference:
     """Read one --reference: [ROLE=]SOURCE, with openai:MODEL, prompts:PLACE, a run, an export or a model as the source.
     Raises ConfigError."""
-    role, equals, place = text.partition("=")
-    # A path or an address may have an equals sign too, but not before its first slash or colon.
-    if not equals or "/" in role or ":" in role:
-        role, place = "", text
+    role, place = split_reference(text)
     kind, _, name = place.partition(":")
     if kind == "openai":
         if not name:

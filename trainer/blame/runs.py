@@ -21,7 +21,7 @@ from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
-from cotune.reading.blame import FORK, FRESH_FORK
+from cotune.reading.blame import FORK, FRESH_FORK, summed_outcome
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical
@@ -130,6 +130,8 @@ class Runs:
     recorded: frozenset[str] = frozenset()
     """Ids of episodes that were recorded elsewhere, each the first run of its task. Their calls count against no
     limit."""
+    free_unpriced: bool = False
+    """Whether calls whose cost is not known count as no money. Without it, they end an analysis with a `max_cost`."""
 
     def __post_init__(self) -> None:
         """Start with no run. Raises ConfigError if the workflow's judge only ranks episodes against each other."""
@@ -295,7 +297,7 @@ class Runs:
                 raise self._budget_reached(1)
             episode = await self._play(flow, task, limited, responder, options)
             fork = self._keep_fork(episode)
-        if _is_cut(self.store.calls(episode.id, lean=True)):
+        if is_cut(self.store.calls(episode.id, lean=True)):
             raise self._budget_reached(1)
         self.on_run()
         return fork
@@ -305,11 +307,11 @@ class Runs:
         `max_calls`, or did not repeat its episode up to the forked call."""
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
-        new_calls = [call for call in calls if call.replayed is None and not _is_cut([call])]
+        new_calls = [call for call in calls if call.replayed is None and not is_cut([call])]
         cost, _unpriced = self._cost(OWN, new_calls)
         self.calls += len(new_calls)
         self.cost += cost
-        if episode.status == "cancelled" or _is_cut(calls):
+        if episode.status == "cancelled" or is_cut(calls):
             return None
         # Without `fork` the episode ended before it reached the call.
         if episode.blame == "divergence" or episode.fork is None:
@@ -348,7 +350,7 @@ class Runs:
             self.first_error = self.first_error or str(error)
 
     def outcome_of(self, episode: Episode) -> float | None:
-        """The sum of an episode's rewards; None if it did not end well, or has none."""
+        """The outcome of an episode; None if it is not known."""
         return recorded_outcome(self.store, episode)
 
     def span(self) -> Span:
@@ -362,9 +364,9 @@ class Runs:
         failed = episode.status == "error" and episode.is_outcome
         outcome = self.outcome_of(episode)
         left_out = ""
-        if _is_cut(calls):
+        if is_cut(calls):
             left_out = "limit"
-            calls = [call for call in calls if not _is_cut([call])]
+            calls = [call for call in calls if not is_cut([call])]
         elif episode.status == "cancelled":
             left_out = "cancelled"
         elif not episode.is_outcome:
@@ -457,7 +459,7 @@ class Runs:
     def _require_room(self, runs: int) -> None:
         """Raise BudgetReachedError if this number of further runs could pass a limit, and ConfigError if `max_cost` is
         set and a model has answered whose price is unknown."""
-        if self.options.max_cost is not None and self._without_price:
+        if self.options.max_cost is not None and self._without_price and not self.free_unpriced:
             model, why = next(iter(self._without_price.items()))
             remedy = "Use --max-calls instead."
             if why == "has no --price":
@@ -522,15 +524,14 @@ class Runs:
         return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in answers.values())
 
 
-def _is_cut(calls: Iterable[CallRecord]) -> bool:
+def is_cut(calls: Iterable[CallRecord]) -> bool:
     """Whether a call was refused because of the limit. The application may have gone on without its answer."""
     return any(AT_LIMIT in (call.error or "") for call in calls)
 
 
 def recorded_outcome(store: Store, episode: Episode) -> float | None:
-    """The sum of an episode's rewards; None if it did not end well, or has none."""
-    rewards = store.rewards([episode.id]).get(episode.id)
-    return sum(rewards.values()) if episode.status == "ok" and rewards else None
+    """The outcome of a stored episode; None if it is not known."""
+    return summed_outcome(episode, store.rewards([episode.id]).get(episode.id))
 
 
 def _digest(calls: Sequence[CallRecord]) -> str:

@@ -17,6 +17,7 @@ from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
 from cotune.storage.run_layout import present_address, whole_address
 from cotune.storage.typed_json import read_typed
+from cotune.trainer.blame.options import provider_model
 from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.load import assign, read_toml
 from cotune.trainer.config.removed import removed_setting
@@ -63,8 +64,8 @@ class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_f
                 f"needs a price of the reflection model {self.reflection}",
                 f"For example: --price {self.reflection}=0.25/2.00, or 0/0 for one that costs nothing.",
             )
-        model = self.blame.rpartition("openai:")[2]
-        if self.max_cost is not None and model != self.blame and model not in self.prices:
+        model = provider_model(self.blame)
+        if self.max_cost is not None and model and model not in self.prices:
             remedy = f"For example: --price {model}=1.25/10"
             raise ConfigError("max_cost", self.max_cost, f"needs a price of the reference {model}", remedy)
 

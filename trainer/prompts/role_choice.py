@@ -7,7 +7,6 @@ runs, as `cotune blame --episodes failed` does, shows them to the reflection mod
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from cotune.reading.blame import FORK, FRESH_FORK, Blame, LostEpisode
 from cotune.storage.protocol import Store
 from cotune.storage.typed_json import read_typed
 from cotune.tables import plural
-from cotune.trainer.blame.analysis import Analysis, draw_tasks
+from cotune.trainer.blame.analysis import analyse
 from cotune.trainer.blame.arms import arm_of
 from cotune.trainer.blame.options import BlameOptions
-from cotune.trainer.blame.references import open_references, read_references
-from cotune.trainer.blame.runs import Runs
+from cotune.trainer.blame.references import read_references
+from cotune.trainer.blame.tasks import TasksToAnalyse, draw_tasks
 from cotune.trainer.prompts.evaluations import Evaluations
 from cotune.trainer.prompts.options import ImproveOptions, PromptRun
 from cotune.trainer.prompts.spending import Spending, Spent
@@ -96,42 +95,49 @@ async def choose_role(
         say("running alternatives, to find the role to change ...")
         new_result = await _analyse(evaluations, base, tasks, say)
         if new_result is None:
-            return RoleChoice("not known, as no run of the analysis has an outcome; roles are changed in turn", parts)
+            why = "the limits leave no run of the analysis with an outcome"
+            return RoleChoice(f"not known, as {why}; roles are changed in turn", parts)
         result = new_result
         write_atomically(folder.blame, json.dumps(result.to_json(), indent=2, ensure_ascii=False).encode())
     _count(result, evaluations.store, evaluations.spending)
     for note in result.notes:
         say(note)
+    choice = _choice(result, parts)
     if result.ended:
-        say(f"the analysis ended at its share of the limits, after {plural(result.calls, 'call')}")
-    return _choice(result, parts)
+        spent = plural(result.calls, "call")
+        if options.max_cost is not None and result.cost is not None:
+            spent += f" and {result.cost:.4g} of money"
+        choice = replace(choice, note=f"{choice.note} The analysis stopped at its share of the limits, after {spent}.")
+    return choice
 
 
 async def _analyse(
     evaluations: Evaluations, base: Prompts, tasks: SearchTasks, say: Callable[[str], None]
 ) -> Blame | None:
-    """Run the analysis; None if no run has an outcome within the limits."""
+    """Run the analysis within its share of the limits; None if these allow no call, or no run has an outcome."""
     options, spending = evaluations.options, evaluations.spending
-    left = options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode
-    # Calls without a price count as no money in a search, and an analysis refuses them: then only calls limit it.
-    priced = options.max_cost is not None and not spending.unpriced
-    limited = blame_options(
-        options,
-        max_calls=max(1, int(min(SHARE * options.max_calls, left))),
-        max_cost=SHARE * options.max_cost if options.max_cost is not None and priced else None,
+    # The runs for the held-out tasks stay reserved, at the mean size of the runs so far.
+    max_calls = min(
+        SHARE * options.max_calls, options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode
     )
-    references = read_references(limited)
+    max_cost = None
+    if options.max_cost is not None:
+        left = options.max_cost - spending.cost - spending.reserve * spending.cost_per_episode
+        max_cost = min(SHARE * options.max_cost, left)
+    if max_calls < 1 or (max_cost is not None and max_cost <= 0):
+        return None
+
+    limited = blame_options(options, max_calls=int(max_calls), max_cost=max_cost)
     app = replace(evaluations.workflow, prompts=base if base.id else None)
-    async with contextlib.AsyncExitStack() as stack:
-        answering = await stack.enter_async_context(open_references(app, references, limited, evaluations.responder))
-        runs = Runs(app, evaluations.store, answering, references, limited)
-        await runs.load()
-        analysis = Analysis(runs, draw_tasks(tasks.train, limited), references, limited, say)
-        await analysis.run()
-        try:
-            return analysis.result()
-        except (RunError, WorkflowError):  # raised here only if no outcome is known
-            return None
+    drawn = TasksToAnalyse(draw_tasks(tasks.train, limited))
+    # A search counts calls without a price as no money, and says so in its report.
+    analysis = await analyse(
+        app, drawn, limited, evaluations.store, own=evaluations.responder, free_unpriced=True, say=say
+    )
+    try:
+        return analysis.result()
+    except (RunError, WorkflowError):  # raised here only if no outcome is known
+        return None
 
 
 def _count(result: Blame, store: Store, spending: Spending) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -18,9 +18,10 @@ from cotune.reading.blame import (
     loss_points,
     luck_sentence,
     shown_points,
+    summed_outcome,
 )
 from cotune.reading.run import OpenedRun
-from cotune.records.structs import Fork
+from cotune.records.structs import Episode, Fork
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import answer_line
 
@@ -35,6 +36,8 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     answer: str
     outcome: float | None
+    """None if the application raised an error, or if the outcome is not known."""
+    raised: bool
 
 
 class ShownLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +59,6 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
     """The verdict, a row per role, and the calls that lost episodes."""
     run = viewer.run(request)
     found = run.blame
-    forks = forks_by_call(run) if found is not None and found.episodes else {}
     return viewer.page(
         request,
         "blame.html",
@@ -65,38 +67,48 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
         luck=luck_sentence(found) if found else "",
         points=shown_points,
         least_tasks=LEAST_TASKS,
-        lost=[show_loss(run, one, forks) for one in found.episodes] if found else [],
+        lost=show_losses(run, found.episodes) if found else [],
         hues=hues(run, *(found.all_roles if found else ())),
     )
 
 
-def forks_by_call(run: OpenedRun) -> dict[tuple[str, str], list[tuple[str, Fork]]]:
-    """The forks of an analysis, by the episode and the call that they leave: their ids, and where they do so."""
-    forks: dict[tuple[str, str], list[tuple[str, Fork]]] = {}
-    for phase in (FORK, FRESH_FORK):
+def show_losses(run: OpenedRun, episodes: Sequence[LostEpisode]) -> list[ShownLoss]:
+    """The lost episodes as they are shown, each with the forks at its decisive call."""
+    # 1. The ids of the decisive calls: results name them by step.
+    decisive: dict[str, str] = {}
+    for lost in episodes:
+        if lost.call is not None:
+            calls = run.store.calls(lost.episode, lean=True)
+            decisive[lost.episode] = next((call.id for call in calls if call.step == lost.call), "")
+
+    # 2. The forks at these calls, with their outcomes. An episode that is listed twice shares them.
+    alternatives: dict[str, list[Alternative]] = {id: [] for id in decisive.values()}
+    for phase in (FORK, FRESH_FORK) if decisive else ():
         for episode in run.store.episodes(EpisodeFilters(phase=phase)):
-            if episode.fork is not None and episode.is_outcome:
-                forks.setdefault((episode.fork.trunk, episode.fork.call), []).append((episode.id, episode.fork))
-    return forks
+            fork = episode.fork
+            if fork is not None and fork.call in alternatives and episode.is_outcome:
+                alternatives[fork.call].append(show_alternative(run, episode, fork))
+
+    losses = []
+    for lost in episodes:
+        loss = "" if lost.loss is None else loss_points(lost.loss)
+        at_decisive = alternatives.get(decisive.get(lost.episode, ""), [])
+        # Forks without an outcome come last.
+        ranked = sorted(at_decisive, key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
+        losses.append(ShownLoss(episode=lost, loss=loss, alternatives=tuple(ranked)))
+    return losses
 
 
-def show_loss(run: OpenedRun, lost: LostEpisode, forks: Mapping[tuple[str, str], list[tuple[str, Fork]]]) -> ShownLoss:
-    """A lost episode as it is shown."""
-    decisive = ""
-    for call in run.store.calls(lost.episode, lean=True) if lost.call is not None else ():
-        if call.step == lost.call:
-            decisive = call.id
-    alternatives = []
-    for id, fork in forks.get((lost.episode, decisive), ()):
-        rewards = run.store.rewards([id]).get(id)
-        call = run.figures.call(fork.at)
-        answer = "" if call.chosen is None else answer_line(call.candidates[call.chosen])
-        outcome = sum(rewards.values()) if rewards else None
-        alternatives.append(Alternative(episode=id, step=call.step, answer=answer, outcome=outcome))
-    # Runs without an outcome, in which the application raised, come last.
-    alternatives.sort(key=lambda one: (one.outcome is None, -(one.outcome or 0.0)))
-    loss = "" if lost.loss is None else loss_points(lost.loss)
-    return ShownLoss(episode=lost, loss=loss, alternatives=tuple(alternatives))
+def show_alternative(run: OpenedRun, episode: Episode, fork: Fork) -> Alternative:
+    """An episode that leaves another one at `fork`, as it is shown."""
+    call = run.figures.call(fork.at)
+    return Alternative(
+        episode=episode.id,
+        step=call.step,
+        answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
+        outcome=summed_outcome(episode, run.store.rewards([episode.id]).get(episode.id)),
+        raised=episode.status == "error",
+    )
 
 
 def effects_of(run: OpenedRun, episode: str) -> dict[int, ShownEffect]:

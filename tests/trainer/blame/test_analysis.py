@@ -25,9 +25,10 @@ from cotune.records.structs import PolicyRef
 from cotune.records.tasks import as_tasks
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.open_store import open_store
-from cotune.trainer.blame.analysis import draw_tasks, planned
+from cotune.trainer.blame.analysis import planned
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Answering, OpenReferences
+from cotune.trainer.blame.tasks import draw_tasks
 from tests.integrations.provider import serving
 from tests.trainer.blame.office import Office, application, ask, tasks
 

@@ -6,6 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import cotune
@@ -14,11 +15,15 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
 from cotune.reading.blame import Blame
+from cotune.records.structs import CallRecord, Episode, Fork, RewardRecord, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.terminal import terminal
+from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.report import render
-from tests.trainer.blame.office import Office, application, tasks
+from cotune.trainer.blame.runs import AT_LIMIT
+from cotune.trainer.blame.tasks import failed_tasks, tasks_to_analyse
+from tests.trainer.blame.office import Office, application, ask, tasks
 
 
 @pytest.fixture
@@ -186,8 +191,90 @@ def test_records_without_a_failure_are_refused(tmp_path: Path, out: str) -> None
     with open_store(tmp_path / "traced") as store:
         (task,) = as_tasks(tasks(1))
         run_sync(run_episode(workflow_of(application()), task, sink=store, responder=made, options=EpisodeOptions()))
-    with pytest.raises(ConfigError, match="has 1 episode with a known end, and none that failed"):
+    with pytest.raises(
+        ConfigError, match="has 1 episode of the unchanged application with a known end, and none failed"
+    ):
         cotune.blame(application(), episodes=str(tmp_path / "traced"), out=out, responder=made)
+
+
+def write_failure(records: Path, id: str, **fields: Any) -> None:
+    """Store a failed episode with one call of the writer."""
+    with open_store(records) as store:
+        error = fields.pop("error_of_call", None)
+        call = CallRecord(
+            id=f"{id}-0",
+            episode=id,
+            role="writer",
+            step=0,
+            turn=0,
+            messages=(),
+            model="small",
+            started=0.0,
+            latency=1.0,
+            status="error" if error else "ok",
+            error=error,
+        )
+        task = Task(id=f"task of {id}", input={"word": "apple"})
+        store.write([call, Episode(id=id, task=task, workflow="office", calls=1, **fields)])
+        store.write([RewardRecord(id, "team", 0.0)])
+
+
+def test_only_unchanged_runs_of_the_application_count_as_its_failures(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    for id, fields in {
+        "traced": {"phase": "trace"},
+        "trained": {"phase": "train"},
+        "own": {"phase": "blame own"},
+        "evaluated-today": {"phase": "eval-today"},
+        "judge": {"phase": "judge"},
+        "check": {"phase": "check"},
+        "swapped": {"phase": "blame only writer"},
+        "all-swapped": {"phase": "blame all"},
+        "evaluated-base": {"phase": "eval-base"},
+        "candidate": {"phase": "prompts", "prompts": "edited"},
+        "branch": {"phase": "train", "fork": Fork("traced", "traced-0", "branch-0")},
+        "diverged": {"phase": "blame-fork"},
+    }.items():
+        write_failure(records, id, **fields)
+    with open_store(records, read_only=True) as store:
+        failed, cut_off = failed_tasks(store)
+    assert {one.id for one in failed.values()} == {"traced", "trained", "own", "evaluated-today"}
+    assert cut_off == 0
+
+
+def test_recorded_runs_that_were_cut_off_are_counted_and_not_analysed(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    write_failure(records, "failed")
+    write_failure(records, "stopped", status="cancelled")
+    write_failure(records, "refused", error_of_call=f"A call of 'writer' was {AT_LIMIT} = 3.")
+    drawn = tasks_to_analyse(None, BlameOptions(episodes=str(records)))
+    assert (drawn.recorded, drawn.cut_off) == (["failed"], 2)
+
+
+def test_runs_that_the_limit_cut_off_have_no_decisive_call(out: str) -> None:
+    made = Office({"writer": 0.0})
+
+    @cotune.workflow
+    async def forgiving(task: Any) -> float:
+        for role in ("planner", "writer", "writer", "writer"):
+            try:
+                await ask(role, task["word"])
+            except openai.APIError:
+                return 0.0
+            if made.asked.total() == 1:  # so that longer runs than the first one seem to fit
+                return 1.0
+        return 1.0
+
+    found = cotune.blame(forgiving, tasks(4), episodes="failed", out=out, responder=made, runs=4, max_calls=4)
+    assert found.left_out["limit"] > 0 and not found.episodes
+    with open_store(out, read_only=True) as store:
+        refused = next(one.id for one in store.episodes() if one.status == "error")
+    with pytest.raises(ConfigError, match="did not run to its end, because of a limit"):
+        cotune.blame(forgiving, tasks(4), episodes=refused, out=out, responder=made, runs=4)
+    # With room for all calls nothing fails, and the earlier runs are counted.
+    again = cotune.blame(forgiving, tasks(4), episodes="failed", out=out, responder=made, runs=4)
+    assert not again.episodes
+    assert any("ended early, at a limit or an interruption" in note for note in again.notes)
 
 
 def test_tasks_and_recorded_episodes_exclude_each_other(traced: tuple[str, Any, Office], out: str) -> None:

@@ -133,6 +133,19 @@ def test_the_page_has_the_verdict_the_roles_and_the_alternatives(folder: Path) -
         assert '/run/blame/episode/good#call-1"' in linked and '/run/blame/blame" aria-current="page"' in linked
 
 
+def test_outcomes_that_are_not_known_are_no_zero(folder: Path) -> None:
+    with SqliteStore.open(folder) as store:
+        for id, status in (("silent", "ok"), ("raised", "error")):
+            store.write([record(id, step, f"said in {id}") for step in range(3)])
+            fork = Fork("lost", "lost-1", f"{id}-1")
+            task = Task(id="t1", input="what")
+            store.write([Episode(id=id, task=task, workflow="office", phase=FORK, calls=3, fork=fork, status=status)])
+    with viewing([folder]) as server:
+        said = text(f"{server.url}/run/blame/blame")
+    assert "right 1 wrong again 0 said in " in said
+    assert "said in silent unknown" in said and "said in raised raised an error" in said
+
+
 def test_the_timeline_colours_the_analysed_calls(folder: Path) -> None:
     with viewing([folder]) as server:
         page = httpx.get(f"{server.url}/run/blame/episode/lost").text

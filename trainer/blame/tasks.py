@@ -1,0 +1,121 @@
+"""The tasks of an analysis: drawn from a file, or those of recorded episodes that failed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cotune.errors import ConfigError
+from cotune.reading.blame import FORK, FRESH_FORK
+from cotune.records.structs import JUDGING, REFLECTING, Episode, Task
+from cotune.records.tasks import as_tasks
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+from cotune.tables import plural
+from cotune.trainer.blame.arms import OWN, PHASES, arm_of
+from cotune.trainer.blame.estimates import Outcomes, Span
+from cotune.trainer.blame.options import BlameOptions
+from cotune.trainer.blame.runs import is_cut, recorded_outcome
+
+EVALUATED = "eval-"
+"""How the phases of evaluations with a model of their own begin; `eval-today` is the application as it is."""
+
+
+class TasksToAnalyse(NamedTuple):
+    """The tasks of an analysis in the order in which they are run."""
+
+    tasks: Sequence[Task]
+    recorded: Sequence[str] = ()
+    """The ids of the recorded episodes that failed on these tasks, if recorded episodes are analysed."""
+    cut_off: int = 0
+    """Recorded episodes that failed because they were cut off. They are not analysed."""
+
+
+def tasks_to_analyse(tasks: str | Path | Iterable[Any] | None, options: BlameOptions) -> TasksToAnalyse:
+    """Draw the tasks that the options allow. Raises ConfigError for both tasks and recorded episodes, or neither."""
+    if options.records is None:
+        if tasks is None:
+            remedy = "Pass --tasks FILE, or the folder or database of recorded episodes: --episodes runs/traced"
+            raise ConfigError("tasks", None, "is missing", remedy)
+        return TasksToAnalyse(draw_tasks(as_tasks(tasks), options))
+    if tasks is not None:
+        fault = "cannot be used with recorded episodes: their tasks are analysed"
+        raise ConfigError("tasks", str(tasks), fault, "Leave out --tasks or --episodes.")
+    with open_store(options.records, read_only=True) as store:
+        failed, cut_off = failed_tasks(store)
+    drawn = draw_tasks([episode.task for episode in failed.values()], options)
+    return TasksToAnalyse(drawn, [failed[task.id].id for task in drawn], cut_off)
+
+
+def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
+    """The tasks of an analysis, in the order in which they are run.
+
+    A larger limit takes further tasks, so that an analysis can be continued with it.
+    """
+    shuffled = sorted(tasks, key=lambda task: task.id)
+    random.Random(options.seed).shuffle(shuffled)
+    return shuffled[: options.limit]
+
+
+def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
+    """By task, the first failed run of the unchanged application in records; and the number of failed runs that were
+    cut off, which are left out. Raises ConfigError if no run failed."""
+    episodes = [one for one in store.episodes() if is_unchanged_run(one)]
+    ended = [one for one in episodes if one.is_outcome]
+    outcomes = Outcomes()
+    for one in ended:
+        outcome = recorded_outcome(store, one)
+        if outcome is not None:
+            outcomes.add(OWN, one.task.id, outcome)
+    span = outcomes.span()
+
+    failed: dict[str, Episode] = {}
+    cut_off = sum(one.status == "cancelled" for one in episodes)
+    for one in ended:
+        if not has_failed(store, one, span):
+            continue
+        if is_cut_off(store, one):
+            cut_off += 1
+        elif one.task.id not in failed:
+            failed[one.task.id] = one
+    if not failed:
+        fault = f"has {plural(len(ended), 'episode')} of the unchanged application with a known end, and none failed"
+        if cut_off:
+            fault += f" but for {cut_off} that were cut off"
+        raise ConfigError("episodes", store.address, fault, "Name other records, or pass: --tasks FILE")
+    return failed, cut_off
+
+
+def is_unchanged_run(episode: Episode) -> bool:
+    """Whether an episode is a run of the application as it is, from the first call to the last.
+
+    It is not if it repeats another episode, if its prompts were edited, if a role was swapped, if another model than
+    the application's own was evaluated, or if it only checked the application or judged other episodes.
+    """
+    if episode.fork is not None or episode.prompts:
+        return False
+    if episode.phase.startswith(PHASES):
+        return arm_of(episode.phase) == OWN
+    if episode.phase.startswith(EVALUATED):
+        return episode.phase == f"{EVALUATED}today"
+    # A fork that differs from its episode before it reaches the forked call has no `fork`.
+    return episode.phase not in (FORK, FRESH_FORK, "replay", "check", JUDGING, REFLECTING)
+
+
+def has_failed(store: Store, episode: Episode, span: Span) -> bool:
+    """Whether the outcome of an episode is known and a failure: as its metric `success` says, else by the outcome."""
+    if not episode.is_outcome:
+        return False
+    if episode.status == "error":
+        return True
+    outcome = recorded_outcome(store, episode)
+    if outcome is None:
+        return False
+    return span.share(outcome) <= 0.5 if episode.solved is None else not episode.solved
+
+
+def is_cut_off(store: Store, episode: Episode) -> bool:
+    """Whether an episode did not run to its own end: it was interrupted, or a call was refused because of a limit."""
+    return episode.status == "cancelled" or is_cut(store.calls(episode.id, lean=True))
