@@ -325,7 +325,14 @@ class StopsOnce:
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "update"), (signal.SIGTERM, "rollout")])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, "update"),
+        # `test_a_step_that_was_stopped_has_the_figures_of_one_without_a_stop` stops in the midst of rollouts, too.
+        pytest.param(signal.SIGINT, "rollout", marks=pytest.mark.long),
+    ],
+)
 def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch, number, moment):
     stop = StopsOnce(number)
     sampling = {"repeatable": True}  # what a warm cache gives is rounded otherwise than what a cold one gives
@@ -400,7 +407,7 @@ def judged(run):
 @pytest.mark.parametrize(
     ("run", "app", "plan"),
     [
-        # `test_stopped_and_resumed_ends_like_a_run_without_a_stop` stops in the midst of rollouts, too.
+        # The last one covers them: a plan whose branches are rollouts, too, and a judge of episodes.
         pytest.param(converse, application, {"kind": "independent"}, marks=pytest.mark.long),
         pytest.param(tell, judged, {"kind": "independent"}, marks=pytest.mark.long),
         pytest.param(converse, application, {"kind": "replay", "k": 3}, marks=pytest.mark.long),

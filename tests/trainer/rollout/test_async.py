@@ -31,14 +31,14 @@ def test_rewards_rise_and_samples_come_from_the_version_before(module_trainer) -
 
 def test_every_call_names_the_version_that_answered(module_trainer, monkeypatch) -> None:
     monkeypatch.setattr("cotune.config.train.STEPS_AHEAD", 2)
-    module_trainer(application(**BOTH), steps=5, mode="async", to="two", **SETTINGS)
+    module_trainer(application(**BOTH), steps=4, mode="async", to="two", **{**SETTINGS, "plan": {"k": 4}})
     lines = module_trainer.metrics("two")
     seen: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
     with contextlib.closing(SqliteStore.open(module_trainer.folder / "two" / "records.db")) as store:
         for episode in store.episodes(EpisodeFilters(phase="train")):
             for call in store.calls(episode.id):
                 seen[episode.training_step, call.policy.name].add(call.policy.version)
-    assert set(seen) == {(step, policy) for step in range(5) for policy in ("first", "second")}
+    assert set(seen) == {(step, policy) for step in range(4) for policy in ("first", "second")}
     assert all(len(versions) == 1 for versions in seen.values())  # two policies may be published between two steps
     lags: defaultdict[int, set[int]] = defaultdict(set)
     for (step, policy), (version,) in seen.items():
@@ -49,5 +49,5 @@ def test_every_call_names_the_version_that_answered(module_trainer, monkeypatch)
 
 
 def test_in_mode_sync_nothing_is_stale(module_trainer) -> None:
-    module_trainer(application(**BOTH), steps=2, to="sync", **SETTINGS)
+    module_trainer(application(**BOTH), steps=2, to="sync", **{**SETTINGS, "plan": {"k": 4}})
     assert [set(line["staleness"]) for line in module_trainer.metrics("sync")] == [{"0"}] * 2

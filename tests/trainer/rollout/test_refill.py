@@ -20,9 +20,10 @@ from tests.trainer.test_step import StopsOnce
 from tests.trainer.tiny_app import application, ask, letters
 
 MIXED = [task for task in GRADED if task["kind"] == "mixed"]
+K = 4
 SETTINGS = {
     "tasks_per_step": 4,
-    "plan": {"k": 8},
+    "plan": {"k": K},
     "learner": {"lr": 1e-4},
     "concurrency": 1,
     "sampling": {"repeatable": True},
@@ -48,8 +49,8 @@ def test_flat_groups_are_replaced_and_all_that_is_drawn_is_counted(trainer):
     assert sum(line["groups"] for line in lines) > sum(line["groups"] for line in plain)
     for line, episodes in zip(lines, episodes_in(trainer).values(), strict=True):
         own, refill = line["roles"]["first"], line["refill"]
-        assert refill == {"tasks": refill["tasks"], "episodes": 8 * refill["tasks"], "late": 0, "late_tasks": 0}
-        assert len(episodes) == line["episodes"] == 8 * (4 + refill["tasks"])
+        assert refill == {"tasks": refill["tasks"], "episodes": K * refill["tasks"], "late": 0, "late_tasks": 0}
+        assert len(episodes) == line["episodes"] == K * (4 + refill["tasks"])
         assert len({e.task.id for e in episodes}) == 4 + refill["tasks"] <= 12
         assert own["refill_drawn"] == own["refill_kept"] + own["refill_wasted"] == refill["tasks"]
         assert line["groups"] + own["refill_missing"] >= 4
@@ -88,7 +89,7 @@ def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer)
     async def stopping(task):
         nonlocal begun
         begun += 1
-        if begun == 3 + 32 + 10:  # after the preflight and the first step's own: in its refill
+        if begun == 3 + 4 * K + 5:  # after the preflight and the first step's own: in its refill
             stop()
         return await graded(task)
 
@@ -172,8 +173,8 @@ def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, whe
     line = trainer.metrics()[0]
     cancelled = [e for e in episodes_in(trainer)[0] if e.status == "cancelled"]
     assert "stuck" in {e.task.input["kind"] for e in cancelled}
-    assert line["refill"]["late"] >= len(cancelled) >= 8 and line["failed"] == 0
-    assert line["refill"]["episodes"] + line["refill"]["late"] + 32 == len(episodes_in(trainer)[0])
+    assert line["refill"]["late"] >= len(cancelled) >= K and line["failed"] == 0
+    assert line["refill"]["episodes"] + line["refill"]["late"] + 4 * K == len(episodes_in(trainer)[0])
     assert line["groups"] >= 1 and line["seconds"]["rollout"] < 600
     said = " ".join(trainer.said.split())
     assert line["refill"]["late_tasks"] >= 1 and f"late ({line['refill']['late']} episodes)" in said
@@ -193,7 +194,7 @@ def test_what_a_judge_says_of_further_tasks_is_waited_for(trainer):
     trainer(app, GRADED, steps=1, refill={"budget": 1.0}, **SETTINGS)
     (line,) = trainer.metrics()
     first = line["roles"]["first"]
-    assert line["refill"] == {"tasks": 4, "episodes": 32, "late": 0, "late_tasks": 0}
+    assert line["refill"] == {"tasks": 4, "episodes": 4 * K, "late": 0, "late_tasks": 0}
     assert (first["refill_drawn"], first["refill_wasted"]) == (4, 4 - first["refill_kept"])
     assert line["groups"] == first["refill_kept"] > 0
 

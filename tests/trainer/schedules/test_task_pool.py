@@ -210,10 +210,11 @@ def test_a_run_comes_to_draw_the_tasks_that_differ(trainer):
 
 
 def test_a_resumed_run_is_equal_to_the_bit(trainer):
-    app, alone = application(graded), {"concurrency": 1, "sampling": {"repeatable": True}}
-    trainer(app, GRADED, to="whole", steps=4, **SETTINGS, **alone)
-    trainer(app, GRADED, to="broken", steps=2, **SETTINGS, **alone)
-    trainer.resume(app, GRADED, to="broken", steps=4)
+    app = application(graded)
+    settings = {**SETTINGS, "plan": {"k": 4}, "concurrency": 1, "sampling": {"repeatable": True}}
+    trainer(app, GRADED, to="whole", steps=3, **settings)
+    trainer(app, GRADED, to="broken", steps=2, **settings)
+    trainer.resume(app, GRADED, to="broken", steps=3)
     assert drawn_in(trainer, "whole") == drawn_in(trainer, "broken")
     assert state_of(trainer, "whole").tasks == state_of(trainer, "broken").tasks
     for one, other in zip(trainer.metrics("whole"), trainer.metrics("broken"), strict=True):
@@ -223,11 +224,11 @@ def test_a_resumed_run_is_equal_to_the_bit(trainer):
 
 def test_steps_that_were_rolled_out_ahead_keep_their_tasks_in_a_resumed_run(trainer, monkeypatch):
     monkeypatch.setattr("cotune.config.train.STEPS_AHEAD", 2)
-    app, settings = application(graded), {**SETTINGS, "mode": "async"}
-    trainer(app, GRADED, to="whole", steps=6, **settings)
+    app, settings = application(graded), {**SETTINGS, "plan": {"k": 4}, "mode": "async"}
+    trainer(app, GRADED, to="whole", steps=5, **settings)
     trainer(app, GRADED, to="broken", steps=3, **settings)
     ahead = state_of(trainer, "broken").drawn
-    trainer.resume(app, GRADED, to="broken", steps=6)
+    trainer.resume(app, GRADED, to="broken", steps=5)
     drawn = drawn_in(trainer, "broken")
     assert sorted(ahead) == [3, 4]  # drawn by what was known after two steps and before
     assert {step: {*tasks.own} for step, tasks in ahead.items()} == {step: drawn[step] for step in ahead}
