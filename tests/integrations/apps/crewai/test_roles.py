@@ -346,8 +346,9 @@ def test_a_crew_itself_is_a_workflow(record: Recorded) -> None:
     assert made.tasks[0].output is None
 
 
-@pytest.mark.parametrize("made", [Steps, Steps()], ids=["class", "object"])
-def test_a_flow_itself_is_a_workflow(record: Recorded, made) -> None:
+@pytest.mark.parametrize("opened", [False, True], ids=["class", "object"])
+def test_a_flow_itself_is_a_workflow(record: Recorded, opened: bool) -> None:
+    made = Steps() if opened else Steps
     flow = cotune.workflow(made, inputs=lambda given: {}, reward=lambda state, given: state["n"])
     assert flow.cotune.name == ("Steps" if made is Steps else "graph")
     outcome = record(flow, says)

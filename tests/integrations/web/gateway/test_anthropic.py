@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -15,6 +14,9 @@ import cotune
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import Recorded, answer, asks, tool_call
 from tests.integrations.web.gateway.client import Bench, bench
+
+if TYPE_CHECKING:
+    import anthropic
 
 LOOK = {
     "name": "look",
@@ -72,6 +74,8 @@ def reply(body: dict[str, Any], number: int) -> tuple[int, str, list[Any]]:
 
 
 def client(base: str, **options: Any) -> anthropic.Anthropic:
+    import anthropic  # seconds of a processor: not in every process that collects tests
+
     return anthropic.Anthropic(base_url=base, **{"api_key": "their-key", "max_retries": 0, **options})
 
 
@@ -214,6 +218,8 @@ def test_what_only_the_provider_does_is_refused(nowhere: None, record: Recorded)
 
 
 def test_failures_retries_and_half_streams(gate: Bench) -> None:
+    import anthropic
+
     gate.provider.reply = lambda body, number: (
         (529, "application/json", [b'{"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}'])
         if number == 0
@@ -239,6 +245,8 @@ def test_failures_retries_and_half_streams(gate: Bench) -> None:
 
 
 def test_providers_and_keys_of_their_own(tmp_path: Path) -> None:
+    from anthropic import AuthenticationError
+
     from tests.integrations.provider import serving
 
     with serving() as other:
@@ -247,7 +255,7 @@ def test_providers_and_keys_of_their_own(tmp_path: Path) -> None:
         with bench(tmp_path, **options) as gate:
             hello = {"model": "claude", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
             client(gate.url, api_key="secret").messages.create(**hello)
-            with pytest.raises(anthropic.AuthenticationError):
+            with pytest.raises(AuthenticationError):
                 client(gate.url, api_key="wrong").messages.create(**hello)
             gate.client(f"{gate.url}/v1").with_options(api_key="secret").chat.completions.create(
                 model="m", messages=hello["messages"]

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 import zstandard
@@ -76,6 +75,8 @@ def test_a_body_that_is_not_edited_stays_packed(gate: Bench) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropic_keeps_its_blocks_and_their_cache(gate: Bench, streamed: bool) -> None:
+    import anthropic
+
     gate.provider.reply = lambda body, n: (
         (200, "text/event-stream", stream()) if streamed else scripted.json_reply(SPOKEN)
     )
