@@ -75,8 +75,8 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-# Three workers on two cores, as tests wait for processes a third of their time: one has all tests that use Ray or vLLM
-# (see tests/conftest.py), the others the rest meanwhile, quick files first. mypy runs while they begin.
+# Three workers on two cores, as tests wait for processes a third of their time: one has the engines of vLLM, one all other
+# tests on Ray (see tests/conftest.py), the third the rest meanwhile, quick files first. mypy runs while they begin.
 test: style browser bubblewrap postgresql
 	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -p xdist -n 3 --dist loadgroup --no-loadscope-reorder; tests=$$?; \

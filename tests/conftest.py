@@ -1,7 +1,8 @@
 """Order of the whole run: quick files first, so that most mistakes show in the first minutes, and quick folders before
 others. Among several workers the tests of a file stay together, and so do files that share what takes long to start:
-this process's Ray and the engines of vLLM, which are the first group, as it takes longest; the browser; the site of the
-documentation; the wheel. Tests whose own processes start a Ray are with the rest."""
+the engines of vLLM; the Ray of a process; the browser; the site of the documentation; the wheel. The engines of vLLM
+and all other tests on Ray are two groups, which come first, as they take longest: each of two workers has a Ray. Tests
+whose own processes start a Ray are with the rest."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ import pytest
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from tests.postgres import Server, server
+from tests.warm_ray import warm_workers
 
 # In the background of a shell, which ignores Ctrl-C there, programs that tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,8 +64,10 @@ hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent
 ENGINES = {"ray_runtime", "vllm_url"}
-BY_NAME = {"ray", "routed-ray", "fsdp", "vllm-ray", "vllm-url", "vllm_in_ray", "vllm_by_url", "vllm_full"}
-"""Parameters by which a test asks for one of these while it runs."""
+VLLM = {"vllm-ray", "vllm-url", "vllm_in_ray", "vllm_by_url", "vllm_full", "vllm_url"}
+"""Fixtures, and parameters by which a test asks for one while it runs: the engines of vLLM that tests share."""
+BY_NAME = {"ray", "routed-ray", "fsdp"} | VLLM
+"""Parameters by which a test asks for Ray or an engine while it runs."""
 PUBLISHES = "test_one_prompt"
 """The file after which the session's engine for full weights does not serve those that it began with."""
 CLOSES = (
@@ -71,6 +75,8 @@ CLOSES = (
     "test_a_killed_engine_fails_its_requests_and_a_killed_actor_leaves_nothing",
 )
 """The tests that close the session's engine for full weights, and kill that for adapters."""
+FIRST = ("vllm", "ray", "")
+"""Groups of engines among several workers, in their order before all other tests."""
 ORDER = (".", "docs", "core", "trainer", "gpu", "examples", "adapters", "integrations")
 SHARED = ("built_site", "driver", "wheel")
 """Fixtures of a session that take long to make. One worker runs all files that ask for one, and makes it once."""
@@ -89,8 +95,9 @@ file would keep one worker busy after the others have run out of tests."""
 
 @pytest.fixture(scope="session")
 def ray_runtime() -> Iterator[str]:
-    """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's."""
-    with open_ray("local", num_cpus=32) as runtime:
+    """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's. Its workers are forks
+    of a process that has imported what they need."""
+    with warm_workers(), open_ray("local", num_cpus=32) as runtime:
         yield runtime
 
 
@@ -144,17 +151,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _uses_engines(item) or "smollm2" in _fixtures(item) or ROOT / "examples" in item.path.parents:
             item.add_marker("slow")
-        item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else groups[item.path]))
+        item.add_marker(pytest.mark.xdist_group(_engines(item) or groups[item.path]))
     yield
     # Whole files move, as tests of a file share fixtures.
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path in slow_files, item.path.name not in LONGEST, *_rank(item)))
     if config.getoption("loadgroup", False):
-        items.sort(key=lambda item: not _uses_engines(item))
+        items.sort(key=lambda item: FIRST.index(_engines(item)))
 
 
 def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
-    """One Ray, not one for each worker, whatever asks for it while it runs."""
+    """Two Rays, not one for each worker, whatever asks for it while it runs."""
     if request.fixturename in ENGINES:
         assert _uses_engines(request._pyfuncitem), "name the parameter by which this test asks for Ray as in BY_NAME"
 
@@ -165,9 +172,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _uses_engines(item: pytest.Item) -> bool:
+    return not ENGINES.isdisjoint(_fixtures(item)) or not BY_NAME.isdisjoint(_parameters(item))
+
+
+def _engines(item: pytest.Item) -> str:
+    """The group of a test that uses engines, else nothing."""
+    if not _uses_engines(item):
+        return ""
+    shared = not VLLM.isdisjoint([*_fixtures(item), *_parameters(item)])
+    return "vllm" if shared or item.path.stem.startswith("test_vllm") else "ray"
+
+
+def _parameters(item: pytest.Item) -> list[str]:
     callspec = getattr(item, "callspec", None)
-    parameters = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
-    return not ENGINES.isdisjoint(_fixtures(item)) or not BY_NAME.isdisjoint(parameters)
+    return [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
 
 
 def _fixtures(item: pytest.Item) -> Collection[str]:

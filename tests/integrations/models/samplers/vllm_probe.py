@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.integrations.models.vllm.engine import VllmSampler
 from cotune.sampling.protocol import SamplerInfo
+from tests.integrations.models.samplers.vllm_server import IN_CORE
 
 _WORKER = {"worker_extension_cls": "tests.integrations.models.samplers.vllm_probe_worker.ProbeWorker"}
 
@@ -36,8 +37,10 @@ class Spoiled(Probe):
 
 
 async def open_spoiled(engine_args: dict[str, Any], **arguments: Any) -> Spoiled:
+    os.environ.update(IN_CORE)
     return await Spoiled.open(engine_args={**engine_args, **_WORKER}, **arguments)
 
 
 async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
+    os.environ.update(IN_CORE)
     return await Probe.open(engine_args={**engine_args, **_WORKER}, **arguments)

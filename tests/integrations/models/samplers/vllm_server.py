@@ -16,7 +16,10 @@ from pathlib import Path
 from tests import ends_with
 from tests.ports import free_port
 
+IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""On a CPU: the worker is in the engine's own process, not in another one that would import vLLM, too."""
 ENVIRONMENT = {
+    **IN_CORE,
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
