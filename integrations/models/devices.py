@@ -1,4 +1,5 @@
-"""The GPUs of this machine: those that torch uses, and those that it does not see."""
+"""Where parts of a run compute: the default device and its CPU threads, its name in messages, and what is wrong with
+GPUs that torch does not use."""
 
 from __future__ import annotations
 

@@ -1,25 +1,37 @@
 """A trial on the GPU, before the first update, of the two ways in which a network can attend over token trees.
 
-Which one is faster depends on the GPU, its drivers and the versions of torch and Triton, so it is measured.
+Which one is faster depends on the GPU and the versions of torch and Triton, so it is measured. Both round
+differently, so the verdict is kept in the state folder: a run that is resumed or repeated on this machine attends in
+the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from cotune.errors import error_line
+from cotune.storage.state_folder import load_result, store_result
+from cotune.trainer.learner import tree_attention
+from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.token_tree import token_tree
 from cotune.trainer.learner.tree_attention import FLEX_BLOCK, BlockedAttention, FlexAttention
 
 log = logging.getLogger("cotune")
+
+KIND = "attention_trials"
+"""The folder of verdicts in the state folder."""
 
 SCALE = 128
 """The timed tree has 32 times as many tokens: 4,096, about a pass of a few episodes."""
@@ -32,6 +44,9 @@ TOLERANCE = {torch.float32: 3e-3}
 """How far outputs and gradients may be apart, as a share of their norm. Tensor cores round float32 to TF32."""
 HALF_TOLERANCE = 5e-2
 """The same in half precision."""
+
+_SOURCE = hashlib.sha256(Path(tree_attention.__file__).read_bytes()).hexdigest()
+"""A verdict holds for the code that it was made with."""
 
 Attention = BlockedAttention | FlexAttention
 States = tuple[Tensor, Tensor, Tensor]
@@ -49,32 +64,76 @@ class _OtherValues(Exception):
     """FlexAttention does not compute what blocks compute."""
 
 
-def prefers_flex(network: Any, dtype: torch.dtype, *, autocast: bool) -> bool:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a trial, and the line that says why."""
+
+    flex: bool
+    line: str
+
+
+def prefers_flex(network: Any, dtype: torch.dtype, *, autocast: bool, group: ProcessGroup) -> bool:
     """Whether `network`, trained in `dtype` on a GPU, attends over trees faster by FlexAttention.
 
-    Always False on a CPU. Networks of one shape are tried once per process.
+    Always False on a CPU, and for networks whose values have another width than their queries. Rank 0 decides for all
+    ranks of `group`, so all must call this.
     """
     device = network.get_input_embeddings().weight.device
     if device.type != "cuda":
         return False
-    config = network.config.get_text_config()
+    shape = attention_shape(network.config.get_text_config())
+    if shape is None:
+        return False
+    chosen = group.rank == 0 and tried_once(shape, device, dtype, autocast=autocast).flex
+    return bool(group.max(torch.tensor([int(chosen)], device=device)).item())
+
+
+def attention_shape(config: Any) -> AttentionShape | None:
+    """The shape of a network's attention; None for multi-head latent attention (MLA), whose queries and values differ
+    in width. The trial does not cover it."""
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return _tried_once(AttentionShape(heads, groups, width), device, dtype, autocast)
+    value_width = int(getattr(config, "v_head_dim", None) or width)
+    if value_width != width or getattr(config, "kv_lora_rank", None):
+        return None
+    return AttentionShape(heads, groups, width)
 
 
 @cache
-def _tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, autocast: bool) -> bool:
+def tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool) -> Verdict:
+    """The verdict of an earlier trial on this kind of GPU with these versions, or of one that is made now.
+
+    A trial that ran out of memory is made again by the next run.
+    """
+    gpu = torch.cuda.get_device_name(device)
+    key = msgspec.json.encode([shape, str(dtype), autocast, gpu, str(torch.__version__), _triton_version(), _SOURCE])
+    verdict = load_result(KIND, key, Verdict)
+    if verdict is not None:
+        log.info("%s (tried earlier)", verdict.line)
+        return verdict
+
     log.info("Trying FlexAttention on this GPU. It compiles kernels, which may take a minute.")
     try:
-        return try_flex(shape, device, dtype, autocast=autocast)
+        verdict, lasts = try_flex(shape, device, dtype, autocast=autocast)
     finally:
         torch.cuda.empty_cache()  # a sampler may be on the same GPU
+    if lasts:
+        store_result(KIND, key, verdict)
+    return verdict
 
 
-def try_flex(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool) -> bool:
-    """Run both kinds of attention forward and backward, and log which is taken and why.
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def try_flex(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool
+) -> tuple[Verdict, bool]:
+    """Run both kinds of attention forward and backward, and log which is taken and why. Also return whether the
+    verdict lasts: not if memory ran out.
 
     FlexAttention is not taken if it fails, for example without Triton, with too little shared memory for its backward
     kernel, or if memory runs out; nor if it computes other values or is not clearly faster.
@@ -92,18 +151,17 @@ def try_flex(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *,
             blocks_seconds = fastest_seconds(lambda: _forward_and_backward(blocks, states), device)
     except Exception as error:  # noqa: BLE001 - compilers fail in ways of their own
         cause = getattr(error, "inner_exception", error)  # dynamo wraps the errors of its compiler
-        log.warning("Rows attend by SDPA, because FlexAttention does not work here (%s)", error_line(cause))
-        return False
+        line = f"Rows attend by SDPA, because FlexAttention does not work here ({error_line(cause)})"
+        log.warning("%s", line)
+        return Verdict(flex=False, line=line), not isinstance(cause, torch.OutOfMemoryError)
 
     is_faster = flex_seconds <= CLEARLY_FASTER * blocks_seconds
-    log.info(
-        "Rows attend by %s: a layer's attention over %d tokens takes %.2f ms by FlexAttention and %.2f ms by SDPA",
-        "FlexAttention" if is_faster else "SDPA",
-        len(tree.tokens),
-        1e3 * flex_seconds,
-        1e3 * blocks_seconds,
+    line = (
+        f"Rows attend by {'FlexAttention' if is_faster else 'SDPA'}: a layer's attention over {len(tree.tokens)} "
+        f"tokens takes {1e3 * flex_seconds:.2f} ms by FlexAttention and {1e3 * blocks_seconds:.2f} ms by SDPA"
     )
-    return is_faster
+    log.info("%s", line)
+    return Verdict(flex=is_faster, line=line), True
 
 
 def one_block() -> list[list[int]]:

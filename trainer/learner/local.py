@@ -108,7 +108,7 @@ class LocalLearner:
         self._passes = PassSizes(self._policies, settings, self._group, self._optimizers)
         # After the passes were measured: small trees are padded for FlexAttention, which keeps as much per token.
         for policy in self._policies.values():
-            policy.choose_attention()
+            policy.choose_attention(self._group)
         trainable = {name: policy.parameters() for name, policy in policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {

@@ -17,6 +17,7 @@ from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.learner.attention_trial import prefers_flex
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.device import to_device
+from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.fused_layers import fuse_layers
 from cotune.trainer.learner.logprobs import Head, token_logprobs
 from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
@@ -113,13 +114,14 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         """Compute by fused kernels from now on, if `device` is a GPU that they work on."""
         fuse_layers(self.network, device, getattr(torch, self._dtype))
 
-    def choose_attention(self) -> None:
-        """Choose the faster attention over trees on this network's device, unless the settings name one.
+    def choose_attention(self, group: ProcessGroup) -> None:
+        """Choose the faster attention over trees on this network's device, unless the settings name one. All ranks of
+        `group` choose the same, so all must call this.
 
         Called once before the first update, when the weights are on their device in their final form."""
         if self._chooses_attention and self.shares:
             dtype = getattr(torch, self._dtype)
-            self._flex = prefers_flex(self.network, dtype, autocast=self._autocast)
+            self._flex = prefers_flex(self.network, dtype, autocast=self._autocast, group=group)
 
     def _needs_autocast(self, computing: Iterable[Tensor]) -> bool:
         """Whether some weights that passes compute with are in another precision than the passes. Networks that see

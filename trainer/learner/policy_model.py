@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.trainer.learner.dist import copy_whole, gather
+from cotune.trainer.learner.dist import ProcessGroup, copy_whole, gather
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.pass_inputs import PassInputs
 
@@ -54,11 +54,11 @@ class PolicyModel:
         infix = f".{self.adapter}."
         return {name: p for name, p in self.peft.named_parameters() if infix in name}
 
-    def choose_attention(self) -> None:
+    def choose_attention(self, group: ProcessGroup) -> None:
         """See `LogprobModel.choose_attention`; also for the untrained copy."""
         for model in (self.logprob_model, self.frozen_copy):
             if model is not None:
-                model.choose_attention()
+                model.choose_attention(group)
 
     def activate(self) -> None:
         """Make the network compute, and take gradients for, this policy."""

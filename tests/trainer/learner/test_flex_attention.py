@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.attention import flex_attention
+from transformers import DeepseekV3Config
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
 from cotune.trainer.learner import attention_trial, logprob_model, tree_attention
+from cotune.trainer.learner.attention_trial import AttentionShape, Verdict, prefers_flex
+from cotune.trainer.learner.dist import SingleProcess
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.token_tree import token_tree
@@ -130,7 +134,7 @@ def trial(monkeypatch, caplog):
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(attention_trial, "SCALE", 16)
     caplog.set_level(logging.INFO)
-    return lambda dtype=torch.float32: attention_trial.try_flex(SHAPE, CPU, dtype, autocast=False)
+    return lambda dtype=torch.float32: attention_trial.try_flex(SHAPE, CPU, dtype, autocast=False)[0].flex
 
 
 def with_kernel(monkeypatch, kernel):
@@ -190,6 +194,105 @@ def test_a_trial_that_fails_leaves_blocks_and_says_why_in_one_line(trial, monkey
     assert caplog.records[0].levelname == "WARNING"
 
 
+@pytest.fixture
+def trials(monkeypatch, tmp_path):
+    """The trials that are made, on a pretended GPU with an empty state folder. All prefer FlexAttention."""
+    made = []
+
+    def try_flex(shape, device, dtype, *, autocast):
+        made.append((shape, dtype, autocast))
+        return Verdict(flex=True, line="Rows attend by FlexAttention: ..."), made[-1][1] != torch.float16
+
+    monkeypatch.setattr(attention_trial, "try_flex", try_flex)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    attention_trial.tried_once.cache_clear()
+    yield made
+    attention_trial.tried_once.cache_clear()
+
+
+def in_a_new_process(*arguments, dtype=torch.bfloat16, autocast=False):
+    attention_trial.tried_once.cache_clear()
+    return attention_trial.tried_once(*(arguments or (SHAPE, CPU)), dtype, autocast=autocast).flex
+
+
+def test_later_runs_attend_by_the_verdict_of_the_first(trials, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    assert [in_a_new_process() for _ in range(3)] == [True] * 3
+    assert len(trials) == 1
+    assert caplog.messages[-1] == "Rows attend by FlexAttention: ... (tried earlier)"
+
+    in_a_new_process(AttentionShape(4, 1, 16), CPU)
+    in_a_new_process(dtype=torch.float32)
+    in_a_new_process(autocast=True)
+    monkeypatch.setattr(attention_trial, "version", lambda package: "9.9")
+    in_a_new_process()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A10")
+    in_a_new_process()
+    assert len(trials) == 6
+
+
+def test_a_verdict_for_lack_of_memory_is_not_kept(trials):
+    for _ in range(2):
+        in_a_new_process(dtype=torch.float16)
+    assert len(trials) == 2
+
+
+def test_a_trial_without_memory_says_that_its_verdict_does_not_last(trial, monkeypatch):
+    with_kernel(monkeypatch, out_of_memory)
+    assert attention_trial.try_flex(SHAPE, CPU, torch.float32, autocast=False)[1] is False
+    with_kernel(monkeypatch, without_triton)
+    assert attention_trial.try_flex(SHAPE, CPU, torch.float32, autocast=False)[1] is True
+
+
+class OneRank:
+    """A rank of two. Rank 0 prefers FlexAttention."""
+
+    size = 2
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def max(self, values):
+        assert values.tolist() == [int(self.rank == 0)]
+        return values.clamp(min=1)
+
+
+class GpuNetwork:
+    """A network whose weights are on a GPU."""
+
+    def __init__(self, **config):
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+
+    def get_input_embeddings(self):
+        return SimpleNamespace(weight=SimpleNamespace(device=PretendedDevice()))
+
+
+class PretendedDevice:
+    type = "cuda"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_attend_as_rank_0_decides(trials, monkeypatch, rank):
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values, device: make(values))
+    network = GpuNetwork(num_attention_heads=2, head_dim=16)
+    assert prefers_flex(network, torch.bfloat16, autocast=False, group=OneRank(rank)) is True
+    assert len(trials) == (1 if rank == 0 else 0)
+
+
+def test_latent_attention_is_not_tried(trials):
+    """Queries of DeepSeek-V3 have 192 numbers, values 128."""
+    shape = attention_trial.attention_shape
+    assert shape(SimpleNamespace(num_attention_heads=8, hidden_size=64)) == AttentionShape(8, 8, 8)
+    assert shape(SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, head_dim=16)) == AttentionShape(8, 2, 16)
+    assert shape(DeepseekV3Config()) is None
+    assert shape(SimpleNamespace(num_attention_heads=8, head_dim=16, v_head_dim=8)) is None
+    network = GpuNetwork(num_attention_heads=8, head_dim=16, v_head_dim=8)
+    assert prefers_flex(network, torch.bfloat16, autocast=False, group=SingleProcess()) is False
+    assert trials == []
+
+
 def test_no_trial_is_made_on_a_cpu(folder, monkeypatch):
     monkeypatch.setattr(attention_trial, "try_flex", lambda *shape, **more: pytest.fail("a trial on the CPU"))
     learner = LocalLearner.open(folder, policies_for("full", ["a"], SMALL), FAST, LossSpec(kl=0.1))
@@ -202,7 +305,7 @@ def test_a_learner_trains_by_the_attention_that_the_trial_chose(folder, monkeypa
     """The frozen copy, to which the KL divergence is measured, attends in the same way."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)  # refuses gradients on a CPU
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(logprob_model, "prefers_flex", lambda network, dtype, *, autocast: chosen)
+    monkeypatch.setattr(logprob_model, "prefers_flex", lambda network, dtype, *, autocast, group: chosen)
     loss = LossSpec(kl=0.1)
     learner, blocks = (
         LocalLearner.open(folder, policies_for("full", ["a"], SMALL), change(FAST, tree_attention=how), loss)

@@ -331,7 +331,7 @@ def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
 def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
     """Forecast the tokens of the largest pass that the learner will make in `room` bytes, and whether its layers are
     computed again in the backward pass (activation checkpointing)."""
-    from cotune.trainer.learner.memory.pass_size import LEAST, auto_tokens
+    from cotune.trainer.learner.memory.pass_size import auto_tokens
 
     settings = config.learner
     # The size of passes without and with checkpointing, chosen as `PassSizes` chooses it.
@@ -341,8 +341,6 @@ def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: f
     for checkpointed, fit in fits.items():
         if asked == "auto":
             sizes[checkpointed] = auto_tokens(fit, "cpu" if device == "cpu" else "cuda")
-        elif settings.memory:
-            sizes[checkpointed] = max(LEAST, min(asked, int(fit)))
         else:
             sizes[checkpointed] = asked
 

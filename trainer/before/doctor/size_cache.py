@@ -5,16 +5,14 @@ A measurement loads transformers' and PEFT's model classes, which takes most of 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 from cotune.records.policies import LoraSpec
-from cotune.storage.state_folder import state_folder
+from cotune.storage.state_folder import load_result, store_result
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 
 PACKAGES = ("torch", "transformers", "peft")
@@ -29,29 +27,39 @@ def known_size(
 ) -> ModelSize:
     """As `measure_folder`, which is called once for each model, adapter, precision, device and version of the code.
 
-    Sizes are files in `model_sizes` of the state folder. A model that brings its own code is measured each time.
+    Sizes are files in `model_sizes` of the state folder. A model whose code is in another repository is measured each
+    time.
     """
     try:
         config = (folder / "config.json").read_bytes()
-    except OSError:
-        config = b""
-    if not config or b'"auto_map"' in config:
+        own_code = _own_code(folder, config)
+    except (OSError, msgspec.DecodeError):
+        own_code = None
+    if own_code is None:
         return measure_folder(folder, lora, dtype, joined=joined, device=device)
 
-    asked = msgspec.json.encode([lora, dtype, joined, device, _versions()])
-    key = hashlib.sha256(config + asked).hexdigest()[:32]
-    file = state_folder() / "model_sizes" / f"{key}.json"
-    with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-        return msgspec.json.decode(file.read_bytes(), type=ModelSize)
-
-    size = measure_folder(folder, lora, dtype, joined=joined, device=device)
-    # Without a place to write to, the next call measures again.
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(msgspec.json.encode(size))
-        unfinished.replace(file)
+    key = config + own_code + msgspec.json.encode([lora, dtype, joined, device, _versions()])
+    size = load_result("model_sizes", key, ModelSize)
+    if size is None:
+        size = measure_folder(folder, lora, dtype, joined=joined, device=device)
+        store_result("model_sizes", key, size)
     return size
+
+
+def _own_code(folder: Path, config: bytes) -> bytes | None:
+    """A digest of the code that a model brings in its folder, for `trust_remote_code`; empty if it brings none, and
+    None if its code is in another repository."""
+    classes = msgspec.json.decode(config).get("auto_map", {})
+    if not classes:
+        return b""
+    # "owner/name--module.Class" is in another repository. A tokenizer has a list of two classes.
+    if "--" in str(classes):
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.digest()
 
 
 def _versions() -> list[str]:

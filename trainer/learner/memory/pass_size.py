@@ -183,8 +183,7 @@ class PassSizes:
     """Chooses, whenever an update begins, how large the passes of each policy are; policies of one network have one
     `PassSize`.
 
-    For "auto" see `auto_tokens`; a number in the settings stands, unless `learner.memory` has room for less. In a
-    process group of several all ranks choose the same, so all must call `choose`.
+    For "auto" see `auto_tokens`. In a process group of several all ranks choose the same, so all must call `choose`.
     """
 
     def __init__(
@@ -268,12 +267,7 @@ class PassSizes:
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
     """Return the wanted tokens of a pass, if `fit` tokens would fit."""
     wanted = settings.micro_batch_tokens
-    if wanted == "auto":
-        return auto_tokens(fit, device)
-    if settings.memory and fit < wanted:
-        log.warning("learner.memory has room for passes of %d tokens, not of %d", fit, wanted)
-        return max(LEAST, fit)
-    return wanted
+    return auto_tokens(fit, device) if wanted == "auto" else wanted
 
 
 def auto_tokens(fit: float, device: str) -> int:

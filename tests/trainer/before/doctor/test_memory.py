@@ -143,7 +143,6 @@ def test_a_sampler_in_numbers() -> None:
         ({}, (686, False)),  # 2e9 / (1.25 * 2.1e6) = 761, so at most 704 of 50 * 96, in even passes
         ({"micro_batch_tokens": 100}, (100, False)),
         ({"micro_batch_tokens": 5000}, (4800, False)),  # no more than a mini-batch has
-        ({"micro_batch_tokens": 5000, "memory": "5GB"}, (686, False)),
         ({"mini_batch": 2}, (192, False)),
     ],
 )

@@ -84,8 +84,26 @@ def test_other_code_or_libraries_measure_again(
     assert len(measured) == 3
 
 
-def test_a_model_with_its_own_code_is_measured_each_time(measured: list[Any], tmp_path: Path) -> None:
-    folder = model(tmp_path / "model", '{"auto_map": {"AutoModelForCausalLM": "own.Model"}}')
+OWN_CODE = '{"auto_map": {"AutoModelForCausalLM": "own.Model"}}'
+
+
+def test_a_model_with_its_own_code_is_measured_again_if_the_code_changes(measured: list[Any], tmp_path: Path) -> None:
+    folder = model(tmp_path / "model", OWN_CODE)
+    (folder / "layers").mkdir()
+    for name, text in (("own.py", "a"), ("own.py", "a"), ("own.py", "b"), ("layers/mlp.py", ""), ("own.py", "a")):
+        (folder / name).write_text(text)
+        known_size(folder, LORA, "float32")
+        known_size(folder, LORA, "float32")
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    "text", [OWN_CODE.replace("own.Model", "owner/other--own.Model"), "no JSON"], ids=["elsewhere", "broken"]
+)
+def test_a_model_whose_code_is_not_in_its_folder_is_measured_each_time(
+    measured: list[Any], tmp_path: Path, text: str
+) -> None:
+    folder = model(tmp_path / "model", text)
     known_size(folder, LORA, "float32")
     known_size(folder, LORA, "float32")
     assert len(measured) == 2

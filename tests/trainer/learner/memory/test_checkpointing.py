@@ -129,14 +129,6 @@ def test_a_row_that_does_not_fit_at_all_is_named_before_work_starts(
     assert all((learner.weights("a")[name] == weights).all() for name, weights in before.items())
 
 
-def test_memory_bounds_a_number_of_tokens_too(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = Limits(base, monkeypatch)
-    learner = open_one(base, limits.plain_tokens(100, micro_batch_tokens=512))
-    assert learner.update("a", make_rows())["pass_tokens"] == 100
-    learner = open_one(base, limits.plain_tokens(100, micro_batch_tokens=32))
-    assert learner.update("a", make_rows())["pass_tokens"] == 32
-
-
 def test_it_can_be_forced_in_all_passes(base: str) -> None:
     learner = open_one(base, change(FAST, activation_checkpointing=True))
     assert learner.update("a", make_rows())["checkpointed_steps"] == 1
