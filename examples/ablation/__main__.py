@@ -23,10 +23,23 @@ import cotune
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, CotuneError
 from cotune.records.tasks import load_tasks
-from examples.ablation.plan import Ablation, Row, Training, merged, read_ablation, rows, trainings
+from cotune.terminal import agrees
+from examples.ablation.plan import (
+    Ablation,
+    Row,
+    Training,
+    digest_of,
+    file_digest,
+    merged,
+    read_ablation,
+    rows,
+    trainings,
+)
 from examples.ablation.table import Line, Result, lines, markdown
 
 console = Console(stderr=True, soft_wrap=True)
+FINISHED = "ablation.finished"
+"""File in the folder of a run that has finished."""
 
 
 def main() -> int:
@@ -60,7 +73,7 @@ def agreed() -> bool:
     if not sys.stdin.isatty():
         console.print("Nobody can be asked here: pass --yes to begin.")
         return False
-    return console.input("Begin? [y/N] ").strip().lower() in ("y", "yes")
+    return agrees("Begin? [y/N] ", unsaid=False)
 
 
 def cost(ablation: Ablation, folder: Path) -> str:
@@ -82,20 +95,27 @@ def cost(ablation: Ablation, folder: Path) -> str:
 def run(ablation: Ablation, folder: Path, out: Path) -> list[Line]:
     """Train and evaluate the missing runs, seed by seed. Returns the table."""
     out.mkdir(parents=True, exist_ok=True)
-    results = read_results(out)
+    earlier = read_results(out)
+    results: dict[tuple[str, int], Result] = {}
     table = rows(ablation)
     runs = {training.name: training for training in trainings(ablation, folder)}
+    held_out = folder / ablation.held_out
     for seed in ablation.seeds:
+        digests = {name: training.digest(seed) for name, training in runs.items()}
         trained: dict[str, Path] = {}
         for row in table:
-            if (row.name, seed) in results:
+            # Results of another configuration stay in the file, and are not used.
+            players_digests = {role: digests[name] for role, name in row.players.items()}
+            digest = digest_of([row.workflow, row.mode, players_digests, file_digest(held_out), seed])
+            if digest in earlier:
+                results[row.name, seed] = earlier[digest]
                 continue
             started = time.perf_counter()
             for name in row.players.values():
                 if name not in trained:
                     trained[name] = train_once(runs[name], seed, out)
             players = {role: trained[name] for role, name in row.players.items()}
-            result = evaluated(row, players, folder / ablation.held_out, seed)
+            result = evaluated(row, players, held_out, seed, digest)
             write_result(out, result)
             results[row.name, seed] = result
             console.print(
@@ -106,8 +126,13 @@ def run(ablation: Ablation, folder: Path, out: Path) -> list[Line]:
 
 
 def train_once(training: Training, seed: int, out: Path) -> Path:
-    """The folder of a finished run; trains or resumes it first. Raises ConfigError if it was stopped."""
-    run = out / f"seed{seed}" / training.name
+    """The folder of a finished run; trains or resumes it first. Raises ConfigError if it was stopped.
+
+    The folder's name has the digest of the run, so that a changed configuration trains a new one.
+    """
+    run = out / f"seed{seed}" / f"{training.name}-{training.digest(seed)}"
+    if is_finished(run):
+        return run
     if (run / "run.json").is_file():
         summary = cotune.resume(run, console=console)
     else:
@@ -116,10 +141,16 @@ def train_once(training: Training, seed: int, out: Path) -> Path:
         summary = cotune.train(training.workflow, training.tasks, settings, out=run, console=console)
     if not summary.finished:
         raise ConfigError("run", str(run), "was stopped", "Give the same command again to continue.")
+    (run / FINISHED).touch()
     return run
 
 
-def evaluated(row: Row, players: dict[str, Path], held_out: Path, seed: int) -> Result:
+def is_finished(run: Path) -> bool:
+    """Whether `train_once` has seen the run finish. Resuming a finished run would load its models for nothing."""
+    return (run / FINISHED).is_file()
+
+
+def evaluated(row: Row, players: dict[str, Path], held_out: Path, seed: int, digest: str) -> Result:
     """Play a row on the held-out tasks. Calls at the same place draw the same random numbers in all rows."""
     whole_team = list(players) == ["*"]
     source = players["*"] if whole_team else players
@@ -129,6 +160,7 @@ def evaluated(row: Row, players: dict[str, Path], held_out: Path, seed: int) -> 
     return Result(
         row=row.name,
         seed=seed,
+        digest=digest,
         figure="success" if successes else "reward",
         by_task=successes or mode.rewards,
         calls=mode.use.calls / mode.episodes,
@@ -136,13 +168,16 @@ def evaluated(row: Row, players: dict[str, Path], held_out: Path, seed: int) -> 
     )
 
 
-def read_results(out: Path) -> dict[tuple[str, int], Result]:
-    """The evaluations of earlier calls, by row and seed."""
+def read_results(out: Path) -> dict[str, Result]:
+    """The evaluations of earlier calls, by their digests."""
     path = out / "results.jsonl"
     if not path.is_file():
         return {}
-    results = [msgspec.json.decode(line, type=Result) for line in path.read_bytes().splitlines()]
-    return {(result.row, result.seed): result for result in results}
+    results: dict[str, Result] = {}
+    for line in path.read_bytes().splitlines():
+        result = msgspec.json.decode(line, type=Result)
+        results[result.digest] = result
+    return results
 
 
 def write_result(out: Path, result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,11 @@ Layout = Literal["shared", "lora", "full"]
 
 
 class Ablation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The configuration file. `train` holds the settings of every run; paths are relative to the file."""
+    """The configuration file. `train` holds the settings of every run.
+
+    Paths of tasks are relative to the file. So is the path of a model if that folder exists; otherwise `model` is taken
+    as in any run: a Hugging Face id, or a path relative to the working directory.
+    """
 
     workflow: str
     """The team, as MODULE:ATTRIBUTE."""
@@ -40,6 +45,17 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     tasks: Path
     settings: dict[str, Any]
 
+    def digest(self, seed: int) -> str:
+        """Identify the run by everything that decides its outcome: workflow, tasks, settings, base model and seed."""
+        parts = [self.workflow, file_digest(self.tasks), self.settings, seed]
+        model = Path(str(self.settings.get("model", "")))
+        if model.is_dir():
+            # A base model that was built again in the same folder is another model.
+            for file in sorted(model.rglob("*")):
+                if file.is_file():
+                    parts += [file.name, file_digest(file)]
+        return digest_of(parts)
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the table: a workflow and who plays in it.
@@ -56,6 +72,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mode: Literal["base", "trained", "swapped"] = "trained"
 
 
+def digest_of(parts: Any) -> str:
+    """The first 12 digits of the SHA-256 of JSON with sorted keys."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:12]
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_ablation(path: Path) -> Ablation:
     """Raises ConfigError for a file that is missing or has other fields."""
     try:
@@ -69,7 +96,18 @@ def read_ablation(path: Path) -> Ablation:
     for tasks in (ablation.tasks, ablation.held_out, *ablation.alone_tasks.values()):
         if not (path.parent / tasks).is_file():
             raise ConfigError("tasks", str(path.parent / tasks), "does not exist")
-    return ablation
+    layouts: dict[Layout, dict[str, Any]] = {}
+    for layout, changes in ablation.layouts.items():
+        layouts[layout] = _with_model_beside(path.parent, changes)
+    return msgspec.structs.replace(ablation, train=_with_model_beside(path.parent, ablation.train), layouts=layouts)
+
+
+def _with_model_beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose model is an absolute path if it names a folder relative to `folder`."""
+    model = settings.get("model")
+    if isinstance(model, str) and (folder / model).is_dir():
+        return {**settings, "model": str((folder / model).resolve())}
+    return dict(settings)
 
 
 def trainings(ablation: Ablation, folder: Path) -> list[Training]:

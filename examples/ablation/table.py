@@ -9,6 +9,7 @@ import msgspec
 
 from cotune.intervals import Interval
 from cotune.reading.by_setting import interval_over_runs
+from cotune.trainer.evaluation.statistics import paired_difference
 from examples.ablation.plan import Row
 
 
@@ -17,6 +18,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     row: str
     seed: int
+    digest: str
+    """Identifies the runs that played, the held-out tasks and how they were played."""
     figure: str
     """`success`, or `reward` if the workflow reports no success."""
     by_task: dict[str, float]
@@ -64,25 +67,31 @@ def _line(row: Row, results: Mapping[tuple[str, int], Result]) -> Line:
 
     # Runs of one seed are evaluated on the same tasks with the same random numbers: differences are paired.
     by_seed: dict[int, float] = {}
-    by_task: dict[str, list[float]] = {}
+    after_by_task: dict[str, list[float]] = {}
+    before_by_task: dict[str, list[float]] = {}
     for seed, result in of_row.items():
         before = results.get((row.before, seed))
         if before is None or before.figure != result.figure:
             continue
-        shared = result.by_task.keys() & before.by_task.keys()
+        shared = sorted(result.by_task.keys() & before.by_task.keys())
         if not shared:
             continue
-        gains = {task: result.by_task[task] - before.by_task[task] for task in sorted(shared)}
-        by_seed[seed] = fmean(gains.values())
-        for task, gain in gains.items():
-            by_task.setdefault(task, []).append(gain)
+        by_seed[seed] = fmean(result.by_task[task] - before.by_task[task] for task in shared)
+        for task in shared:
+            after_by_task.setdefault(task, []).append(result.by_task[task])
+            before_by_task.setdefault(task, []).append(before.by_task[task])
     if not by_seed:
         return line
     return msgspec.structs.replace(
         line,
         gain_over_seeds=interval_over_runs(list(by_seed.values())),
-        gain_over_tasks=interval_over_runs([fmean(gains) for gains in by_task.values()]),
+        # The same test as in `cotune eval`, on each task's mean over the seeds.
+        gain_over_tasks=paired_difference(_means(after_by_task), _means(before_by_task)),
     )
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {task: fmean(of_task) for task, of_task in values.items()}
 
 
 def markdown(table: Sequence[Line]) -> str:

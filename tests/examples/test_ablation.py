@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from cotune.errors import ConfigError
+from cotune.trainer.evaluation.statistics import paired_difference
 from examples.ablation import __main__ as command
 from examples.ablation import plan_path
 from examples.ablation.plan import Ablation, Row, merged, read_ablation, rows, trainings
@@ -50,7 +53,7 @@ def test_every_row_is_compared_with_its_own_application_untrained() -> None:
 
 def result(row: str, seed: int, values: list[float], figure: str = "success") -> Result:
     by_task = {f"task{number}": value for number, value in enumerate(values)}
-    return Result(row=row, seed=seed, figure=figure, by_task=by_task, calls=4.0, failed=1)
+    return Result(row=row, seed=seed, digest=f"{row}{seed}", figure=figure, by_task=by_task, calls=4.0, failed=1)
 
 
 ROWS = [
@@ -76,7 +79,11 @@ def test_gains_are_paired_by_seed_and_by_task() -> None:
     assert (over_tasks.mean, over_tasks.n) == (0.5, 4)
     # Student's t with one degree of freedom is 12.7: two seeds say little.
     assert over_seeds.low == pytest.approx(0.5 - 12.706 * 0.25, abs=0.01)
-    assert over_tasks.low == pytest.approx(0.5 - 3.182 * 0.4082 / 2, abs=0.001)
+    # The test of `cotune eval`: three tasks gained and none lost, which a coin would do in one of four cases.
+    after = {"task0": 1.0, "task1": 0.5, "task2": 1.0, "task3": 1.0}
+    before = {"task0": 0.0, "task1": 0.0, "task2": 0.5, "task3": 1.0}
+    assert over_tasks == paired_difference(after, before)
+    assert over_tasks.low is not None and over_tasks.low <= 0
     assert "| trained | 0.875 | 0.750, 1.000 | +0.500 (-2.677 to +3.677) |" in markdown([untrained, trained])
 
 
@@ -146,3 +153,70 @@ def test_a_small_ablation_from_the_command_to_the_table(
     monkeypatch.setattr(command, "train_once", lambda *args: pytest.fail("trained again"))
     assert command.main() == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == table
+
+
+def test_another_configuration_in_the_same_folder_is_another_ablation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and results are those of their settings, tasks, base model and seed."""
+    calls: list[tuple[str, str]] = []
+
+    def train(workflow: str, tasks: Path, settings: dict[str, Any], *, out: Path, console: Any) -> Any:
+        out.mkdir(parents=True)
+        calls.append(("train", out.name))
+        return SimpleNamespace(finished=True)
+
+    def evaluated(row: Row, players: Any, held_out: Path, seed: int, digest: str) -> Result:
+        calls.append(("evaluate", row.name))
+        return msgspec.structs.replace(result(row.name, seed, [1.0]), digest=digest)
+
+    monkeypatch.setattr(command.cotune, "train", train)
+    monkeypatch.setattr(command.cotune, "resume", lambda *args, **options: pytest.fail("resumed a finished run"))
+    monkeypatch.setattr(command, "evaluated", evaluated)
+    base = tmp_path / "base"
+    base.mkdir()
+    for file, text in (("tasks.jsonl", "{}"), ("held_out.jsonl", "{}"), ("base/model.safetensors", "one")):
+        (tmp_path / file).write_text(text)
+    config = tmp_path / "ablation.toml"
+
+    def run(text: str) -> list[str]:
+        calls.clear()
+        config.write_text(text)
+        command.run(read_ablation(config), tmp_path, tmp_path / "out")
+        return [what for what, _ in calls]
+
+    small = SMALL.replace("MODEL", "base")
+    first = run(small)
+    assert first.count("train") == 2 and first.count("evaluate") == len(rows(read_ablation(config)))
+    assert run(small) == []
+    assert "train" in run(small.replace("steps = 1", "steps = 2"))
+    assert run(small) == [], "the results of the first configuration are still there"
+    (base / "model.safetensors").write_text("two")
+    assert "train" in run(small), "a base model built again is another one"
+    (tmp_path / "held_out.jsonl").write_text("{} ")
+    assert set(run(small)) == {"evaluate"}, "other held-out tasks need no training"
+
+
+def test_the_question_before_it_begins_shows_its_choices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: (questions.append(question), "y")[1])
+    assert command.agreed()
+    assert questions == ["Begin? [y/N] "]
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert not command.agreed()
+
+
+def test_the_model_is_found_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "configs"
+    (folder / "base").mkdir(parents=True)
+    for file in ("tasks.jsonl", "held_out.jsonl"):
+        (folder / file).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = folder / "ablation.toml"
+    config.write_text(SMALL.replace("MODEL", "base"))
+    assert read_ablation(config).train["model"] == str(folder / "base")
+    config.write_text(SMALL.replace("MODEL", "Qwen/Qwen3-1.7B"))
+    assert read_ablation(config).train["model"] == "Qwen/Qwen3-1.7B"

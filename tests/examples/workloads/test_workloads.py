@@ -62,12 +62,22 @@ class Workload:
 
 
 _TEST = "**Test Input:**\n```\n{}\n```\n**Test Output:**\n```\n{}\n```"
+_RUN = '<tool_call>{{"name": "run_python", "arguments": {{"program": "{}"}}}}</tool_call>'
 _WALK = '<tool_call>{{"name": "walk", "arguments": {{"path": "{}"}}}}</tool_call>'
 WORKLOADS = (
     Workload(
         "code",
         ("coder", "tester"),
         ("```python\nprint(0)\n```", "```python\nprint(input())\n```", _TEST.format("1 2", "0"), "I do not know."),
+    ),
+    Workload(
+        "code_team",
+        ("coder", "planner"),
+        (
+            *(_RUN.format(f"print('{answer}')") for answer in ("up up up up left left left left", "up", "?")),
+            "accept",
+            "reject",
+        ),
     ),
     Workload("sudoku", ("planner", "filler"), ("r1c3", "r1c1", "r1c3=2", "r4c3=3", "r1c1=1", "none"), {"empty": 1}),
     Workload("search", ("writer", "reader", "answerer"), ("Fenn", "Dara", "salt", "nothing at all")),

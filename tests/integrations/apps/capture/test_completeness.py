@@ -108,6 +108,7 @@ EXAMPLES = {
     "tool_agent": "tool_agent.shop",
     "word_problems": "word_problems.tasks",
     "workloads.code": "workloads.code.tasks",
+    "workloads.code_team": "workloads.code_team.tasks",
     "workloads.maths": "workloads.maths.tasks",
     "workloads.pictures": "workloads.pictures.tasks",
     "workloads.plan_path_autogen": "plan_path.grid",
