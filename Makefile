@@ -77,7 +77,9 @@ docs: $(STAMP)
 
 # Three workers on two cores, as tests wait for processes a third of their time: one has the engines of vLLM, one all other
 # tests on Ray (see tests/conftest.py), the third the rest meanwhile, quick files first. mypy runs while they begin.
+# cotune is compiled first: with PYTHONDONTWRITEBYTECODE, each process that tests start would compile it again.
 test: style browser bubblewrap postgresql
+	$(BIN)/python -m compileall -q build/__editable__*
 	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -p xdist -n 3 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; echo mypy:; cat build/mypy.log; test $$tests -eq 0 && test $$types -eq 0

@@ -30,9 +30,10 @@ STREAMS = (0, 1, 2)
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
-    """Rays that start in the block, and their workers in it, have warm workers."""
+    """Rays that start in the block have warm workers, and no processes that read logs and add nodes all the time: they
+    took a twentieth of a processor."""
     import pytest
-    from ray._private import ray_constants
+    from ray._private import node, ray_constants
 
     with tempfile.TemporaryDirectory(prefix="cotune-warm-") as folder, pytest.MonkeyPatch.context() as patch:
         address = str(Path(folder) / "socket")
@@ -40,6 +41,8 @@ def warm_workers() -> Iterator[None]:
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert server.stdout is not None and server.stdout.readline(), "it has not started"
+            for unused in ("start_log_monitor", "start_monitor"):
+                patch.setattr(node.Node, unused, lambda _: None)
             patch.setenv(ADDRESS, address)
             patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", __file__)  # a path that replaces Ray's when joined
             yield
