@@ -57,7 +57,7 @@ async def base_success(base: Path, count: int) -> float:
     return sum(solved(chat.parse(one.token_ids)[0]) for one in said) / count
 
 
-@pytest.mark.slow
+@pytest.mark.long  # together; `test_ties`, `test_on_failure`, `test_new_roles` and `test_step` have a part each
 def test_a_sparse_task_is_learned_through_ties_failures_a_late_role_and_a_stop(trainer: Trainer) -> None:
     assert asyncio.run(base_success(trainer.base, 1000)) <= 0.02
 

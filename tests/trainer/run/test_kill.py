@@ -98,7 +98,7 @@ def moments_of(run: Path, kills: int, chance: random.Random) -> list[Callable[[]
 def test_killed_and_resumed(
     tiny_base: Path, tmp_path: Path, record_property: Callable[[str, object], None], kills: int
 ) -> None:
-    run, steps = tmp_path / "run", kills + 4
+    run, steps = tmp_path / "run", kills + 3
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     seed = random.randrange(10**6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
 import re
@@ -52,7 +53,8 @@ READING = [
 ]
 
 
-def imported_names() -> set[str]:
+@functools.cache
+def imported_names() -> frozenset[str]:
     """The names of all packages that cotune imports, and of all that are installed here."""
     names = set(importlib.metadata.packages_distributions())
     for layer in LAYERS:
@@ -62,7 +64,7 @@ def imported_names() -> set[str]:
                     names.update(alias.name.partition(".")[0] for alias in node.names)
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     names.add(node.module.partition(".")[0])
-    return {name for name in names if name.isidentifier()}
+    return frozenset(name for name in names if name.isidentifier())
 
 
 @pytest.fixture
