@@ -35,10 +35,14 @@ def warm_workers() -> Iterator[None]:
     import pytest
     from ray._private import node, ray_constants
 
-    with tempfile.TemporaryDirectory(prefix="cotune-warm-") as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="cotune-warm-", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         address = str(Path(folder) / "socket")
         command = [sys.executable, "-P", __file__, address]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # without Ctrl-C
         try:
             assert server.stdout is not None and server.stdout.readline(), "it has not started"
             for unused in ("start_log_monitor", "start_monitor"):
@@ -63,7 +67,6 @@ def start_worker(words: list[str]) -> int:
         message = json.dumps({"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ)})
         socket.send_fds(connection, [len(message).to_bytes(4, "big")], STREAMS)
         connection.sendall(message.encode())
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return int.from_bytes(connection.recv(1) or b"\1", "big")
 
 
@@ -86,22 +89,6 @@ def serve(address: str) -> None:
         readable, _, _ = select.select([0, listening, alarm, *workers.values()], [], [])
         if alarm in readable:
             alarm.recv(4096)
-        if listening in readable:
-            connection, _ = listening.accept()
-            size, streams, _, _ = socket.recv_fds(connection, 4, len(STREAMS))
-            wanted = json.loads(_read(connection, int.from_bytes(size, "big")))
-            if "ray" not in sys.modules:  # which reads the raylet's variables when it is imported
-                os.environ.update(wanted["environment"])
-                importlib.import_module("ray._private.workers.default_worker")
-            if (process := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for held in (listening, alarm, wake, connection, *workers.values()):
-                    held.close()
-                return _begin(streams, **wanted)
-            workers[process] = connection
-            for stream in streams:
-                os.close(stream)
         for process, connection in list(workers.items()):
             if connection in readable:  # the raylet has killed the one that waits
                 _kill(process)
@@ -114,6 +101,26 @@ def serve(address: str) -> None:
             for process in workers:
                 _kill(process)
             os._exit(0)
+        if listening in readable:
+            connection, _ = listening.accept()
+            size, streams, _, _ = socket.recv_fds(connection, 4, len(STREAMS))
+            message = _read(connection, int.from_bytes(size, "big"))
+            if not message:  # a raylet has killed the one that asks
+                connection.close()
+                continue
+            wanted = json.loads(message)
+            if "ray" not in sys.modules:  # which reads the raylet's variables when it is imported
+                os.environ.update(wanted["environment"])
+                importlib.import_module("ray._private.workers.default_worker")
+            if (process := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for held in (listening, alarm, wake, connection, *workers.values()):
+                    held.close()
+                return _begin(streams, **wanted)
+            workers[process] = connection
+            for stream in streams:
+                os.close(stream)
 
 
 def _preload() -> None:
@@ -132,10 +139,12 @@ def _preload() -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or none where the connection ends before."""
     whole = b""
     while len(whole) < size:
         part = connection.recv(size - len(whole))
-        assert part, "the connection has ended"
+        if not part:
+            return b""
         whole += part
     return whole
 

@@ -71,14 +71,14 @@ async def client_of(url: str, model: Path) -> Sampler:
 
 @pytest.fixture(scope="session")
 def vllm_in_ray(ray_runtime: str, contract_model: Path) -> Iterator[Sampler]:
-    """An engine for adapters in a Ray actor."""
+    """An engine for adapters in a Ray actor, whose worker is a process of its own."""
     yield from vllm_actor(contract_model, policies=3, max_lora_rank=8, sleeps=True)
 
 
 @pytest.fixture(scope="session")
 def vllm_full(ray_runtime: str, contract_model: Path) -> Iterator[Sampler]:
     """An engine for full weights in a Ray actor."""
-    yield from vllm_actor(contract_model, weights="full")
+    yield from vllm_actor(contract_model, "open_in_core", weights="full")
 
 
 def vllm_actor(model: Path, opened_by: str = "open", **arguments: Any) -> Iterator[RaySampler]:

@@ -41,6 +41,10 @@ async def open_spoiled(engine_args: dict[str, Any], **arguments: Any) -> Spoiled
     return await Spoiled.open(engine_args={**engine_args, **_WORKER}, **arguments)
 
 
-async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
+async def open_in_core(engine_args: dict[str, Any], **arguments: Any) -> Probe:
     os.environ.update(IN_CORE)
+    return await open(engine_args, **arguments)
+
+
+async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
     return await Probe.open(engine_args={**engine_args, **_WORKER}, **arguments)
