@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llava import modeling_llava
 
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.policies import policies_for
 from cotune.trainer.learner import load, tree_attention
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.teacher import LocalTeacher
 from tests.fake_gpu import CopiesToHost, fake_gpu
+from tests.integrations.pictures import asks, picture
+from tests.integrations.seeing_models import build_seeing
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 GPU = torch.device("cuda", 0)
@@ -103,3 +107,38 @@ def test_a_teacher_waits_for_the_gpu_once_per_pass(gpu: CopiesToHost) -> None:
     scores = teacher.logprobs(make_rows())
     assert [len(score) for score in scores] == [len(row.response_ids) for row in make_rows()]
     assert gpu.count == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_images_are_seen_on_the_gpu(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build_seeing(tmp_path, "llava")
+    chat = ChatTemplate.load(tmp_path)
+    messages = [asks("what?", picture("red"))]
+    config = AutoConfig.from_pretrained(tmp_path)
+    row = TrainRow(
+        id="0",
+        role="a",
+        prompt_ids=tuple(chat.render(messages, None)),
+        response_ids=(5, 6, 7),
+        logprobs=(-1.0, -1.0, -1.0),
+        advantage=1.0,
+        images=chat.images(messages),
+    )
+    plain = change(row, id="1", prompt_ids=(5, 6, 7), images=())
+
+    def make(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
+        with device:
+            return AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=getattr(torch, dtype)).eval()
+
+    monkeypatch.setattr(load, "_load", make)
+    monkeypatch.setattr(load, "_check_head", lambda network: None)
+    # The library compares the number of image tokens with that of features: one more wait, for numbers.
+    monkeypatch.setattr(modeling_llava, "torch_compilable_check", lambda *values: None)
+    with fake_gpu() as copies:
+        model = opened(kind, change(FAST, device="cuda", dtype=dtype), joined=False)
+        copies.count = 0
+        values, entropy = model.token_logprobs([row, plain])
+        assert (values.device, values.dtype, values.shape) == (GPU, torch.float32, (6,))
+        assert entropy.device == GPU
+        assert copies.count == 0
