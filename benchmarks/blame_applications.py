@@ -4,11 +4,12 @@
     python -m benchmarks.blame_applications --applications crewai_flow --rates 0.6
     python -m benchmarks.blame_applications --rates 0.6 --guesses            # only the two guesses, without a reference
 
-The applications are from `examples.gallery`: LangGraph, AutoGen, the OpenAI Agents SDK and CrewAI, with loops,
-hand-offs and tools. An expert answers for each of their roles, and errs in 5% of the calls. One role errs more often:
-drawn in each call, or (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind
-an address of its own. Every analysis is the command's own. It is compared to two guesses by the failed runs alone: the
-last role that spoke, and a scripted judge that reads the trace. The last line is JSON.
+The applications are four of `examples.gallery` and nine of `benchmarks.blame_structures`: LangGraph, AutoGen, the
+OpenAI Agents SDK, CrewAI and the plain SDK, with two to six roles, loops, parallel branches, hand-offs and tools. An
+expert answers for each of their roles, and errs in 5% of the calls. One role errs more often: drawn in each call, or
+(`fixed`) always on this share of the tasks. The reference is the expert without an error, behind an address of its own.
+Every analysis is the command's own. It is compared to two guesses by the failed runs alone: the last role that spoke,
+and a scripted judge that reads the trace. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from rich.console import Console
 
 import cotune
+from benchmarks.blame_structures import ROLES, STRUCTURES
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Episode, Usage
@@ -45,6 +47,7 @@ APPLICATIONS: Mapping[str, Sequence[str]] = {
     "autogen_team": ("prices", "maths"),
     "agents_handoffs": ("triage", "billing", "shipping", "returns"),
     "crewai_flow": ("triage", "writer"),
+    **ROLES,
 }
 NATURAL = 0.05
 console = Console(stderr=True)
@@ -79,7 +82,7 @@ def analyse(
     name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int, *, guesses: bool = False
 ) -> dict[str, Any]:
     """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped."""
-    example = importlib.import_module(f"examples.gallery.{name}")
+    example = STRUCTURES.get(name) or importlib.import_module(f"examples.gallery.{name}")
     expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed}"))
     questions = [{**task, "id": f"t{place}"} for place, task in enumerate(example.tasks(tasks, 7))]
     with tempfile.TemporaryDirectory() as folder, serving(answers=example.expert) as url:
@@ -140,6 +143,7 @@ def main() -> None:
     parser.add_argument("--rates", default="0.6,1.0", help="error rates of the faulty role (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=10)
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--first", action="store_true", help="only the first role of each, drawn per call")
     parser.add_argument(
         "--guesses", action="store_true", help="run the application as it is, for the two guesses alone"
     )
@@ -149,6 +153,8 @@ def main() -> None:
     for name in a.applications.split(","):
         rates = [float(rate) for rate in a.rates.split(",")]
         for guilty, rate, fixed in itertools.product(APPLICATIONS[name], rates, (False, True)):
+            if a.first and (guilty != APPLICATIONS[name][0] or fixed):
+                continue
             if rate < 1 or not fixed:  # An error rate of 1 is the same for every task.
                 lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, guesses=a.guesses))
     print(json.dumps(lines))

@@ -35,9 +35,9 @@ def arguments(command: Parser) -> None:
     add_repeated(command, "--reference", "WHO", text)
     text = "test whether a role is needed: it answers nothing, or always TEXT"
     add_repeated(command, "--without", "ROLE[=TEXT]", text)
-    limits = ("max_calls", "max_cost", "limit", "runs", "concurrency")
+    limits = ("max_calls", "max_cost", "limit", "runs")
     add_fields(command, "episodes", "out", *limits, table=BlameOptions)
-    add_fields(command, "model", "temperature", "roles_by", table=BlameOptions)
+    add_fields(command, "model", "temperature", "tools", "roles_by", table=BlameOptions)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     command.add_argument("--yes", action="store_true", help="run without a question")

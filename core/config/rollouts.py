@@ -47,8 +47,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[replay] Under `plan.kind = "replay"`: which calls of an episode are forked; see docs/how-to/replay.md."""
 
     forks: str = "all"
-    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
-    mean -log p per token) | role:NAME (all calls of a role). Only calls of trained roles count."""
+    """all | decisive (the calls whose answers decided most in the last steps) | first:N (the first N calls) | every:N
+    (each Nth) | entropy:N (the N whose answers have the highest mean -log p per token) | role:NAME (all calls of a
+    role). Only calls of trained roles count."""
     budget: int = 4
     """At most this many calls of an episode are forked. If `forks` takes more, each step draws from them; the chance of
     a call is proportional to 1 / (calls from it to the end), as is the information of its outcomes per token."""

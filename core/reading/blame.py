@@ -17,6 +17,8 @@ REPORT = "blame_report.json"
 """The file with the result in the folder of an analysis, or of a search for prompts, which makes one."""
 FORK, FRESH_FORK = "blame-fork", "blame-fresh-fork"
 """Phases of forks: those that look for the decisive call of an episode, and those that measure its loss."""
+RESCORED = "blame-rescored"
+"""Phase of runs that repeat another one from its record to the end, so that its outcome is scored a second time."""
 LEAST_EFFECT = 0.1
 """The least that a role must cost to be named, as a share of the span of outcomes. In simulations of 14 families of
 workflows a healthy application then names nobody in 95 to 96% of cases; with 0.05 in 71 to 88%."""
@@ -51,6 +53,19 @@ class RoleBlame(msgspec.Struct, frozen=True, kw_only=True):
     """Runs on each task in which only this role was swapped."""
 
 
+class ScoringNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """How much outcomes change when the same run, with the same answers, is scored a second time."""
+
+    runs: int
+    """Runs that were scored twice."""
+    changed: int
+    """Runs whose outcomes differ."""
+    deviation: float
+    """Standard deviation of a score, in units of the outcome."""
+    share: float
+    """Share of the variance of outcomes that is the scorer's."""
+
+
 class CallEffect(msgspec.Struct, frozen=True, kw_only=True):
     """How much an episode loses at one call: how much more often it succeeds when it runs again from before the call
     than from after it. `forks` is the number of runs that say so."""
@@ -58,6 +73,8 @@ class CallEffect(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     loss: Interval
     forks: int
+    parallel: int = 1
+    """Number of calls that ran at the same time, this one among them. They have one effect together."""
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +85,11 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     call: int | None
     """The decisive call by its step; None where `why` says why there is none."""
+    parallel: Sequence[int] = ()
+    """Steps of the calls that ran at the same time as the decisive one: they decide together."""
     why: str = ""
     role: str = ""
+    """The role of the call, or of all calls that decide together, separated by commas."""
     loss: Interval | None = None
     """How much more often the episode succeeds when it runs again from before the call than from after it."""
     answer: str = ""
@@ -107,6 +127,8 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     """From the least to the greatest outcome."""
     luck: Interval | None
     """Share of the failures that succeed at another try; None if no failure was run again."""
+    scoring: ScoringNoise | None = None
+    """None if no run was scored twice."""
     roles: Sequence[RoleBlame]
     all_roles: Sequence[str]
     """Every role that made a call."""
@@ -163,6 +185,17 @@ def luck_sentence(blame: Blame) -> str:
     if share.low is not None and share.high is not None:
         text += f" ({100 * share.low:.0f} to {100 * share.high:.0f})"
     return f"{text}; the rest fail again."
+
+
+def scoring_sentence(blame: Blame) -> str:
+    """How much of the variance of outcomes is the scorer's; empty if the scorer repeats itself."""
+    noise = blame.scoring
+    if noise is None or not noise.changed:
+        return ""
+    return (
+        f"Scoring noise: {noise.changed} of {plural(noise.runs, 'run')} got another outcome when scored again. "
+        f"That is {noise.share:.0%} of the variance of outcomes."
+    )
 
 
 def loss_points(loss: Interval) -> str:

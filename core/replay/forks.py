@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -13,14 +15,15 @@ from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 
-_FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
+_FORM = re.compile(r"(all|decisive)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
 
 
 class ForkRule(msgspec.Struct, frozen=True):
-    """Which calls are forked: `all` calls; the `first` `count` calls; `every` `count`-th call, from the first on; the
-    `count` calls with the highest mean token `entropy`; or all calls of one `role`."""
+    """Which calls are forked: `all` calls; the calls whose answers decided most in earlier steps (`decisive`); the
+    `first` `count` calls; `every` `count`-th call, from the first on; the `count` calls with the highest mean token
+    `entropy`; or all calls of one `role`."""
 
-    kind: Literal["all", "first", "every", "entropy", "role"]
+    kind: Literal["all", "decisive", "first", "every", "entropy", "role"]
     count: int = 0
     role: str = ""
 
@@ -32,18 +35,31 @@ def fork_rule(text: str) -> ForkRule:
         raise ConfigError(
             "replay.forks",
             text,
-            "is not one of all, first:N, every:N, entropy:N, role:NAME",
+            "is not one of all, decisive, first:N, every:N, entropy:N, role:NAME",
             "For example: --set replay.forks=first:2",
         )
     if match[1]:
-        return ForkRule("all")
+        return ForkRule(match[1])  # type: ignore[arg-type]
     if match[4]:
         return ForkRule("role", role=match[5].strip())
     return ForkRule(match[2], int(match[3]))  # type: ignore[arg-type]
 
 
-def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: int) -> list[CallRecord]:
+Place = tuple[str, int]
+"""A role and its turn: the same place in all episodes of an application."""
+
+
+def choose_forks(
+    calls: Sequence[CallRecord],
+    rule: ForkRule,
+    most: int,
+    seed: int,
+    effects: Mapping[Place, float] = MappingProxyType({}),
+) -> list[CallRecord]:
     """Choose at most `most` of an episode's forkable `calls`. Input and result are in step order.
+
+    `decisive` takes the calls whose places have the largest `effects` in earlier steps; places without an effect are
+    left out, and places that are not known yet come first. If no call is left, it draws from all.
 
     If the rule allows more, `first` and `entropy` take the first ones in their order. The other rules draw at random
     with `seed`. The weight of a call is 1 / the number of calls from it to the end, the cost of finishing its branches.
@@ -61,6 +77,13 @@ def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: i
             allowed = list(calls[:: rule.count])
         case "role":
             allowed = [call for call in calls if call.role == rule.role]
+        case "decisive":
+            effect_of = {call.id: effects.get((call.role, call.turn), math.inf) for call in calls}
+            with_effect = [call for call in calls if effect_of[call.id] > 0]
+            if with_effect:
+                ranked = sorted(with_effect, key=lambda call: (-effect_of[call.id], call.step))[:most]
+                return sorted(ranked, key=lambda call: call.step)
+            allowed = list(calls)
         case "all":
             allowed = list(calls)
     if len(allowed) <= most:
@@ -87,6 +110,20 @@ def repeatable(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
         for call in calls
         if call.id != fork.id and call.started < fork.started + fork.latency
     )
+
+
+def parallel_blocks(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
+    """The calls of an episode in step order, in blocks: calls that ran at the same time are one block."""
+    blocks: list[list[CallRecord]] = []
+    end = float("-inf")
+    for call in calls:
+        if call.started < end:
+            blocks[-1].append(call)
+        else:
+            blocks.append([call])
+            end = call.started
+        end = max(end, call.started + call.latency)
+    return blocks
 
 
 class Budget(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ class ReplayResponder:
         try:
             if entry.call.id == self.replay.fork:
                 return await self._fork(call, entry.call)
+            if entry.call.id in self.replay.parallel:
+                return await self._others(call)
             await self._in_order(call, entry.call)
             return entry.call.answer
         finally:
@@ -107,7 +109,7 @@ class ReplayResponder:
                 return None
             if entry is None or queue is None:
                 self._diverge(call, *self._difference(call))
-            if entry.call.fault and entry.call.id != self.replay.fork:
+            if entry.call.fault and entry.call.id not in (self.replay.fork, *self.replay.parallel):
                 cause = f"{_place(entry.call)} cannot be answered again: {entry.call.fault}."
                 self._diverge(call, cause, "Fork before it, or choose another episode.")
             queue.remove(entry)

@@ -65,10 +65,12 @@ class Script(msgspec.Struct, frozen=True):
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """How an episode repeats another one: calls before `fork` are answered from the script. The call `fork` gets the
-    new `answer`, or without one is answered like a new call. Without a fork, all calls are answered from the script."""
+    new `answer`, or without one is answered like a new call. Without a fork, all calls are answered from the script.
+    The calls in `parallel`, which ran at the same time as the fork, are answered like new calls too."""
 
     script: Script
     fork: str = ""
+    parallel: tuple[str, ...] = ()
     answer: Answer | None = None
 
     @property

@@ -17,7 +17,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.intervals import Interval
-from cotune.reading.blame import REPORT, Blame, LostEpisode, RoleBlame
+from cotune.reading.blame import REPORT, Blame, LostEpisode, RoleBlame, ScoringNoise
 from cotune.recording.recorder import Responder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
@@ -37,6 +37,7 @@ from cotune.trainer.blame.estimates import (
     luck,
     nameable_effect,
     role_effects,
+    scoring_noise,
 )
 from cotune.trainer.blame.folder import opened
 from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, find_decisive_call
@@ -53,6 +54,8 @@ MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
 REDRAWS = 5
 """Times that a failed task is run again where there is no reference."""
+MOST_RESCORED = 20
+"""Tasks whose first run is scored a second time."""
 MANY_ROLES = 6
 """Up to so many roles, the default number of runs leaves room for more than a round."""
 REMOVALS = 3
@@ -141,16 +144,16 @@ async def analyse(
     store: Store,
     *,
     own: Responder | None = None,
-    free_unpriced: bool = False,
+    for_search: bool = False,
     say: Callable[[str], None] = lambda text: None,
     on_run: Callable[[], object] = lambda: None,
 ) -> Analysis:
     """Make the runs of an analysis on the drawn tasks, as far as the limits allow, and return it with its result.
 
     Runs that `store` has already are reused. `own` answers for the application as it is, in place of its provider.
-    With `free_unpriced`, calls whose cost is not known count as no money, instead of ending an analysis with a
-    `max_cost`. `say` prints a line of progress, `on_run` is called after each run. Raises CotuneError subclasses for
-    bad input, and if models cannot be reached.
+    With `for_search` the analysis is part of a search for prompts: calls whose cost is not known count as no money, and
+    no run is scored a second time. `say` prints a line of progress, `on_run` is called after each run. Raises
+    CotuneError subclasses for bad input, and if models cannot be reached.
     """
     references = read_references(options)
     async with open_references(workflow, references, options, own) as answering:
@@ -161,7 +164,7 @@ async def analyse(
             references,
             options,
             recorded=frozenset(drawn.recorded),
-            free_unpriced=free_unpriced,
+            for_search=for_search,
             on_run=on_run,
         )
         await runs.load()
@@ -215,6 +218,8 @@ class Analysis:
                 await self.swap_roles()
         except BudgetReachedError as error:
             self.ended = str(error)
+        if not self.runs.for_search:
+            await self.runs.score_again(self.tasks[:MOST_RESCORED])
 
     async def swap_roles(self) -> None:
         """Run rounds: every task once in each arm. After every second round, only the better half of the roles goes on.
@@ -343,8 +348,7 @@ class Analysis:
     def _note_repetition(self) -> None:
         self.notes.append(
             "Every run of a task repeats the same answers (temperature 0, or a fixed seed), so more runs of a task say "
-            "nothing new. To see how often an answer goes wrong, raise the temperature in your application, or with "
-            "--temperature for models on this machine."
+            "nothing new. To see how often an answer goes wrong, raise the temperature: --temperature 1"
         )
 
     @property
@@ -390,6 +394,7 @@ class Analysis:
             outcome=None if runs.recorded else _inside(own.interval, span),
             swapped=_inside(estimate(list(swapped.values()), span.size).interval, span) if swapped else None,
             span=span.size,
+            scoring=self._scoring_noise(),
             luck=luck(own_runs, first_failed=not self.references),
             roles=[self._role(effect, roles, priced) for effect in effects],
             all_roles=runs.roles(),
@@ -403,6 +408,19 @@ class Analysis:
             notes=[*self.notes, *self._run_notes(priced)],
             ended=self.ended,
         )
+
+    def _scoring_noise(self) -> ScoringNoise | None:
+        """The noise of the scorer, from the runs that were scored twice."""
+        own: list[float] = []
+        pairs: list[tuple[float, float]] = []
+        chosen = set(self._task_ids)
+        for run in self.runs.runs.values():
+            if run.arm != OWN or run.task not in chosen or run.outcome is None:
+                continue
+            own.append(run.outcome)
+            if run.number == 0 and run.task in self.runs.second_outcomes:
+                pairs.append((run.outcome, self.runs.second_outcomes[run.task]))
+        return scoring_noise(pairs, own)
 
     def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:
         """Summarize one role's `effect` for the report: with it, the changes of time and money when the role's
@@ -444,7 +462,7 @@ class Analysis:
         return dict(left_out), failed
 
     def _run_notes(self, priced: bool) -> list[str]:
-        """What the runs show beside the figures."""
+        """Notes on the runs."""
         return [*self._late_roles(), *self._lost_forks(), *self._failed_calls(), *self._unpriced(priced)]
 
     def _late_roles(self) -> list[str]:

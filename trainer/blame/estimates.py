@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import NamedTuple
 
 import msgspec
 from scipy import stats
 
 from cotune.intervals import Interval, wilson
-from cotune.reading.blame import LEAST_EFFECT, LEAST_TASKS, Kind
+from cotune.reading.blame import LEAST_EFFECT, LEAST_TASKS, Kind, ScoringNoise
 from cotune.trainer.blame.arms import ALL, OWN, Arm, all_but, only
 
 PRIOR_OBSERVATIONS, PRIOR_SPREAD = 3, 0.2
@@ -261,6 +261,24 @@ def _more_tasks(effects: Sequence[RoleEffect], least: float) -> int | None:
     needed = (1.645 * score.deviation / gap) ** 2
     more = math.ceil(needed) - score.tasks
     return None if more > MOST_TASKS else max(more, 1)
+
+
+def scoring_noise(pairs: Sequence[tuple[float, float]], outcomes: Sequence[float]) -> ScoringNoise | None:
+    """The noise of a scorer, from two outcomes of the same runs; None without any.
+
+    Half the mean squared difference of the two is the variance of one score. `outcomes` are all outcomes of the
+    application as it is, whose variance it is a share of.
+    """
+    if not pairs:
+        return None
+    noise = fmean((first - second) ** 2 for first, second in pairs) / 2
+    variance = pvariance(outcomes) if outcomes else 0.0
+    return ScoringNoise(
+        runs=len(pairs),
+        changed=sum(not math.isclose(first, second, abs_tol=1e-9) for first, second in pairs),
+        deviation=math.sqrt(noise),
+        share=min(1.0, noise / variance) if variance else float(noise > 0),
+    )
 
 
 class OwnRuns(NamedTuple):

@@ -33,6 +33,7 @@ def opened(
         "without": sorted(options.without),
         "model": options.model,
         "temperature": options.temperature,
+        "tools": options.tools,
         "max_tokens": options.max_tokens,
         "roles_by": options.roles_by,
         "seed": options.seed,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from cotune.errors import ConfigError, RecordError
+from cotune.intervals import Interval
 from cotune.reading.blame import FORK, FRESH_FORK, CallEffect, LostEpisode
 from cotune.records.structs import CallRecord, Episode
-from cotune.replay.forks import repeatable
+from cotune.replay.forks import parallel_blocks, repeatable
 from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import answer_line
@@ -65,35 +67,37 @@ def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
 async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     """Fork an episode until a call is decisive, or none is, or the budget of `runs` whole runs is spent.
 
-    Forks of an earlier command count. Raises BudgetReachedError where the limits of the analysis do not allow more.
+    Calls that ran at the same time are one place: no order of them is right, so a fork draws all of them again. Forks
+    of an earlier command count. Raises BudgetReachedError where the limits of the analysis do not allow more.
     """
     calls = runs.store.calls(episode.id)
+    blocks = parallel_blocks(calls)
     lost = LostEpisode(episode=episode.id, task=episode.task.id, calls=len(calls), call=None, why=NOT_REPEATABLE)
-    forkable = [place for place, call in enumerate(calls) if repeatable(calls, call)]
+    forkable = [place for place, block in enumerate(blocks) if repeatable(calls, block[0])]
     if not forkable:
         return lost
     try:
         script = read_script(runs.store, episode.id)
     except RecordError:
         return lost
-    span = runs.span()
-    recorded = _outcome(runs, episode, span)
+    forking = Forking(runs, episode, script, blocks, runs.span())
+    recorded = _outcome(runs, episode, forking.span)
     # A text as the seed: the same episode is searched in the same way.
     rng = np.random.default_rng(random.Random(f"{episode.id} {runs.options.seed}").getrandbits(32))
-    search = ForkSearch(len(calls), runs.options.runs * len(calls), forkable, rng, recorded)
-    places = {call.id: place for place, call in enumerate(calls)}
-    for fork in runs.forks:
-        if fork.trunk == episode.id and fork.phase == FORK:
-            search.add(places[fork.call], _value(fork, span))
+    search = ForkSearch(len(blocks), runs.options.runs * len(blocks), forkable, rng, recorded)
+    for place, block in enumerate(blocks):
+        for fork in forking.forks_at(block):
+            if fork.phase == FORK:
+                search.add(place, forking.value(fork))
 
     # 1. Look for the call.
-    while forks := search.next_forks():
-        made = await _fork(runs, script, episode, [calls[place].id for place in forks], FORK)
-        for place, finished in zip(forks, made, strict=True):
-            search.add(place, None if finished is None else _value(finished, span))
+    while places := search.next_forks():
+        made = await forking.fork([blocks[place] for place in places], FORK)
+        for place, finished in zip(places, made, strict=True):
+            search.add(place, None if finished is None else forking.value(finished))
     decision = search.decision
     count = sum(search.counts.forks)
-    lost = msgspec.structs.replace(lost, effects=_effects(runs, episode, calls, span, recorded))
+    lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
     if decision.probability < CONFIDENCE:
         why = f"{count} forks do not tell" if count else "no fork came to an outcome"
         return msgspec.structs.replace(lost, why=why, forks=count)
@@ -101,23 +105,25 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         return msgspec.structs.replace(lost, why="no single call decides", forks=count)
 
     # 2. Measure its loss by fresh forks: those that chose it overstate it.
-    call = calls[decision.call]
-    before = await _fresh(runs, script, episode, call, span)
+    block = blocks[decision.call]
+    before = await forking.fresh(block)
     after: list[float] | None = None
-    if decision.call + 1 < len(calls):
-        following = calls[decision.call + 1]
-        after = await _fresh(runs, script, episode, following, span) if repeatable(calls, following) else []
-    best = _best_fork(runs, episode, call)
+    if decision.call + 1 < len(blocks):
+        following = blocks[decision.call + 1]
+        after = await forking.fresh(following) if repeatable(calls, following[0]) else []
     loss = loss_interval(before, after, recorded)
-    effects = [one for one in _effects(runs, episode, calls, span, recorded) if one.step != call.step]
+    steps = [call.step for call in block]
+    effects = [one for one in forking.effects(recorded) if one.step not in steps]
     if loss is not None:
         # The forks that chose the call overstate its loss, so only the fresh ones give it.
-        effects.append(CallEffect(step=call.step, loss=loss, forks=len(before) + len(after or ())))
+        effects += _effects_of(block, loss, len(before) + len(after or ()))
+    call, best = block[0], forking.best_fork(block)
     return msgspec.structs.replace(
         lost,
         call=call.step,
+        parallel=tuple(steps[1:]),
         why="",
-        role=call.role,
+        role=", ".join(dict.fromkeys(one.role for one in block)),
         loss=loss,
         answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
         redraw="" if best is None else best.answer,
@@ -127,62 +133,78 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     )
 
 
-def _effects(
-    runs: Runs, episode: Episode, calls: Sequence[CallRecord], span: Span, recorded: float
-) -> list[CallEffect]:
-    """The effect of each call with forks at it and at the next one; after the last call stands the recorded outcome."""
-    outcomes: dict[str, list[float]] = {call.id: [] for call in calls}
-    for fork in runs.forks:
-        value = _value(fork, span)
-        if fork.trunk == episode.id and value is not None:
-            outcomes[fork.call].append(value)
-    effects = []
-    for place, call in enumerate(calls):
-        before = outcomes[call.id]
-        after = outcomes[calls[place + 1].id] if place + 1 < len(calls) else None
-        loss = loss_interval(before, after, recorded)
-        if loss is not None:
-            effects.append(CallEffect(step=call.step, loss=loss, forks=len(before) + len(after or ())))
-    return effects
+Block = Sequence[CallRecord]
+"""Calls of an episode that ran at the same time; usually one."""
 
 
-async def _fork(
-    runs: Runs, script: Script, episode: Episode, calls: Sequence[str], phase: str
-) -> list[FinishedFork | None]:
-    """Run one fork at each of `calls`, at the same time. `calls` may name a call several times, for as many forks. None
-    stands for a fork that did not repeat the episode."""
-    results = await asyncio.gather(
-        *(runs.fork(script, call, episode.task, phase) for call in calls), return_exceptions=True
-    )
-    # Forks under way end before the limit of one of them ends the analysis.
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
+@dataclass
+class Forking:
+    """Forks of one episode: those that were made, and new ones."""
+
+    runs: Runs
+    episode: Episode
+    script: Script
+    blocks: Sequence[Block]
+    span: Span
+
+    def value(self, fork: FinishedFork) -> float | None:
+        """The outcome of a fork, from 0 to 1; None where it is not known."""
+        if fork.failed:
+            return 0.0
+        return None if fork.outcome is None else self.span.share(fork.outcome)
+
+    def forks_at(self, block: Block) -> list[FinishedFork]:
+        """The forks of the episode at a block."""
+        return [fork for fork in self.runs.forks if (fork.trunk, fork.call) == (self.episode.id, block[0].id)]
+
+    async def fork(self, blocks: Sequence[Block], phase: str) -> list[FinishedFork | None]:
+        """Run one fork at each of `blocks`, at the same time. A block may be named several times, for as many forks.
+        None stands for a fork that did not repeat the episode."""
+        work = []
+        for block in blocks:
+            parallel = tuple(call.id for call in block[1:])
+            work.append(self.runs.fork(self.script, block[0].id, self.episode.task, phase, parallel))
+        results = await asyncio.gather(*work, return_exceptions=True)
+        # Forks under way end before the limit of one of them ends the analysis.
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def fresh(self, block: Block) -> list[float]:
+        """The outcomes of the fresh forks at a block. Forks of an earlier command are not made again."""
+
+        def values() -> list[float]:
+            known = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
+            return [value for value in known if value is not None]
+
+        missing = FRESH - len(values())
+        if missing > 0:
+            await self.fork([block] * missing, FRESH_FORK)
+        return values()
+
+    def effects(self, recorded: float) -> list[CallEffect]:
+        """The effect of each call with forks at its block and at the next one; after the last block stands the recorded
+        outcome."""
+        outcomes: list[list[float]] = []
+        for block in self.blocks:
+            known = [self.value(fork) for fork in self.forks_at(block)]
+            outcomes.append([value for value in known if value is not None])
+        effects = []
+        for place, block in enumerate(self.blocks):
+            before = outcomes[place]
+            after = outcomes[place + 1] if place + 1 < len(self.blocks) else None
+            loss = loss_interval(before, after, recorded)
+            if loss is not None:
+                effects += _effects_of(block, loss, len(before) + len(after or ()))
+        return effects
+
+    def best_fork(self, block: Block) -> FinishedFork | None:
+        """The fork at the block with the best outcome."""
+        known = [fork for fork in self.forks_at(block) if fork.outcome is not None]
+        return max(known, key=lambda fork: fork.outcome or 0.0, default=None)
 
 
-async def _fresh(runs: Runs, script: Script, episode: Episode, call: CallRecord, span: Span) -> list[float]:
-    """The outcomes of the fresh forks at a call, those of an earlier command among them."""
-
-    def values() -> list[float]:
-        at_call = [f for f in runs.forks if (f.trunk, f.call, f.phase) == (episode.id, call.id, FRESH_FORK)]
-        known = [_value(fork, span) for fork in at_call]
-        return [value for value in known if value is not None]
-
-    missing = FRESH - len(values())
-    if missing > 0:
-        await _fork(runs, script, episode, [call.id] * missing, FRESH_FORK)
-    return values()
-
-
-def _value(fork: FinishedFork, span: Span) -> float | None:
-    """The outcome of a fork, from 0 to 1; None where it is not known."""
-    if fork.failed:
-        return 0.0
-    return None if fork.outcome is None else span.share(fork.outcome)
-
-
-def _best_fork(runs: Runs, episode: Episode, call: CallRecord) -> FinishedFork | None:
-    """The fork at the call with the best outcome."""
-    at_call = [f for f in runs.forks if (f.trunk, f.call) == (episode.id, call.id) and f.outcome is not None]
-    return max(at_call, key=lambda fork: fork.outcome or 0.0, default=None)
+def _effects_of(block: Block, loss: Interval, forks: int) -> list[CallEffect]:
+    """The same effect for each call of a block."""
+    return [CallEffect(step=call.step, loss=loss, forks=forks, parallel=len(block)) for call in block]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -42,7 +43,11 @@ class BlameOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     """Run, export or untrained model that answers for the application as it is (default: its own provider)."""
     temperature: float | None = None
-    """Temperature of --model and of references on this machine (default: the application's own)."""
+    """Temperature of every answer (default: as the application asks). The application's own model is then asked at the
+    OpenAI-compatible address of the environment."""
+    tools: Literal["recorded", "run"] = "recorded"
+    """A framework's tools where a run repeats another one: recorded (they return what they returned there) or run (they
+    run again)."""
     max_tokens: int = 1024
     """Maximum number of tokens in an answer of a model on this machine, if the application sets no limit."""
     concurrency: int = 8

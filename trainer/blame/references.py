@@ -48,7 +48,7 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
     """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
 
     Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit; also for a
-    `model` that is not there, and for a `temperature` that no model on this machine has.
+    `model` that is not there.
     """
     if options.model is not None:
         read_source(options.model, "model")
@@ -65,10 +65,6 @@ def read_references(options: BlameOptions) -> dict[str, Reference]:
             fault = "names no role" if not role else "names a role twice"
             raise ConfigError("without", text, fault, "For example: --without checker, or --without checker=ok")
         references[role] = Reference("text", answer, role)
-    on_this_machine = [reference for reference in references.values() if reference.kind in ("policies", "model")]
-    if options.temperature is not None and options.model is None and not on_this_machine:
-        fault = "has no effect: no model on this machine answers"
-        raise ConfigError("temperature", options.temperature, fault, "Set it in your application's requests.")
     return references
 
 
@@ -205,7 +201,7 @@ async def open_references(
             if reference.kind == "prompts":
                 return Answering(as_is.responder, read_prompts(reference.name))
             if reference.kind == "provider":
-                other_model = OtherModel(reference.name)
+                other_model = OtherModel(reference.name, options.temperature)
                 stack.push_async_callback(other_model.aclose)
                 return Answering(other_model)
             return await local(reference.name, trained=reference.kind == "policies")
@@ -213,6 +209,11 @@ async def open_references(
         as_is = Answering(own, workflow.prompts)
         if own is None and options.model is not None:
             as_is = await local(options.model, trained=read_source(options.model, "model").kind != "model")
+        elif own is None and options.temperature is not None:
+            check_address("temperature", f"{options.temperature:g}")
+            same_model = OtherModel(None, options.temperature)
+            stack.push_async_callback(same_model.aclose)
+            as_is = Answering(same_model, workflow.prompts)
         # A model that several roles are swapped to is loaded once.
         by_place: dict[tuple[Kind, str], Answering] = {}
         by_role: dict[str, Answering] = {}

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.intervals import Interval
-from cotune.reading.blame import LEAST_TASKS, Blame, loss_points, luck_sentence, shown_points
+from cotune.reading.blame import LEAST_TASKS, Blame, loss_points, luck_sentence, scoring_sentence, shown_points
 from cotune.tables import BAD, QUIET, Grid, cells, grid, plural
 
 _REFERENCES = (
@@ -29,6 +29,8 @@ def render(blame: Blame) -> Group:
         else:
             lines.append(Text("costs: mean of alone and last, in points of the outcome", style=QUIET))
             lines.append(Text("alone: gain with only this role swapped; last: loss with only it left", style=QUIET))
+    if noise := scoring_sentence(blame):
+        lines.append(Text(noise))
     if blame.episodes:
         lines += _episodes(blame)
     if blame.failed:
@@ -54,7 +56,10 @@ def _episodes(blame: Blame) -> list[RenderableType]:
             table.add_row(*cells([one.task, one.episode, one.why, ""]))
             continue
         loss = "not measured" if one.loss is None else loss_points(one.loss)
-        table.add_row(*cells([one.task, one.episode, f"{one.call} {one.role}", loss]))
+        place = f"{one.call} {one.role}"
+        if one.parallel:
+            place = f"{', '.join(map(str, (one.call, *one.parallel)))} {one.role} (parallel)"
+        table.add_row(*cells([one.task, one.episode, place, loss]))
         table.below[number] = [Text(f"said: {one.answer}", style=QUIET), Text(f"redraw: {one.redraw}", style=QUIET)]
     decisive = Counter(one.role for one in blame.episodes if one.call is not None)
     lines: list[RenderableType] = [table]
@@ -96,4 +101,8 @@ def _roles(blame: Blame) -> Grid:
         seconds = "-" if one.seconds is None else f"{one.seconds:+.1f}"
         money = "" if one.cost is None else f"{one.cost:+.2g}"
         table.add_row(*cells([one.role, f"{one.calls:.1f}", *figures, seconds, money]))
+    noise = blame.scoring
+    if noise is not None and noise.changed:
+        deviation = f"± {blame.points(noise.deviation):.0f}"
+        table.add_row(*cells(["scoring noise", "", deviation, *[""] * (len(effects) + 1)]))
     return table

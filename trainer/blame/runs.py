@@ -19,15 +19,15 @@ import msgspec
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
+from cotune.errors import ConfigError, CotuneError, RecordError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
-from cotune.reading.blame import FORK, FRESH_FORK, summed_outcome
+from cotune.reading.blame import FORK, FRESH_FORK, RESCORED, summed_outcome
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord, Episode, Task
-from cotune.replay.script import Replay, Script
+from cotune.replay.script import Replay, Script, read_script
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arm_of
@@ -58,6 +58,7 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     arm: Arm
     task: str
+    episode: str
     number: int
     """Which run of this task in this arm, from 0."""
     outcome: float | None
@@ -130,8 +131,9 @@ class Runs:
     recorded: frozenset[str] = frozenset()
     """Ids of episodes that were recorded elsewhere, each the first run of its task. Their calls count against no
     limit."""
-    free_unpriced: bool = False
-    """Whether calls whose cost is not known count as no money. Without it, they end an analysis with a `max_cost`."""
+    for_search: bool = False
+    """Whether the analysis is part of a search for prompts. Calls whose cost is not known count as no money there. Else
+    they end an analysis with a `max_cost`."""
 
     def __post_init__(self) -> None:
         """Start with no run. Raises ConfigError if the workflow's judge only ranks episodes against each other."""
@@ -146,6 +148,10 @@ class Runs:
         self._tried: set[Place] = set()
         """The runs of this process. A run that failed through no fault of the application is tried again only by
         the next command: a provider that is down would fail it again."""
+        self.second_outcomes: dict[str, float] = {}
+        """The outcomes of runs that were scored a second time, by task."""
+        self._scored_again: set[str] = set()
+        """Tasks whose first run was scored a second time, with or without an outcome."""
         self.forks: list[FinishedFork] = []
         self.diverged = 0
         """Forks that did not repeat their episode."""
@@ -175,6 +181,9 @@ class Runs:
                 await self._judge(episode)
                 self._keep_fork(episode)
                 self._next_fork = max(self._next_fork, episode.rollout + 1)
+            elif episode.phase == RESCORED:
+                await self._judge(episode)
+                self._keep_second_outcome(episode)
 
     async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
         """Run each task in each arm, unless that has run before. `number` is that of the run within its task and arm.
@@ -234,8 +243,8 @@ class Runs:
             phase=arm.phase,
             rollout=number,
             timeout=self.options.timeout,
-            # So that forks give them again, and no tool runs twice.
-            record_tools=self.options.episodes is not None,
+            # So that repeated runs give them again, and no tool runs twice.
+            record_tools=self.options.tools == "recorded",
         )
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
@@ -276,20 +285,23 @@ class Runs:
                 raise RunError(f"A call of {call.role!r} was {AT_LIMIT} = {most}.")
             self._calls_under_way += 1
 
-    async def fork(self, script: Script, call: str, task: Task, phase: str) -> FinishedFork | None:
-        """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode.
+    async def fork(
+        self, script: Script, call: str, task: Task, phase: str, parallel: tuple[str, ...] = ()
+    ) -> FinishedFork | None:
+        """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode. The
+        calls in `parallel`, which ran at the same time, are new too.
 
         Raises BudgetReachedError if it could pass a limit.
         """
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
         limited = LimitedResponder(self, self.references.responder(OWN))
-        flow, responder = repeating(flow, Replay(script=script, fork=call), limited)
+        flow, responder = repeating(flow, Replay(script=script, fork=call, parallel=parallel), limited)
         number, self._next_fork = self._next_fork, self._next_fork + 1
         options = EpisodeOptions(
             phase=phase,
             rollout=number,
             timeout=self.options.timeout,
-            record_tools=bool(script.results),
+            record_tools=self.options.tools == "recorded" and bool(script.results),
             freeze=bool(script.reads),
         )
         async with self._gate:
@@ -337,6 +349,44 @@ class Runs:
         self.forks.append(fork)
         return fork
 
+    async def score_again(self, tasks: Sequence[Task]) -> None:
+        """Repeat the first run of each task from its record, so that its outcome is scored a second time. No model is
+        asked. Runs with failed calls are left out, and runs that the application does not repeat."""
+        due = []
+        for task in tasks:
+            run = self.runs.get((OWN, task.id, 0))
+            scored = run is not None and run.outcome is not None and not run.left_out and not run.failed_call
+            if run is not None and scored and task.id not in self._scored_again:
+                due.append((task, run))
+        await asyncio.gather(*(self._score_again(task, run) for task, run in due))
+
+    async def _score_again(self, task: Task, run: FinishedRun) -> None:
+        """Repeat one run from its record."""
+        try:
+            script = read_script(self.store, run.episode)
+        except RecordError:
+            return
+        flow = replace(self.workflow, prompts=self.references.prompts(OWN))
+        flow, responder = repeating(flow, Replay(script=script), None)
+        options = EpisodeOptions(
+            phase=RESCORED,
+            timeout=self.options.timeout,
+            record_tools=self.options.tools == "recorded" and bool(script.results),
+            freeze=bool(script.reads),
+        )
+        async with self._gate:
+            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+            await asyncio.to_thread(self.store.flush)
+            await self._judge(outcome.episode)
+        self._keep_second_outcome(outcome.episode)
+
+    def _keep_second_outcome(self, episode: Episode) -> None:
+        """Keep the outcome of a run that was scored a second time, if it is known."""
+        self._scored_again.add(episode.task.id)
+        outcome = self.outcome_of(episode)
+        if outcome is not None:
+            self.second_outcomes[episode.task.id] = outcome
+
     async def _judge(self, episode: Episode) -> None:
         """Have the workflow's judge, if it has one, give the episode an outcome that it does not have yet."""
         judge = self.workflow.episode_judge
@@ -378,6 +428,7 @@ class Runs:
         run = FinishedRun(
             arm=arm,
             task=episode.task.id,
+            episode=episode.id,
             number=0 if recorded else episode.rollout,
             outcome=outcome,
             failed=failed,
@@ -394,7 +445,7 @@ class Runs:
             self.calls += run.calls
             self.cost += run.cost
         place = (arm, run.task, run.number)
-        # A run that counts is never replaced by one that was tried again beside it.
+        # A run that counts is never replaced by a second attempt.
         if place not in self.runs or self.runs[place].left_out:
             self.runs[place] = run
         return run
@@ -459,7 +510,7 @@ class Runs:
     def _require_room(self, runs: int) -> None:
         """Raise BudgetReachedError if this number of further runs could pass a limit, and ConfigError if `max_cost` is
         set and a model has answered whose price is unknown."""
-        if self.options.max_cost is not None and self._without_price and not self.free_unpriced:
+        if self.options.max_cost is not None and self._without_price and not self.for_search:
             model, why = next(iter(self._without_price.items()))
             remedy = "Use --max-calls instead."
             if why == "has no --price":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotune.errors import ConfigError
-from cotune.reading.blame import FORK, FRESH_FORK
+from cotune.reading.blame import FORK, FRESH_FORK, RESCORED
 from cotune.records.structs import JUDGING, REFLECTING, Episode, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
@@ -101,7 +101,7 @@ def is_unchanged_run(episode: Episode) -> bool:
     if episode.phase.startswith(EVALUATED):
         return episode.phase == f"{EVALUATED}today"
     # A fork that differs from its episode before it reaches the forked call has no `fork`.
-    return episode.phase not in (FORK, FRESH_FORK, "replay", "check", JUDGING, REFLECTING)
+    return episode.phase not in (FORK, FRESH_FORK, RESCORED, "replay", "check", JUDGING, REFLECTING)
 
 
 def has_failed(store: Store, episode: Episode, span: Span) -> bool:

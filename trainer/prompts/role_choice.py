@@ -132,7 +132,7 @@ async def _analyse(
     drawn = TasksToAnalyse(draw_tasks(tasks.train, limited))
     # A search counts calls without a price as no money, and says so in its report.
     analysis = await analyse(
-        app, drawn, limited, evaluations.store, own=evaluations.responder, free_unpriced=True, say=say
+        app, drawn, limited, evaluations.store, own=evaluations.responder, for_search=True, say=say
     )
     try:
         return analysis.result()

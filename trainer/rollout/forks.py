@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, variance
 from typing import NamedTuple
 
 import msgspec
@@ -15,13 +16,16 @@ from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan, seed_of
 from cotune.records.structs import CallRecord, Episode, PolicyRef
-from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
+from cotune.replay.forks import Budget, Place, budget, choose_forks, fork_rule, repeatable
 from cotune.replay.script import Replay, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.judging.step import JudgedStep
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run.run import RolloutRun
+
+REMEMBERED_STEPS = 10
+"""Steps whose branches say which calls are decisive."""
 
 
 class Forks(NamedTuple):
@@ -34,8 +38,9 @@ class Forks(NamedTuple):
     """The calls that the branches make."""
 
 
-def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
-    """Choose the calls at which an episode of a step is forked. The choice is always the same for the same episode."""
+def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) -> Forks:
+    """Choose the calls at which an episode of a step is forked. `effects` are those of `effects_before` the step. The
+    choice is always the same for the same episode."""
     if not trunk.is_outcome:
         return Forks((), 0, Budget())
     calls, step = run.store.calls(trunk.id), trunk.training_step
@@ -47,9 +52,50 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     forkable = [call for call in trainable if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
-    chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed)
+    chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed, effects)
     plans = run.config.plans_of(run.plan, run.trained_roles(step))
     return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans))
+
+
+def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
+    """How much the answers at each place decided in the steps before this one, by the branches that were forked there;
+    empty unless the rule of forks is `decisive`.
+
+    The outcomes of the branches of a fork differ by its own answers and by everything after them. So the effect of a
+    place is its spread (the variance of the outcomes of a fork, as a mean over the forks there) less the spread at the
+    next place. It is a figure of the last steps: a place that was not forked in them is unknown again.
+    """
+    if fork_rule(run.config.replay.forks).kind != "decisive":
+        return {}
+    step = run.state.steps if step is None else step
+    # Rollouts that run ahead of training begin before the branches of the step before them have ended.
+    newest = step - 1 if run.config.mode == "async" else step
+    outcomes: dict[str, dict[str, list[float]]] = {}
+    for earlier in range(max(0, newest - REMEMBERED_STEPS), newest):
+        for branch in run.store.episodes(EpisodeFilters(phase="train", training_step=earlier)):
+            if branch.fork is None or not branch.is_outcome:
+                continue
+            rewards = run.store.rewards([branch.id]).get(branch.id) or {}
+            of_trunk = outcomes.setdefault(branch.fork.trunk, {})
+            of_trunk.setdefault(branch.fork.call, []).append(sum(rewards.values()))
+
+    spreads: dict[Place, list[float]] = {}
+    steps: dict[Place, list[int]] = {}
+    for trunk, of_trunk in outcomes.items():
+        for call in run.store.calls(trunk, lean=True):
+            values = of_trunk.get(call.id, [])
+            if len(values) > 1:
+                place = call.role, call.turn
+                spreads.setdefault(place, []).append(variance(values))
+                steps.setdefault(place, []).append(call.step)
+
+    in_order = sorted(spreads, key=lambda place: fmean(steps[place]))
+    means = [fmean(spreads[place]) for place in in_order]
+    effects = {}
+    # After the last place nothing is left to differ.
+    for place, spread, following in zip(in_order, means, [*means[1:], 0.0], strict=False):
+        effects[place] = max(0.0, spread - following)
+    return effects
 
 
 async def run_forks(
@@ -67,9 +113,10 @@ async def run_forks(
     each task has.
     """
     plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
+    effects = effects_before(run, trunks[0].training_step) if trunks else {}
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
-        forks = forks_of(run, trunk).calls
+        forks = forks_of(run, trunk, effects).calls
         if not forks:
             continue
         script = read_script(run.store, trunk.id)
@@ -97,7 +144,9 @@ def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, in
     """Return the planned and the actual calls of the forks of a step; no figures under another plan."""
     if run.plan.kind != "replay":
         return {}
-    all_forks = [forks_of(run, episode) for episode in episodes if episode.rollout == 0]
+    trunks = [episode for episode in episodes if episode.rollout == 0]
+    effects = effects_before(run, trunks[0].training_step) if trunks else {}
+    all_forks = [forks_of(run, trunk, effects) for trunk in trunks]
     planned = sum((forks.budget for forks in all_forks), Budget())
     branches = [episode for episode in episodes if episode.rollout > 0]
     calls: list[CallRecord] = []

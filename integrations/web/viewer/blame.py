@@ -17,13 +17,14 @@ from cotune.reading.blame import (
     LostEpisode,
     loss_points,
     luck_sentence,
+    scoring_sentence,
     shown_points,
     summed_outcome,
 )
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import Episode, Fork
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.tables import answer_line
+from cotune.tables import answer_line, plural
 
 EFFECTS = ((0.3, "v0"), (0.1, "v1"), (-0.1, "v2"), (-0.3, "v3"))
 """Colours by the least loss that has them; a larger gain has `v4`."""
@@ -65,6 +66,7 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
         run,
         found=found,
         luck=luck_sentence(found) if found else "",
+        scoring=scoring_sentence(found) if found else "",
         points=shown_points,
         least_tasks=LEAST_TASKS,
         lost=show_losses(run, found.episodes) if found else [],
@@ -125,4 +127,7 @@ def effects_of(run: OpenedRun, episode: str) -> dict[int, ShownEffect]:
 def show_effect(effect: CallEffect) -> ShownEffect:
     """An effect as it is shown."""
     colour = next((name for least, name in EFFECTS if effect.loss.mean >= least), "v4")
-    return ShownEffect(text=f"loses {loss_points(effect.loss)} points, from {effect.forks} forks", colour=colour)
+    text = f"loses {loss_points(effect.loss)} points, from {effect.forks} forks"
+    if effect.parallel > 1:
+        text += f", together with {plural(effect.parallel - 1, 'parallel call')}"
+    return ShownEffect(text=text, colour=colour)

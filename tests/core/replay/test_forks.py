@@ -15,7 +15,17 @@ from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord, Candidate, Fork
-from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
+from cotune.replay.forks import (
+    Budget,
+    ForkRule,
+    Place,
+    budget,
+    choose_forks,
+    fork_rule,
+    mean_entropy,
+    parallel_blocks,
+    repeatable,
+)
 
 
 def call(step: int, role: str = "a", logprob: float = -0.5, started: float | None = None, **more) -> CallRecord:
@@ -63,8 +73,24 @@ def test_a_call_is_drawn_by_the_inverse_of_the_calls_from_it_on():
 
 @pytest.mark.parametrize("text", ["", "some", "first", "first:-1", "every:0", "entropy:x", "role:", "all:2"])
 def test_other_rules_are_refused(text: str):
-    with pytest.raises(ConfigError, match=r"replay.forks = .*all, first:N, every:N, entropy:N, role:NAME"):
+    with pytest.raises(ConfigError, match=r"replay.forks = .*all, decisive, first:N, every:N, entropy:N, role:NAME"):
         fork_rule(text)
+
+
+def test_the_places_that_decided_most_are_forked():
+    calls = [call(i, "ab"[i % 2], turn=i // 2) for i in range(6)]
+    rule = fork_rule("decisive")
+
+    def chosen(most: int, effects: dict[Place, float]) -> list[int]:
+        return [c.step for c in choose_forks(calls, rule, most, 0, effects)]
+
+    known = {("a", 0): 0.0, ("b", 0): 0.3, ("a", 1): 0.1, ("b", 1): 0.2, ("a", 2): 0.0}
+    # The last place is not known yet, so it is tried.
+    assert chosen(3, known) == [1, 3, 5]
+    assert chosen(9, {**known, ("b", 2): 0.0}) == [1, 2, 3]
+    # At first no place is known; later perhaps none has an effect.
+    assert chosen(2, {}) == [0, 1]
+    assert len(chosen(4, dict.fromkeys([*known, ("b", 2)], 0.0))) == 4
 
 
 def test_a_role_may_have_any_name():
@@ -79,6 +105,13 @@ def test_budget():
     assert budget(beside, [beside[0]], Plan(kind="replay", k=2), {}) == Budget(branches=2, sampled=4, repeated=2)
     own = {SIX[3].role: Plan(kind="replay", k=2)}
     assert budget(SIX, [SIX[3]], Plan(kind="replay", k=5), own).branches == 2
+
+
+def test_calls_that_overlap_are_one_block():
+    # 0 and 1 overlap, 2 overlaps with 1 alone, 3 begins when 2 has ended. Each takes half a second.
+    calls = [call(0), call(1, started=0.4), call(2, started=0.8), call(3, started=1.3)]
+    assert [[c.step for c in block] for block in parallel_blocks(calls)] == [[0, 1, 2], [3]]
+    assert [len(block) for block in parallel_blocks(SIX)] == [1] * 6
 
 
 def test_what_cannot_be_repeated_stops_later_forks():

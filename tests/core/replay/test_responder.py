@@ -128,6 +128,22 @@ def test_from_the_fork_on_others_answer():
     assert episode.live.fork is not None and episode.live.fork.call == "c1"
 
 
+def test_calls_in_parallel_with_the_fork_may_be_new_too():
+    parallel = script(("z", "w", 0, 1), ("a", "x", 1, 4), ("b", "y", 2, 3), ("c", "z", 3.5, 5))
+    others = Others()
+    episode = Episode(Replay(script=parallel, fork="c1", parallel=("c2", "c3")), others)
+
+    async def main() -> list[str]:
+        first = await episode.ask("z", "w")
+        # The forked call may come after the others.
+        asked = (episode.ask(role, text) for role, text in (("b", "y"), ("a", "x"), ("c", "z")))
+        return [first, *await asyncio.gather(*asked)]
+
+    assert asyncio.run(main()) == ["answer 0", "new", "new", "new"]
+    assert others.asked == ["b", "a", "c"]
+    episode.responder.require_complete()
+
+
 def test_what_ran_beside_the_fork_stays_as_it_was():
     beside = script(("a", "x", 0, 3), ("b", "y", 1, 2), ("c", "z", 2.5, 4))
     others = Others()

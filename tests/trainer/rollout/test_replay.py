@@ -135,6 +135,24 @@ def test_forks_by_entropy(trainer: Trainer):
     assert all(role["samples"] for role in line["roles"].values())
 
 
+async def second_alone(task: dict[str, str]) -> dict[str, float]:
+    """Three calls; the outcome counts the letters a to h of the second one alone."""
+    await ask("first", f"say {task['letter']}")
+    said = await ask("second", f"say {task['letter']} again")
+    await ask("third", f"say {said}")
+    return {"team": sum(letter in "abcdefgh" for letter in said) / 4}
+
+
+def test_forks_are_made_where_the_last_steps_found_an_effect(trainer: Trainer):
+    trainer(application(second_alone), steps=5, replay={"forks": "decisive", "budget": 1}, **SETTINGS)
+    records = Records(trainer)
+    role_of = {call.id: call.role for calls in records.calls.values() for call in calls}
+    forked = [{role_of[branch.fork.call] for branch in records.of(step)[1]} for step in range(5)]
+    # Each place is tried once. Nothing that the third role says changes the outcome.
+    assert forked[:3] == [{"first"}, {"second"}, {"third"}]
+    assert forked[3] <= {"first", "second"} and forked[4] <= {"first", "second"}
+
+
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
     assert "plan replay (k=3), recipe c3_branches" in said
