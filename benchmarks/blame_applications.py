@@ -79,13 +79,15 @@ class Expert:
 
 
 def analyse(
-    name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int, *, guesses: bool = False
+    name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int, *, guesses: bool = False, out: str = ""
 ) -> dict[str, Any]:
-    """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped."""
+    """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped. The
+    analysis stays in a folder below `out`, if that is named."""
     example = STRUCTURES.get(name) or importlib.import_module(f"examples.gallery.{name}")
     expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed}"))
     questions = [{**task, "id": f"t{place}"} for place, task in enumerate(example.tasks(tasks, 7))]
-    with tempfile.TemporaryDirectory() as folder, serving(answers=example.expert) as url:
+    with tempfile.TemporaryDirectory() as temporary, serving(answers=example.expert) as url:
+        folder = f"{out}/{name}-{guilty}" if out else temporary
         os.environ["OPENAI_BASE_URL"] = url
         references = () if guesses else ("openai:expert",)
         report = cotune.blame(example.solve, questions, references=references, out=folder, responder=expert, runs=runs)
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--guesses", action="store_true", help="run the application as it is, for the two guesses alone"
     )
+    parser.add_argument("--out", default="", help="folder that keeps the analyses (default: none)")
     a = parser.parse_args()
     os.environ.setdefault("OPENAI_API_KEY", "none")
     lines = []
@@ -156,7 +159,7 @@ def main() -> None:
             if a.first and (guilty != APPLICATIONS[name][0] or fixed):
                 continue
             if rate < 1 or not fixed:  # An error rate of 1 is the same for every task.
-                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, guesses=a.guesses))
+                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, guesses=a.guesses, out=a.out))
     print(json.dumps(lines))
 
 
