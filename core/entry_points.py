@@ -42,11 +42,18 @@ def load_entry_point(group: str, scheme: str) -> Any:
     """Import the function that is registered for a scheme. Raises RunError if two packages register one, or if the
     import fails."""
     points = entry_points_by_scheme(group)[scheme]
-    packages = " and ".join(sorted(point.dist.name if point.dist else point.value for point in points))
     if len(points) > 1:
+        packages = " and ".join(sorted(_package_name(point) for point in points))
         raise RunError(f"{packages} register {scheme}:// in {group}.", "Uninstall all but one of them.")
+    (point,) = points
     try:
-        return points[0].load()
+        return point.load()
     except Exception as error:
-        cause = f"{packages} registers {points[0].value} for {scheme}://, which fails to import: {error_line(error)}."
-        raise RunError(cause, f"Install what {packages} needs, or correct its entry point.") from error
+        package = _package_name(point)
+        cause = f"{package} registers {point.value} for {scheme}://, which fails to import: {error_line(error)}."
+        raise RunError(cause, f"Install what {package} needs, or correct its entry point.") from error
+
+
+def _package_name(point: EntryPoint) -> str:
+    """The package that registers an entry point. It reads the package's metadata, which takes milliseconds."""
+    return point.dist.name if point.dist else point.value

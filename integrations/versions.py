@@ -81,16 +81,9 @@ def check(distribution: str, installed_version: str) -> None:
     Raises UnsupportedVersion if it is older than the tested ones, or of a newer major version that COTUNE_UNTESTED=1
     does not allow.
     """
-    tested = SUPPORTED[distribution]
-    release = _release(installed_version)
-    is_older = release < _release(tested.oldest)
-    if is_older or _is_refused_major(release, tested):
-        use = "used" if distribution in _RUNS else "recorded"
-        remedy = f"Install a supported version: pip install '{distribution}>={tested.oldest},<{tested.next_major}'"
-        raise UnsupportedVersion(
-            f"{distribution} {installed_version} cannot be {use}: tested is {tested}.",
-            f"{remedy}." if is_older else f"{remedy}, or try this one with {ALLOW_UNTESTED}=1.",
-        )
+    refused = refusal(distribution, installed_version)
+    if refused is not None:
+        raise refused
     if untested(distribution, installed_version):
         _warn_once(distribution, installed_version)
 
@@ -101,14 +94,22 @@ def untested(distribution: str, installed_version: str) -> bool:
     return _release(installed_version)[: len(newest)] > newest
 
 
-def refusal(distribution: str) -> UnsupportedVersion | None:
-    """Why the installed version of a distribution is not supported; None if it is, or if any version is."""
-    try:
-        if distribution in SUPPORTED:
-            require(distribution)
-    except UnsupportedVersion as error:
-        return error
-    return None
+def refusal(distribution: str, installed_version: str) -> UnsupportedVersion | None:
+    """The error for a version that is not supported; None if it is, or if `SUPPORTED` does not list the distribution.
+    Unlike `check` this neither warns nor raises."""
+    tested = SUPPORTED.get(distribution)
+    if tested is None:
+        return None
+    release = _release(installed_version)
+    is_older = release < _release(tested.oldest)
+    if not is_older and not _is_refused_major(release, tested):
+        return None
+    use = "used" if distribution in _RUNS else "recorded"
+    remedy = f"Install a supported version: pip install '{distribution}>={tested.oldest},<{tested.next_major}'"
+    return UnsupportedVersion(
+        f"{distribution} {installed_version} cannot be {use}: tested is {tested}.",
+        f"{remedy}." if is_older else f"{remedy}, or try this one with {ALLOW_UNTESTED}=1.",
+    )
 
 
 def installed(distributions: Iterable[str]) -> dict[str, str]:

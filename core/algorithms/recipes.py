@@ -215,8 +215,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         bounds = self.mask_range
         remedy = "Set mask to token, sequence or geometric."
         _require(self.mask != "none" or bounds is None, "mask_range", bounds, "has no effect, as mask is none", remedy)
-        low, high = self.mask_bounds
-        _require(0.0 <= low < high, "mask_range", bounds, "must be two numbers, 0 or more, the lower one first")
+        is_pair = bounds is None or (isinstance(bounds, tuple | list) and len(bounds) == 2)
+        is_range = is_pair and 0.0 <= self.mask_bounds[0] < self.mask_bounds[1]
+        _require(is_range, "mask_range", bounds, "must be two numbers, 0 or more, the lower one first")
 
     @property
     def mask_bounds(self) -> tuple[float, float]:

@@ -29,8 +29,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Records of one process of the application `app`. The records of each part were written together.
 
-    `source` is the id of their spool. `dropped` and `sampled` count the records that the process has left out since its
-    last batch, because of a full spool or of its sampling rates.
+    `source` is the id of their spool. Since its last batch the process has left out `dropped` records because of a full
+    spool, and `sampled` calls by its sampling rates.
     """
 
     v: int

@@ -112,8 +112,7 @@ class LimitedResponder:
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """The answer of the inner responder. Raises RunError for a call beyond the limit."""
-        self._runs.admit_call(call)
-        self.calls += 1
+        self._runs.admit_call(call, self)
         return await self._inner.respond(call)
 
 
@@ -277,13 +276,14 @@ class Runs:
                 self._calls_under_way -= limited.calls
         return outcome.episode
 
-    def admit_call(self, call: LiveCall) -> None:
-        """Count a call that is about to be made. Raises RunError if it would pass `max_calls`."""
+    def admit_call(self, call: LiveCall, run: LimitedResponder) -> None:
+        """Count a call that a run is about to make. Raises RunError if it would pass `max_calls`."""
         with self._lock:
             most = self.options.max_calls
             if most is not None and self.calls + self._calls_under_way >= most:
                 raise RunError(f"A call of {call.role!r} was {AT_LIMIT} = {most}.")
             self._calls_under_way += 1
+            run.calls += 1  # also under the lock: the run's end takes these off again
 
     async def fork(
         self, script: Script, call: str, task: Task, phase: str, parallel: tuple[str, ...] = ()

@@ -117,16 +117,14 @@ class Evaluations:
         keys = [*self._recorded, *self._results]
         return {prompts for key_phase, prompts, _ in keys if key_phase == phase}
 
-    async def complete(self, episode: Episode) -> Episode:
-        """Give an episode of an interrupted process the rewards that it still lacks."""
-        async with self._gate:
-            await self._score(episode, self.store.calls(episode.id), again=True)
-        return episode
-
     async def _recall(self, key: tuple[str, str, str]) -> None:
-        """Read the result of a recorded episode, if there is one."""
+        """Read the result of a recorded episode, if there is one. An episode of an interrupted process gets the rewards
+        that it still lacks."""
         if key in self._recorded and key not in self._results:
-            self._add_result(key, await self.complete(self._recorded[key]))
+            episode = self._recorded[key]
+            async with self._gate:
+                await self._score(episode, self.store.calls(episode.id), again=True)
+            self._add_result(key, episode)
 
     async def _run(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> None:
         async with self._gate:

@@ -30,12 +30,9 @@ class Fence:
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
-        self.cut = 0
-        """Number of characters that are not shown."""
 
     def __call__(self, text: str) -> str:
-        text, left_out = without_middle(text, LONGEST)
-        self.cut += left_out
+        text, _ = without_middle(text, LONGEST)
         return f"<<<data {self.mark}\n{text.replace(self.mark, '')}\ndata {self.mark}>>>"
 
 

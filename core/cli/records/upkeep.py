@@ -168,11 +168,15 @@ def _copy(a: argparse.Namespace) -> int:
 
 
 def _upgrade(a: argparse.Namespace) -> int:
+    from cotune.entry_points import scheme_of
     from cotune.integrations.collect.postgres.tables import VERSION
-    from cotune.storage.open_store import is_path, open_store
+    from cotune.storage.open_store import POSTGRESQL, is_path, open_store, without_password
 
     if is_path(a.store):
         raise ConfigError("store", a.store, "is a file; only databases are upgraded", "Name a postgresql:// address.")
+    if scheme_of(a.store) not in POSTGRESQL:
+        fault = "is not a PostgreSQL database, and cotune upgrades no other store"
+        raise ConfigError("store", without_password(a.store), fault, "Name a postgresql:// address.")
     with open_store(a.store) as store:
         tell(f"{store.address} has records of version {VERSION}")
     return 0

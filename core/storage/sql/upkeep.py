@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError, RunError
-from cotune.records.ids import address, has_address, key_target
+from cotune.records.ids import address, candidate_id, has_address, key_target
 from cotune.records.images import image_id, join_images
 from cotune.storage.protocol import Store
 from cotune.storage.schema import AMONG, COLUMNS, DAY, WRITTEN, NameList, Row, in_parts
@@ -170,8 +170,10 @@ def page(store: Store, table: str, after: Sequence[Any], limit: int, *, keys_onl
     return sql_store.rows(f"SELECT {columns} FROM {table} {where} ORDER BY {', '.join(keys)} LIMIT ?", [*after, limit])
 
 
-def _rows_of(store: SqlStore[Any], table: str, ids: Iterable[str]) -> list[Row]:
-    return among(store.rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", key_columns(table)[0], ids)
+def _rows_of(store: SqlStore[Any], table: str, ids: Iterable[str], column: str = "") -> list[Row]:
+    """The rows of a table with one of these ids in a column, which is the first of the key without a name."""
+    by = column or key_columns(table)[0]
+    return among(store.rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", by, ids)
 
 
 def _ids_in(store: SqlStore[Any], table: str, ids: Iterable[str]) -> set[str]:
@@ -234,34 +236,35 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
 def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
     """Copy these episodes with their calls, rewards and all that they name; what is there is left out.
 
-    Raises RunError if one of the stores is not in SQL, RecordError if a message is not what its id says.
+    Raises RunError if one of the stores is not in SQL, RecordError if a message is not what its id says, or if the
+    target cannot store a record.
     """
-    rows = _in_sql(source).rows
+    sql_source = _in_sql(source)
 
-    def chosen(table: str, column: str, names: Iterable[str]) -> list[Row]:
-        return among(rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", column, names)
-
-    # Rewards are of an episode, or of the numbered candidates of a call.
+    # Rewards are of an episode, or of the candidates of a call.
     targets = list(ids)
-    for call, drawn in among(rows, "SELECT id, drawn FROM calls", "episode", ids):
-        targets += [f"{call}.{number}" for number in range(drawn)]
-    named = _used_by(rows, ids)
-    messages = chosen("messages", "id", named["messages"])
+    for call, drawn in among(sql_source.rows, "SELECT id, drawn FROM calls", "episode", ids):
+        targets += [candidate_id(call, index) for index in range(drawn)]
+    named = _used_by(sql_source.rows, ids)
+    messages = _rows_of(sql_source, "messages", named["messages"])
     images = {image for row in messages for value in row for image in _IMAGE.findall(str(value))}
     by_table = {
-        "images": chosen("images", "id", images),
+        "images": _rows_of(sql_source, "images", images),
         "messages": messages,
-        "segments": chosen("segments", "id", named["segments"]),
-        "calls": chosen("calls", "episode", ids),
-        "episodes": chosen("episodes", "id", ids),
-        "rewards": chosen("rewards", "target", targets),
-        "feedback": chosen("feedback", "target", targets),
+        "segments": _rows_of(sql_source, "segments", named["segments"]),
+        "calls": _rows_of(sql_source, "calls", ids, "episode"),
+        "episodes": _rows_of(sql_source, "episodes", ids),
+        "rewards": _rows_of(sql_source, "rewards", targets),
+        "feedback": _rows_of(sql_source, "feedback", targets),
     }
-    for table, of_table in by_table.items():
-        if not all(_is_genuine(source, table, row) for row in of_table):
+    for table, table_rows in by_table.items():
+        if not all(_is_genuine(source, table, row) for row in table_rows):
             cause = f"{source.address} has {table} whose ids are not the hashes of their contents."
             raise RecordError(cause, "Somebody changed these records: take others.")
-        load(target, table, of_table)
+        lost = load(target, table, table_rows)
+        if lost:
+            cause = f"{target.address} could not store {lost} of {len(table_rows)} rows of {table}."
+            raise RecordError(cause, "Copy the records into an empty folder, or leave these episodes out.")
 
 
 def load(store: Store, table: str, rows: Sequence[Row]) -> int:
@@ -310,7 +313,7 @@ def delete_episodes(transaction: Transactions, ids: Sequence[str]) -> Mapping[st
     targets = [*ids]
     for call, drawn in calls:
         targets.append(call)
-        targets += [f"{call}.{index}" for index in range(drawn)]
+        targets += [candidate_id(call, index) for index in range(drawn)]
     delete_targets(transaction, targets)
     transaction.execute(f"DELETE FROM calls WHERE episode {AMONG}", asked)
     transaction.execute(f"DELETE FROM episodes WHERE id {AMONG}", asked)

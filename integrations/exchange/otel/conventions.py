@@ -56,12 +56,13 @@ def kind_of(span: Span) -> Kind:
 
 def agent_of(span: Span) -> str | None:
     """The agent that a span names, as the span of an agent or of a graph's node."""
-    agent: Any = first_present(span.attributes, names.ROLE, names.AGENT_NAME, "agent.name")
-    if not agent and kind_of(span) == "agent":
-        agent = span.attributes.get("traceloop.entity.name") or span.name
-    if not agent:
-        agent = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
-    return str(agent) if agent else None
+    for key in (names.ROLE, names.AGENT_NAME, "agent.name"):
+        if agent := span.attributes.get(key):
+            return str(agent)
+    if kind_of(span) == "agent" and (agent := span.attributes.get("traceloop.entity.name") or span.name):
+        return str(agent)
+    node = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
+    return str(node) if node else None
 
 
 def params_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
@@ -187,8 +188,3 @@ def _as_list(value: Any) -> list[Any]:
 def first(attributes: Mapping[str, Any], *keys: str) -> Any:
     """The value of the first of these attributes that is not None."""
     return next((attributes[key] for key in keys if attributes.get(key) is not None), None)
-
-
-def first_present(attributes: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of these attributes that is not empty."""
-    return next((attributes[key] for key in keys if attributes.get(key)), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from cotune.algorithms.attribution import weight_of
@@ -255,6 +257,9 @@ def test_wrong_attributes_of_a_method_are_named_with_what_is_allowed():
         LossSpec(dual_clip=1.0)
     with pytest.raises(ConfigError, match=r"constant_length = 0"):
         LossSpec(constant_length=0)
+    for bounds in (0.5, (0.5,), (0.5, 1.0, 2.0), (2.0, 0.5)):
+        with pytest.raises(ConfigError, match=rf"mask_range = {re.escape(str(bounds))} must be two numbers"):
+            LossSpec(mask="token", mask_range=bounds)
 
 
 def test_groups_of_a_tree_must_hold_the_call():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cotune.cli.main import main
+from cotune.errors import RecordError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
@@ -27,7 +28,8 @@ from cotune.records.structs import (
 )
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.sql.upkeep import delete, size
+from cotune.storage.sql import upkeep
+from cotune.storage.sql.upkeep import copy_episodes, delete, size
 from tests.core.storage.test_upgrades import fill, told
 from tests.postgres import Server
 
@@ -96,6 +98,12 @@ def test_upgrade(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     expected = "has records of version 7" if is_database else "is a file; only databases are upgraded"
     assert expected in (out if is_database else err)
+
+
+def test_upgrade_refuses_a_store_that_is_not_postgresql(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["records", "upgrade", "mongodb://ann:secret@host/records"]) == 1
+    said = capsys.readouterr().err
+    assert "mongodb://ann:***@host/records" in said and "is not a PostgreSQL database" in said
 
 
 def test_prune(address: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,3 +251,15 @@ def test_a_copy_goes_on_where_it_was_stopped(pair: dict[str, str], monkeypatch: 
         upkeep.copy(source, target, lambda *_: None, limit=10)
         assert sum(rows for table, rows in sent if table == "calls") == size(source, "calls") - 10
         assert told(target) | {"counters": None} == told(source) | {"counters": None}
+
+
+def test_a_copy_of_episodes_says_that_the_target_could_not_store_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(str(tmp_path / "from.db")) as source, open_store(str(tmp_path / "to.db")) as target:
+        episodes = write(source, range(2), 1.0)
+        copy_episodes(source, target, episodes)
+        assert [target.episode(id).id for id in episodes] == episodes
+        monkeypatch.setattr(upkeep, "load", lambda store, table, rows: len(rows))
+        with pytest.raises(RecordError, match=r"to\.db could not store \d+ of \d+ rows of messages"):
+            copy_episodes(source, target, episodes)

@@ -97,3 +97,12 @@ def test_two_packages_may_not_register_one_scheme(register: Register) -> None:
     register("two", "stores_of_users:open_memory")
     with pytest.raises(RunError, match=r"one and two register memory:// in cotune\.stores"):
         open_store("memory://x")
+
+
+def test_the_metadata_of_a_package_is_read_only_for_an_error(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register("one", "stores_of_users:open_memory")
+    dist = property(lambda point: pytest.fail("reads the package's metadata"))
+    monkeypatch.setattr("importlib.metadata.EntryPoint.dist", dist)
+    assert isinstance(open_store("memory://here"), MemoryStore)

@@ -299,7 +299,7 @@ def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[
     """Yield a finding for each installed package whose version matters, and for each missing package that the run
     needs. `extra` is the extra of the engine, or empty."""
     for name, installed_version in machine.versions.items():
-        refused = versions.refusal(name)
+        refused = versions.refusal(name, installed_version)
         if refused:
             yield blocking(refused, name)
         elif name in versions.SUPPORTED and versions.untested(name, installed_version):
