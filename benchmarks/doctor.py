@@ -57,8 +57,8 @@ def learn(model: str, layout: str, rows: int) -> int:
     from cotune.trainer.learner.local import LocalLearner
     from tests.trainer.learner.forced import ForcedSettings
 
-    configured = configuration(model, layout, device="cpu", mini_batch=rows).learner
-    settings = ForcedSettings(**msgspec.structs.asdict(configured), threads=1)
+    configured = configuration(model, layout, mini_batch=rows).learner
+    settings = ForcedSettings(**msgspec.structs.asdict(configured), device="cpu", threads=1)
     made = make_rows(model, rows)
     policies = policies_for(layout, ["a"], LORA)  # type: ignore[arg-type]
     learner = LocalLearner.open(model, policies, settings, recipe("at_grpo").loss)
@@ -113,7 +113,7 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
     machine, found = look(Path()), {}
     print(f"{'process':16} {'forecast, GB':>12} {'measured':>9} {'ratio':>6}")
     for layout in ("lora", "full"):
-        config = configuration(model, layout, device="cpu", mini_batch=rows)
+        config = configuration(model, layout, mini_batch=rows)
         size = measure_folder(Path(model), LORA if layout == "lora" else None, "float32", joined=True)
         load = Workload(row=PROMPT + RESPONSE, sequences=sequences, policies=1, shared=PROMPT * (GROUP - 1) / GROUP)
         for process, count in zip(processes({model: (size, load)}, config, machine), (rows, sequences), strict=True):

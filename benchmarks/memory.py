@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.peak_memory import peak_memory
 from cotune.algorithms.samples import TrainRow
+from tests.trainer.learner.forced import ForcedSettings
 
 GROUP, PROMPT, RESPONSE = 8, 64, 32
 
@@ -55,7 +56,6 @@ def measure(model: str, rows: int, settings: dict[str, Any], without: list[str])
     """Updates in this process: tokens of a pass, seconds, CPU seconds, pages, and the largest resident size in GB.
     `without` "pages" that are kept, or oneDNN's "products"."""
     from cotune.algorithms.catalogue import recipe
-    from cotune.config.learner import LearnerSettings
     from cotune.integrations.models import float32
     from cotune.integrations.models.folder.folder import locate_model
     from cotune.records.policies import LoraSpec, policies_for
@@ -71,7 +71,7 @@ def measure(model: str, rows: int, settings: dict[str, Any], without: list[str])
     learner = LocalLearner.open(
         folder,
         policies_for("lora", ["a"], LoraSpec(rank=16)),
-        LearnerSettings(lr=1e-4, mini_batch=rows, device="cpu", **settings),
+        ForcedSettings(lr=1e-4, mini_batch=rows, device="cpu", **settings),
         recipe("at_grpo").loss,
     )
     for _ in range(3):

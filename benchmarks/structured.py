@@ -23,7 +23,6 @@ import numpy as np
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import Policies, PolicySpec
@@ -32,6 +31,7 @@ from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.schemas import SCHEMAS, form
 from tests.integrations.tiny_models import build_bytes
+from tests.trainer.learner.forced import ForcedSettings
 
 POLICY = PolicyRef("base")
 PER_SCHEMA = 20
@@ -110,7 +110,7 @@ async def main(rounds: int, vllm: bool) -> None:
         build_bytes(base, hidden=256)
         chat = ChatTemplate.load(base)
         policies = Policies({"base": PolicySpec(name="base")}, {"r": "base"})
-        learner = LocalLearner.open(str(base), policies, LearnerSettings(device="cpu"), recipe("dr_mas").loss)
+        learner = LocalLearner.open(str(base), policies, ForcedSettings(device="cpu"), recipe("dr_mas").loss)
         engines: list[Any] = [TransformersSampler.open(base)]
         if vllm:
             from cotune.integrations.models.vllm.engine import VllmSampler

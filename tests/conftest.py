@@ -29,6 +29,8 @@ from tests.warm_ray import warm_workers
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests expect what a CPU computes. Set the variable yourself to run them on a GPU.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Ray would kill actors when other processes fill the machine's memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 

@@ -29,7 +29,7 @@ from tests.test_docs import ROOT
 
 pytestmark = pytest.mark.slow
 
-SMALLER = shlex.split("--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=4 --set learner.device=cpu")
+SMALLER = shlex.split("--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=4")
 FEWER = {"--modes base,trained": "--modes trained", "--out runs/traced": "--out runs/traced --limit 2"}
 PAGES = {
     "../start": ["triage", "writer"],

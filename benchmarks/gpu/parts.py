@@ -29,7 +29,6 @@ from benchmarks.gpu.tools import (
     wait,
 )
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.integrations.versions import installed
 from cotune.trainer.before.doctor.memory import Workload, learner_memory
 from cotune.trainer.before.doctor.model_size import measure
@@ -337,7 +336,7 @@ def rest(bench: Bench) -> Iterator[Figures]:
         del learner
         free_memory(bench)
     with tempfile.TemporaryDirectory() as folder, made_on_the_device(Path(folder), name) as model:
-        teacher = LocalTeacher(model, LearnerSettings(device=bench.device, dtype=bench.dtype))
+        teacher = LocalTeacher(model, ForcedSettings(device=bench.device, dtype=bench.dtype))
         seconds = seconds_of(bench, lambda: teacher.logprobs(rows), rounds=1)
         finite = all(np.isfinite(scores).all() for scores in teacher.logprobs(rows))
         yield {"check": "scores of a teacher are finite", "ok": finite, "seconds": round(seconds, 4)}

@@ -53,9 +53,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
     precision, and the gap between both grows."""
 
-    device: str = "auto"
-    """torch device; "auto" takes the first GPU, or the CPU where there is none."""
-
     # Not settings: a learner decides these by itself. Tests and benchmarks force them in a subclass.
 
     grad_clip: ClassVar[float] = 1.0
@@ -64,6 +61,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: ClassVar[int | Literal["auto"]] = "auto"
     """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones if
     rows do not share. "auto": as many as fit, see `memory`, rounded down to one of a few numbers."""
+    device: ClassVar[str] = "auto"
+    """torch device. auto: the first GPU that CUDA_VISIBLE_DEVICES leaves, or the CPU if there is none."""
     threads: ClassVar[int | None] = None
     """CPU threads of torch. Without a value one if all models are small, else torch's own number."""
     shared_prompts: ClassVar[bool] = True

@@ -68,7 +68,7 @@ def run(folder: Path, *, steps: int = 12) -> tuple[list[str], list[str]]:
             steps=steps,
             tasks_per_step=8,
             plan={"k": 8},
-            learner={"lr": 2e-3, "device": "cpu"},
+            learner={"lr": 2e-3},
         )
     return names_of(folder / "run", 0), names_of(folder / "run", steps - 1)
 

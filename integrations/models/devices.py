@@ -28,16 +28,11 @@ def usual_threads(parameters: int) -> int:
     return torch.get_num_threads() if parameters >= LARGE else 1
 
 
-def device_name(device: str) -> str:
-    """What a torch device is called in messages: `the CPU`, or the GPU with its model."""
+def device_name() -> str:
+    """What messages call the usual device: `the CPU`, or the GPU with its model."""
     import torch
 
-    if device == "auto":
-        device = usual_device()
-    if torch.device(device).type != "cuda":
-        return "the CPU" if device == "cpu" else device
-    index = torch.device(device).index or 0
-    return f"GPU {index} ({torch.cuda.get_device_name(index)})"
+    return f"GPU 0 ({torch.cuda.get_device_name(0)})" if usual_device() == "cuda" else "the CPU"
 
 
 def unused_gpu() -> str:

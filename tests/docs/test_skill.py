@@ -19,7 +19,7 @@ from tests.test_docs import ROOT, blocks
 from tests.trainer.tiny_app import build_base
 
 SKILL = ROOT / "docs" / "SKILL.md"
-SMALLER = shlex.split("--tasks-per-step 2 -k 2 --set sampling.max_tokens=4 --set learner.device=cpu")
+SMALLER = shlex.split("--tasks-per-step 2 -k 2 --set sampling.max_tokens=4")
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(base: Path, in_thread: None) -> Iterator[tuple[RunSummary, SqliteStore]]:
     settings = {"model": str(base), "policies": "lora", "steps": 2, "tasks_per_step": 8, "plan": {"k": 4}}
     settings["evaluation"] = {"tasks": "none"}
-    learner = {"lr": 3e-3, "device": "cpu"}
+    learner = {"lr": 3e-3}
     summary = train(
         load_workflow("examples.tool_agent.train:solve"),
         list(shop.make_tasks(24, 0)),
@@ -255,7 +255,7 @@ def test_recorded_answers_with_tools_make_the_clerk_better(base: Path, in_thread
         words = [sys.executable, "-m", "cotune", "trace", solve, "--tasks", str(tmp_path / "tasks.jsonl")]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "PYTHONPATH": str(ROOT)}
         subprocess.run([*words, "--out", traced], env=environment, cwd=tmp_path, check=True, capture_output=True)
-    settings = {"model": str(base), "steps": 12, "learner": {"lr": 3e-3, "device": "cpu"}}
+    settings = {"model": str(base), "steps": 12, "learner": {"lr": 3e-3}}
     records = {"path": traced, "min_reward": 1.0}
     console = Console(file=io.StringIO())
     run = tmp_path / "sft"

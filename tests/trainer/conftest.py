@@ -40,7 +40,7 @@ class Trainer:
     ) -> RunSummary:
         settings = {"model": str(self.base), "steps": 2, "tasks_per_step": 3, **settings}
         settings["plan"] = {"k": 4, **settings.get("plan", {})}
-        settings["learner"] = {"lr": 3e-3, "device": "cpu", **settings.get("learner", {})}
+        settings["learner"] = {"lr": 3e-3, **settings.get("learner", {})}
         more = {"out": self.folder / to, "profile": profile}
         done = self._listen(lambda console: train(app, tasks, settings, console=console, **more))
         if done.steps:

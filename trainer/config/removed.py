@@ -42,6 +42,8 @@ REMOVED: dict[str, str] = {
     "cluster.placement": "Leave it out: learners are placed on as few machines as possible.",
     "cluster.pools": "Leave it out: the learners train all policies in turn.",
     "learner.activation_checkpointing": "Leave it out: layers are computed again where a row would not fit otherwise.",
+    "learner.device": "Leave it out: the first GPU learns. CUDA_VISIBLE_DEVICES=1 chooses another, and an empty "
+    "CUDA_VISIBLE_DEVICES the CPU.",
     "learner.epochs": "Leave it out: an update passes over its rows once. More steps: a smaller learner.mini_batch.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.grad_clip": "Leave it out: a gradient's norm is bounded to 1.",

@@ -40,16 +40,18 @@ def open_policy_models(
     reference: Container[str],
     seed: int = 0,
     empty: bool = False,
+    device_name: str | None = None,
 ) -> dict[str, PolicyModel]:
     """The trained policies by name; frozen and provider policies are left out.
 
     With `empty` they have all modules and no weights: these are on torch's meta device, and take no memory.
 
+    They are on the learner's device, or on another that `device_name` names.
     A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). The initial weights of a
     policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
     Raises ConfigError for a model that cannot be trained this way.
     """
-    device = torch.device("meta") if empty else _device(settings.device)
+    device = torch.device("meta") if empty else _device(device_name or settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
     shared: dict[str, tuple[Any, LogprobModel]] = {}
@@ -255,4 +257,5 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
-        raise ConfigError("learner.device", name, f"is not a torch device of this machine ({error})") from None
+        remedy = 'Set CUDA_VISIBLE_DEVICES to another GPU, or to "" to train on the CPU.'
+        raise ConfigError("learner", name, f"is not a torch device of this machine ({error})", remedy) from None

@@ -62,8 +62,6 @@ class Cluster:
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
         settings = self._settings
-        if self._config.learner.device != "auto" and settings.gpus_per_learner:
-            raise ConfigError("learner.device", self._config.learner.device, "must be auto if learners have GPUs")
         local, sets = settings.address == "local", len(first_sets(self._config))
         wanted = sum(demand.count * CPUS for demand in settings.demands(samplers=sets)) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None

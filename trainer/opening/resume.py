@@ -21,8 +21,7 @@ from cotune.trainer.run.run_folder import RunFolder
 
 MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "probe_bound",
-    "episode_timeout", "learner.device",
-    "learner.dtype", "learner.memory",
+    "episode_timeout", "learner.dtype", "learner.memory",
     "evaluation", "guard", "engine", "engine_args", "cluster",
     "records.path", "distill.teacher",
     "prices", "loggers", "project",

@@ -144,26 +144,22 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
 def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
     """Choose one engine and one learner on this machine. Returns the configuration, and a note on why the engine is not
     vLLM if there is a GPU."""
-    learner_on_gpu = resources.gpus > 0 and config.learner.device != "cpu"
-    # A learner on a GPU that the user names, such as cuda:1, does not share the first one with the engine.
-    together = learner_on_gpu and config.learner.device in ("auto", "cuda", "cuda:0")
-
     engine, note = config.engine, ""
     if engine == AUTO:
         engine = "transformers"
         if resources.gpus and not config.from_records:
-            obstacle = _obstacle_to_vllm(config, resources, shares_gpu=together)
+            obstacle = _obstacle_to_vllm(config, resources, shares_gpu=True)
             if obstacle:
                 note = f"the transformers engine samples on the GPU: {obstacle}. {FASTER}."
             else:
                 engine = "vllm"
 
     samples_here = _samples(config)
-    if samples_here and together:
+    per_engine, per_learner = 0.0, 0.0
+    if resources.gpus and samples_here:
         per_engine, per_learner = SHARED, SHARED
-    else:
-        per_engine = 1.0 if samples_here and resources.gpus else 0.0
-        per_learner = 1.0 if learner_on_gpu else 0.0
+    elif resources.gpus:
+        per_learner = 1.0
     cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)  # refuses settings that need Ray
     if samples_here:
         _check_number_without_ray(cluster, per_engine)
@@ -228,7 +224,7 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
     if cluster.shares_gpu:
         return True
     several = cluster.engines > 1 or cluster.learners > 1
-    one_for_both = resources.gpus == 1 and _samples(config) and config.learner.device != "cpu"
+    one_for_both = resources.gpus == 1 and _samples(config)
     return one_for_both and not several and cluster.gpus_per_engine == 0
 
 
@@ -237,26 +233,22 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
     cluster, gpus = config.cluster, resources.gpus
     if not gpus:
         return cluster.divided(engines=cluster.engines or 1, learners=cluster.learners or 1, gpus_per_learner=0)
-    per_learner = 0 if config.learner.device == "cpu" else 1
     if not _samples(config):
-        learners = cluster.learners or (gpus if per_learner else 1)
-        return cluster.divided(engines=1, learners=learners, gpus_per_learner=per_learner)
+        return cluster.divided(engines=1, learners=cluster.learners or gpus, gpus_per_learner=1)
 
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
-    # The first setting that decides wins: the configured number, the device, and the GPUs that engines leave.
+    # The first setting that decides wins: the configured number, and the GPUs that engines leave.
     if cluster.learners:
         learners = cluster.learners
-    elif not per_learner:
-        learners = 1
     elif cluster.engines:
         learners = max(1, gpus - int(cluster.engines * sets * per_engine))
     else:
         # A quarter of the GPUs trains. Rollouts take most of a step: they decode token by token.
         wanted = max(gpus // 4, _learners_for_weights(config, resources, sets))
         learners = max(1, min(wanted, gpus - int(sets * per_engine)))
-    engines = cluster.engines or max(1, int((gpus - learners * per_learner) // (sets * per_engine)))
-    return cluster.divided(engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=per_learner)
+    engines = cluster.engines or max(1, int((gpus - learners) // (sets * per_engine)))
+    return cluster.divided(engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=1)
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
@@ -264,8 +256,6 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
     text if it does use it."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
-    if config.learner.device != "auto":
-        return f"learner.device is {config.learner.device}, and auto is needed to divide them"
     if engine_name(config.engine) not in (AUTO, "vllm", SERVER) and not config.from_records:
         return f"engine is {config.engine}. Engines and learners on all of them: cluster.address = local"
     if not resources.ray:

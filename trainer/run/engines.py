@@ -146,7 +146,7 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
         gpus=math.ceil(config.cluster.gpus_per_engine),
         prefix_cache=config.sampling.prefix_bytes,
-        dtype=None if "full" in kinds or config.cluster.on_ray else _dtype(config),
+        dtype=None if "full" in kinds or config.cluster.on_ray else products_dtype(config.learner.precision),
         weights=engine_set.weights,
         policies=policy_count(config, engine_set.model),
         staleness=config.ahead,
@@ -165,14 +165,6 @@ def sequences_at_once(config: TrainConfig) -> int:
 def candidates_of_call(config: TrainConfig) -> int:
     """Return the number of candidates that an engine draws for one call."""
     return 1 if config.plan.kind == "independent" else config.largest_k
-
-
-def _dtype(config: TrainConfig) -> str | None:
-    """Return the precision of the in-process engine: the precision of the learner, if both are on a CPU that has it."""
-    precision = config.learner.precision
-    if precision == "float32" and config.learner.device == "cpu":
-        return precision
-    return products_dtype(precision)
 
 
 def policy_count(config: TrainConfig, model: str) -> int:

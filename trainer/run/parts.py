@@ -11,10 +11,7 @@ from cotune.trainer.config.engine import engine_kind, engine_sleeps
 def where_it_runs(config: TrainConfig) -> str:
     """Return the engine, the device and the precision of sampler and learner, after `divide` has chosen them."""
     cluster = config.cluster
-    if cluster.on_ray:
-        place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}"
-    else:
-        place = device_name(config.learner.device)
+    place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}" if cluster.on_ray else device_name()
     learner = f"learner: {place}, {config.learner.precision}"
     if config.from_records:
         return learner
@@ -29,7 +26,7 @@ def _sampler(config: TrainConfig) -> str:
     asleep = ", asleep during updates" if engine_sleeps(config) else ""
     if cluster.on_ray:
         return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"
-    device = device_name("auto")
+    device = device_name()
     if device == "the CPU":
         precision = config.learner.precision  # the engine multiplies as the learner does, so that both agree
     elif config.engine == "vllm" and not gpu_has_bfloat16():

@@ -73,7 +73,7 @@ def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     """Return the kind of device on which the learner of a run computes."""
     if config.cluster.on_ray:
         return "cuda" if config.cluster.gpus_per_learner else "cpu"
-    return "cpu" if config.learner.device == "cpu" else usual_device()
+    return usual_device()
 
 
 def _has_bfloat16(device: str) -> bool:

@@ -33,7 +33,7 @@ async def solve(task):
 def varied(candidate, call, task):
     return sum(map(ord, candidate.text)) % 7
 """
-SMALL = "--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=3 --set learner.device=cpu"
+SMALL = "--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=3"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):
 
     grad_clip: float = LearnerSettings.grad_clip
     micro_batch_tokens: int | Literal["auto"] = LearnerSettings.micro_batch_tokens
+    device: str = LearnerSettings.device
     threads: int | None = LearnerSettings.threads
     shared_prompts: bool = LearnerSettings.shared_prompts
     activation_checkpointing: bool | Literal["auto"] = LearnerSettings.activation_checkpointing

@@ -13,12 +13,12 @@ from transformers import Qwen3ForCausalLM
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.update_tokens import UpdateTokens
 from tests.integrations import tiny_models
+from tests.trainer.learner.forced import ForcedSettings
 from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 
@@ -221,13 +221,13 @@ def test_a_row_is_noted_once(opened, base, monkeypatch):
 @long_on_workers
 def test_learning_rate_scale_and_defaults(opened, base):
     rows = make_rows()
-    learner = opened(base, settings=LearnerSettings(device="cpu"))
+    learner = opened(base, settings=ForcedSettings(device="cpu"))
     before = snapshot(learner, "a")
     assert learner.update("a", rows, lr_scale=0.0)["lr"] == 0.0
     assert same(before, snapshot(learner, "a"))
     assert learner.update("a", rows, lr_scale=0.5)["lr"] == pytest.approx(2.5e-6)
     assert not same(before, snapshot(learner, "a"))
-    assert opened(base, "full", LearnerSettings(device="cpu")).update("a", rows)["lr"] == pytest.approx(1e-6)
+    assert opened(base, "full", ForcedSettings(device="cpu")).update("a", rows)["lr"] == pytest.approx(1e-6)
 
 
 @long_on_workers

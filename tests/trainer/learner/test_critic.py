@@ -15,7 +15,6 @@ from cotune.algorithms.advantages import gae, whitened
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
@@ -25,7 +24,7 @@ from tests.trainer.learner.learner_rows import make_rows
 from tests.trainer.tiny_app import application, converse
 
 LOSS = msgspec.structs.replace(recipe("cory").loss, kl=0.0)
-SETTINGS = LearnerSettings(lr=1e-3, device="cpu")
+SETTINGS = ForcedSettings(lr=1e-3, device="cpu")
 
 
 def test_gae_by_hand():

@@ -38,13 +38,14 @@ from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.records.answers import read_answers
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_rows_and_columns, build_seeing
+from tests.trainer.learner.forced import ForcedSettings
 from tests.trainer.records.records import reading
 
 torch.set_num_threads(1)
 LORA = LoraSpec(rank=4, alpha=8.0)
 POLICY = PolicyRef("p")
 SIGHT = ("vision", "connector", "projector")
-SETTINGS = LearnerSettings(lr=1e-2, device="cpu")
+SETTINGS = ForcedSettings(lr=1e-2, device="cpu")
 
 
 @pytest.fixture(scope="module", params=["llava", "idefics3"])

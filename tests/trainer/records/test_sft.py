@@ -231,7 +231,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
                 signal.raise_signal(signal.SIGINT)
 
     learn(trainer, records, to="straight")
-    settings = {"model": str(trainer.base), "learner": {"lr": 3e-3, "device": "cpu"}, **STEPS}
+    settings = {"model": str(trainer.base), "learner": {"lr": 3e-3}, **STEPS}
     run = tmp_path / "stopped"
     summary = train(
         application(converse), None, settings, out=run, console=Impatient(), recipe="sft", records=str(records)
@@ -285,7 +285,7 @@ def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(
 def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "tests.trainer.worker_app:solve", "--recipe", "sft", "--records", str(records)]
     words += ["--model", str(tiny_base), "--out", str(tmp_path / "run"), "--set=records.min_reward=0.5"]
-    words += ["--steps", "2", "--tasks-per-step", "4", "--lr", "3e-3", "--set=learner.device=cpu"]
+    words += ["--steps", "2", "--tasks-per-step", "4", "--lr", "3e-3"]
     assert main(words) == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["rows"] for line in lines] == [8, 8]

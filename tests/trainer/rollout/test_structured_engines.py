@@ -13,7 +13,6 @@ import pytest
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import Policies, PolicySpec
@@ -22,6 +21,7 @@ from cotune.sampling.protocol import Sampler, SamplingParams
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.schemas import SCHEMAS, form
 from tests.integrations.tiny_models import build_bytes
+from tests.trainer.learner.forced import ForcedSettings
 
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "min_p": 0.02}
 
@@ -77,7 +77,7 @@ def test_every_reply_is_valid_and_its_probabilities_are_the_learners(
         for i, (_, prompt, grammar, reply) in enumerate(drawn)
     ]  # fmt: skip
     policies = Policies({"p": PolicySpec(name="p")}, {"r": "p"})
-    learner = LocalLearner.open(str(spoken), policies, LearnerSettings(device="cpu"), recipe("dr_mas").loss)
+    learner = LocalLearner.open(str(spoken), policies, ForcedSettings(device="cpu"), recipe("dr_mas").loss)
     found = learner.logprobs("p", rows)
     gaps = [float(np.abs(mine - np.array(row.logprobs)).max()) for mine, row in zip(found, rows, strict=True)]
     assert max(gaps) < 1e-4

@@ -17,7 +17,6 @@ from cotune.adapters.fingerprint import hashes_of, write_hashes
 from cotune.adapters.load import load_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
-from cotune.config.learner import LearnerSettings
 from cotune.errors import CotuneError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import TRUST, locate_model, read_parameters
@@ -25,6 +24,7 @@ from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
+from tests.trainer.learner.forced import ForcedSettings
 from tests.trainer.tiny_app import application, letters
 
 BOTH = {"first": letters, "second": letters}
@@ -103,7 +103,7 @@ def test_the_metadata_of_a_distributed_checkpoint(trainer: Trainer, run: Path, e
 
 def test_a_learner_alone(tiny_base: Path, tmp_path: Path, evil: bytes, mark: Path) -> None:
     policies = policies_for("shared", ["first"], LoraSpec(rank=4))
-    learner = LocalLearner.open(str(tiny_base), policies, LearnerSettings(device="cpu"), LossSpec())
+    learner = LocalLearner.open(str(tiny_base), policies, ForcedSettings(device="cpu"), LossSpec())
     learner.save(tmp_path)
     for file in [path for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")]:
         whole = file.read_bytes()
@@ -144,7 +144,7 @@ def opens(model: Path) -> None:
     folder = str(locate_model(model))
     ChatTemplate.load(folder)
     read_parameters(Path(folder))
-    open_policy_models(folder, policies_for("full", ["a"], LoraSpec()), LearnerSettings(device="cpu"), reference=())
+    open_policy_models(folder, policies_for("full", ["a"], LoraSpec()), ForcedSettings(device="cpu"), reference=())
 
 
 def test_a_model_folder(model: Path, evil: bytes, mark: Path) -> None:

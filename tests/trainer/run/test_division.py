@@ -70,7 +70,6 @@ HALVES = {"cluster": {"gpus_per_engine": 0.5}}
         (ONE, {"mode": "async"}, SHARED_IN_PROCESS, "mode async"),
         (ONE, {"policies": "full"}, SHARED_IN_PROCESS, "room for one engine"),
         (ONE, {"policies": "full", "roles": ["solver"]}, SHARED, ""),
-        (ONE, {"learner": {"device": "cpu"}}, ("vllm", "none", 1, 1, 1, 0), ""),
         (ONE, LOCAL, ("vllm", "local", 1, 0.5, 1, 0.5), ""),
         (ONE, {"cluster": {"engines": 1, "rollout_workers": 4}}, ("vllm", "local", 1, 0.5, 1, 0.5), ""),
         (
@@ -104,9 +103,6 @@ HALVES = {"cluster": {"gpus_per_engine": 0.5}}
             ON_EIGHT,
             "the teacher large is loaded",
         ),
-        (EIGHT, {"learner": {"device": "cuda:1"}}, ("vllm", "none", 1, 1, 1, 1), "2 of 8 GPUs used: learner.device"),
-        (EIGHT, {"learner": {"device": "cuda"}}, SHARED, "1 of 8 GPUs used: learner.device is cuda"),
-        (EIGHT, {"learner": {"device": "cpu"}, **LOCAL}, ("vllm", "local", 8, 1, 1, 0), ""),
         (EIGHT, {"engine": "transformers"}, SHARED_IN_PROCESS, "engine is transformers"),
         (
             EIGHT,

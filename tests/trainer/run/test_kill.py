@@ -104,7 +104,7 @@ def test_killed_and_resumed(
     seed = random.randrange(10**6)
     record_property("seed", seed)
     first, *others = moments_of(run, kills, random.Random(seed))
-    settings = ["learner.device=cpu", "concurrency=1"]
+    settings = ["concurrency=1"]
     settings.append("sampling.repeatable=true")  # which is cold after a kill, and rounds otherwise when it is warm
     begin = [
         *("app.py:solve", "--tasks", "tasks.jsonl", "--model", str(tiny_base), "--out", "run", "--lr", "3e-3"),

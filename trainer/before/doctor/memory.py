@@ -198,8 +198,7 @@ def _device(machine: Machine, on_gpu: bool, whose: str) -> tuple[str, float, flo
 
 def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
     """Whether the learner of a run on this machine has a GPU."""
-    there = bool(machine.gpus) and config.learner.device != "cpu"
-    return there and (not config.cluster.on_ray or config.cluster.gpus_per_learner > 0)
+    return bool(machine.gpus) and (not config.cluster.on_ray or config.cluster.gpus_per_learner > 0)
 
 
 def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:

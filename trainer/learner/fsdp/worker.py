@@ -144,11 +144,12 @@ class FsdpWorker:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         allow_tf32(torch.device(self._device))
         # Rank 0 has whole models, in the memory of the CPU. The others get their part of the weights from it.
-        whole = msgspec.structs.replace(settings, device="cpu")
         reference = needing_untrained(policies, loss, own)
 
         def load(empty: bool) -> dict[str, PolicyModel]:
-            return open_policy_models(model, policies, whole, reference=reference, seed=seed, empty=empty)
+            return open_policy_models(
+                model, policies, settings, reference=reference, seed=seed, empty=empty, device_name="cpu"
+            )
 
         mesh = init_device_mesh(self._device, (self._size,))
         opened = open_divided(load, lambda models: shard(models, mesh, settings.precision), self._device)

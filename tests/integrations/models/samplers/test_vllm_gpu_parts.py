@@ -21,11 +21,11 @@ from benchmarks.gpu.vllm_parts import (
     run_sections,
     sleeping,
 )
-from cotune.config.learner import LearnerSettings
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 LORA = LoraSpec(rank=8, alpha=16.0)
 
@@ -36,7 +36,7 @@ def figures_of(
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
     monkeypatch.setitem(models.SHAPES, "tiny", models.SHAPES["tiny"]._replace(vocabulary=vocabulary))
     bench = Bench(device="cpu", dtype="float32", until=time.monotonic() + 600, tiny=True)
-    settings = LearnerSettings(device="cpu", dtype="float32", lr=1e-4)
+    settings = ForcedSettings(device="cpu", dtype="float32", lr=1e-4)
     learner = LocalLearner.open(str(model), policies_for(kind, ["agent"], LORA), settings, LOSS)
 
     async def opened() -> Sampler:

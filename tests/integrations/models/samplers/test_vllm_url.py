@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.samples import TrainRow
-from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import tokenizer_of
 from cotune.integrations.models.transformers.sampler import TransformersSampler
@@ -32,6 +31,7 @@ from tests.adapters.test_gguf import LORA, adapter, greedy
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
+from tests.trainer.learner.forced import ForcedSettings
 from tests.trainer.methods.test_distill import sharpened
 from tests.trainer.tiny_app import TASKS, application, build_base, converse
 
@@ -66,7 +66,7 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
 
 
 def run(base: Path, url: str, folder: Path, address: str = "local", **settings: Any) -> list[dict[str, Any]]:
-    learner = {"lr": 3e-3, "device": "cpu"}
+    learner = {"lr": 3e-3}
     given = {
         "model": str(base),
         "steps": 2,
@@ -101,7 +101,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(contract_model: Path, vl
     assert found.pop() is None and served.counters["unscored"] == 1
     # A server scores over all logits, also those of a padded vocabulary: as the model without its tokenizer.
     bare = shutil.copytree(contract_model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    here = LocalTeacher(str(bare), LearnerSettings(device="cpu")).logprobs(rows[:-1])
+    here = LocalTeacher(str(bare), ForcedSettings(device="cpu")).logprobs(rows[:-1])
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
     other = build_base(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* differently"):
@@ -120,7 +120,7 @@ def test_a_run_comes_nearer_to_a_teacher_by_its_address(
     given |= {
         "recipe": "distill",
         "distill": {"teacher": f"{vllm_url}/v1"},
-        "learner": {"lr": 3e-4, "device": "cpu"},
+        "learner": {"lr": 3e-4},
     }
     train(application(converse), TASKS, given, out=tmp_path / "run", console=Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": STEPS,
         "tasks_per_step": 3,
         "plan": {"k": 4},
-        "learner": {"lr": 3e-3, "device": "cpu"},
+        "learner": {"lr": 3e-3},
         "evaluation": {"tasks": str(held_out), "every": 1},
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -31,7 +31,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": 2,
         "tasks_per_step": 6,
         "evaluation": {"every": 1},
-        "learner": {"lr": 3e-3, "device": "cpu"},
+        "learner": {"lr": 3e-3},
     }
     train(application(converse), None, settings, out=folder / "sft", console=Console(file=io.StringIO()))
     return folder / "sft"
