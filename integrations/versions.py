@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -16,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from cotune.errors import CotuneError
-
-log = logging.getLogger("cotune")
+from cotune.runtime.warn_once import warn_once
 
 ALLOW_UNTESTED = "COTUNE_UNTESTED"
 """The environment variable that allows a newer major version, if it is "1"."""
@@ -85,7 +83,14 @@ def check(distribution: str, installed_version: str) -> None:
     if refused is not None:
         raise refused
     if untested(distribution, installed_version):
-        _warn_once(distribution, installed_version)
+        warn_once(
+            f"untested {distribution} {installed_version}",
+            "%s %s is newer than the versions that cotune is tested with (%s). If calls are missing or fail, install "
+            "one of those.",
+            distribution,
+            installed_version,
+            SUPPORTED[distribution],
+        )
 
 
 def untested(distribution: str, installed_version: str) -> bool:
@@ -123,17 +128,6 @@ def installed(distributions: Iterable[str]) -> dict[str, str]:
 
 def _is_refused_major(release: tuple[int, ...], tested: VersionRange) -> bool:
     return release[0] > _release(tested.newest)[0] and os.environ.get(ALLOW_UNTESTED) != "1"
-
-
-@functools.cache
-def _warn_once(distribution: str, installed_version: str) -> None:
-    log.warning(
-        "%s %s is newer than the versions that cotune is tested with (%s). If calls are missing or fail, install one "
-        "of those.",
-        distribution,
-        installed_version,
-        SUPPORTED[distribution],
-    )
 
 
 def require_hooks(distribution: str, owner: Any, *names: str) -> None:

@@ -18,7 +18,7 @@ from tests.global_state import (
 )
 
 MOST_CONTEXT_VARIABLES = 12
-MOST_MODULE_VARIABLES = 23
+MOST_MODULE_VARIABLES = 15
 
 
 def listed(title: str) -> list[str]:

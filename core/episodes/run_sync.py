@@ -19,6 +19,7 @@ from cotune.recording.context import identify
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.interrupts import interrupts
 from cotune.runtime.process_exit import print_line
+from cotune.runtime.process_state import drop_state_of_loop
 from cotune.runtime.run_context import current_run
 from cotune.runtime.user_code import origin, place, user_code
 
@@ -46,15 +47,18 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     runner = asyncio.Runner()
     loop = runner.get_loop()
     grow_threads(loop)
-    with interrupts(loop) as signals, _exits_logged(), runner:
-        main = loop.create_task(work)
-        signals.on_first = main.cancel
-        try:
-            return _to_the_end(loop, main)
-        except asyncio.CancelledError:
-            if signals.count:
-                raise KeyboardInterrupt from None
-            raise
+    try:
+        with interrupts(loop) as signals, _exits_logged(), runner:
+            main = loop.create_task(work)
+            signals.on_first = main.cancel
+            try:
+                return _to_the_end(loop, main)
+            except asyncio.CancelledError:
+                if signals.count:
+                    raise KeyboardInterrupt from None
+                raise
+    finally:
+        drop_state_of_loop(loop)
 
 
 def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:

@@ -48,10 +48,10 @@ from cotune.records.structs import (
     Task,
 )
 from cotune.runtime.forks import survives_fork
+from cotune.runtime.warn_once import warn_once
 
 log = logging.getLogger("cotune")
 INTERRUPTED = "The episode was stopped, by Ctrl-C or its time-out: this call is not answered."
-_logged: set[str] = set()
 _PATIENCE = 10
 """Number of refused calls after which cotune assumes that the application ignores errors."""
 
@@ -316,11 +316,7 @@ class LiveEpisode:
         with self._lock:
             self.warnings[kind] = self.warnings.get(kind, 0) + 1
             self.explained.setdefault(kind, message)
-            # Decided under the lock, so that two threads do not both log it; logged outside, as a handler may block.
-            first = kind not in _logged
-            _logged.add(kind)
-        if first:
-            log.warning("%s", message)
+        warn_once(kind, "%s", message)  # outside of the lock, as a handler may block
 
     def pending(self) -> list[str]:
         """A phrase for each call that is open, or was open when the episode was stopped."""

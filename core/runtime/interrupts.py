@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cotune.runtime.process_exit import INTERRUPTED, end_process_after
+from cotune.runtime.process_state import state_of_loop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_GRACE = 0.5
@@ -127,25 +128,17 @@ def _leave_terminal() -> None:
 
 
 _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL, _interrupt)
-_current: Interrupts | None = None
-"""The handler for the loop on the main thread. Only the main thread receives signals."""
+_STATE = "interrupts"
+"""Name of the `Interrupts` of an event loop (`state_of_loop`)."""
 
 
 @contextlib.contextmanager
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
     """Handle the signals inside, on the main thread, unless the application handles them itself."""
-    global _current
-    signals = Interrupts(loop)
+    signals = state_of_loop(loop, _STATE, lambda: Interrupts(loop))
     usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
-    outer = _current
-    if threading.current_thread() is threading.main_thread():
-        _current = signals
-    try:
-        with signals.taking(usual):
-            yield signals
-    finally:
-        if _current is signals:
-            _current = outer
+    with signals.taking(usual):
+        yield signals
 
 
 @contextlib.contextmanager
@@ -155,9 +148,9 @@ def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     This replaces other handlers: Ray's drivers handle SIGTERM, and shells let background jobs ignore SIGINT. Only a
     SIGHUP that is ignored stays ignored, for `nohup`.
     """
-    signals = _current
-    # A loop on another thread gets no signals and must not change the handlers of the main thread's loop.
-    if signals is None or signals.loop is not asyncio.get_running_loop():
+    loop = asyncio.get_running_loop()
+    signals = state_of_loop(loop, _STATE, lambda: None)
+    if signals is None:  # the loop is the application's own, and so are the handlers
         yield
         return
     before, signals.on_first = signals.on_first, stop

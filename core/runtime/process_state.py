@@ -25,3 +25,8 @@ def state_of_loop(loop: asyncio.AbstractEventLoop, name: str, make: Callable[[],
         state[name] = make()
     value: T = state[name]
     return value
+
+
+def drop_state_of_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Drop the state of an event loop that has ended. Values that refer to their loop would keep both alive."""
+    _of_loop.pop(loop, None)

@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -29,8 +30,6 @@ T = TypeVar("T")
 
 MOST_THREADS = 256
 """Maximum number of pooled functions that run at the same time on an event loop. Further ones wait."""
-_idle: list[AppThread] = []
-os.register_at_fork(after_in_child=_idle.clear)
 _STANDARD = str(Path(os.__file__).parent)
 
 user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
@@ -110,6 +109,20 @@ class AppThread:
             del job  # so that an idle thread does not keep its arguments alive
 
 
+class ThreadPool:
+    """The threads of pooled functions of one event loop. Idle ones are used again, and end with the loop."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Semaphore(MOST_THREADS)
+        self.idle: list[AppThread] = []
+        weakref.finalize(self, _end_all, self.idle).atexit = False
+
+
+def _end_all(threads: Iterable[AppThread]) -> None:
+    for thread in threads:
+        thread.end()
+
+
 async def in_thread(fn: Callable[..., T], *args: Any) -> T:
     """Run the application's function in a new thread, like `AppThread.run`."""
     thread = AppThread()
@@ -123,20 +136,16 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 async def pooled_thread() -> AsyncIterator[AppThread]:
     """A thread of the pool; waits until one is free. If its function still runs at the end of the block, the pool gives
     the thread up."""
-    loop = asyncio.get_running_loop()
-    gate = state_of_loop(loop, "threads of functions", lambda: asyncio.Semaphore(MOST_THREADS))
-    async with gate:
-        try:
-            thread = _idle.pop()
-        except IndexError:
-            thread = AppThread()
+    pool = state_of_loop(asyncio.get_running_loop(), "threads of functions", ThreadPool)
+    async with pool.gate:
+        thread = pool.idle.pop() if pool.idle else AppThread()
         try:
             yield thread
         finally:
             if thread.busy:
                 thread.end()
             else:
-                _idle.append(thread)
+                pool.idle.append(thread)
 
 
 async def contained(work: Awaitable[T]) -> T:

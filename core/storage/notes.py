@@ -13,7 +13,7 @@ import msgspec
 
 from cotune.errors import RecordError
 from cotune.storage.run_layout import RECORDS
-from cotune.storage.whole_file import REWRITING, whole_file
+from cotune.storage.whole_file import rewriting, whole_file
 
 FILE = "notes.jsonl"
 """Name of the file in a folder with records."""
@@ -58,7 +58,7 @@ def read_notes(file: Path) -> dict[str, Note]:
 def write_note(file: Path, note: Note) -> Note | None:
     """Write a note in place of the earlier note with the same id. A note without score and text only removes the
     earlier one. Returns the note that was written. Raises OSError if the file cannot be written."""
-    with REWRITING:
+    with rewriting(file):
         notes = read_notes(file)
         notes.pop(note.id, None)
         written = None

@@ -6,15 +6,17 @@ application that traces each request would otherwise pay per request.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from cotune.runtime.forks import leave_open
-from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.runtime.process_state import ProcessState
 from cotune.storage.open_store import is_path, open_store, records_file
 from cotune.storage.protocol import Store
@@ -28,6 +30,7 @@ percent of its time on opening stores."""
 MOST_UNUSED = 8
 """Maximum number of stores that stay open without a trace. Each has a thread and three open files, and an application
 may trace every request into a separate folder."""
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ def acquire_store(address: str) -> Store:
         if shared is None or not shared.users:
             shared = _SharedStore(_open_or_resume(address))
             _stores.by_address[address] = shared
-            flush_at_signals(shared.store.flush)
+            _flush_at_signals()
         shared.users += 1
         return shared.store
 
@@ -104,7 +107,7 @@ def release_store(address: str) -> None:
         shared.users -= 1
         if shared.users:
             return
-        forget(store.flush)
+        _leave_signals()
         del _stores.by_address[address]
         if not isinstance(store, SqlStore) or not store.pause():
             store.close()
@@ -115,6 +118,34 @@ def release_store(address: str) -> None:
         if len(unused) > MOST_UNUSED:
             _stores.by_address.pop(unused[0]).store.close()
         _start_closer()
+
+
+def _flush_at_signals() -> None:
+    """From now on, write records to disk before SIGTERM or SIGHUP ends an application that does not handle them. Only
+    the main thread can handle a signal."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _flush_and_end)
+
+
+def _leave_signals() -> None:
+    """Restore the default handlers once no store is in use."""
+    in_use = any(shared.users for shared in _stores.by_address.values())
+    if not in_use and threading.current_thread() is threading.main_thread():
+        for number in _ENDS:
+            if signal.getsignal(number) is _flush_and_end:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _flush_and_end(number: int, frame: FrameType | None) -> None:
+    """The signal handler. It takes no lock: the thread that it interrupts may hold it."""
+    for shared in list(_stores.by_address.values()):
+        if shared.users:
+            with contextlib.suppress(Exception):  # the process ends anyway
+                shared.store.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _start_closer() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-REWRITING = threading.Lock()
-"""Hold this lock while you read a small file, change it, and write it again. Otherwise a thread that writes at the same
-time would lose its change."""
 _PARTIAL = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -45,6 +42,19 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+@contextlib.contextmanager
+def rewriting(path: Path) -> Iterator[None]:
+    """Read a file, change it and write it again inside: other threads and processes that do so wait. Without a lock, a
+    change that another writes meanwhile would be lost. Raises OSError if the folder does not exist."""
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: two writers at once are rare
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # also releases the lock
 
 
 def sync(path: Path) -> None:

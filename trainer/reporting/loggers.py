@@ -26,7 +26,7 @@ from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tracker
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
-from cotune.storage.whole_file import REWRITING
+from cotune.storage.whole_file import rewriting
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.withheld import written
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
@@ -199,7 +199,7 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
             settings[name] = setting if isinstance(setting, bool | int | float | str) else json.dumps(setting)
         tracker.settings(settings)
     if tracker_id is None:
-        with REWRITING:
+        with rewriting(file):
             ids = json.loads(file.read_text()) if file.is_file() else {}
             write_atomically(file, json.dumps({**ids, tool: tracker.id}).encode())
     return tracker

@@ -23,8 +23,6 @@ COMPILED, COMPILED_BYTES = 128, 512 << 20
 """Limits of the cache of compiled grammars: their number, and the bytes of all of them."""
 PRINTED = "".join(filter(str.isprintable, map(chr, range(256))))
 """Latin-1 without control characters, some of which SmolLM2 cannot write."""
-_measuring = threading.Lock()
-"""Held while a grammar is compiled: the growth of the process' memory is its size only if no other is compiled."""
 
 
 class Matcher:
@@ -122,11 +120,13 @@ class Grammars:
         return bits
 
     def _measured(self, grammar: str) -> tuple[Any, int]:
-        """A compiled grammar, and about its bytes. They are at most the limit of a trial."""
-        with _measuring:
-            before = process_memory()
-            compiled = self._compile(grammar)
-            return compiled, min(max(process_memory() - before, len(grammar)), BYTES)
+        """A compiled grammar, and about its bytes: the growth of the process' memory, at most the limit of a trial.
+
+        Memory that the process takes for other work meanwhile counts too, so the cache may hold fewer grammars.
+        """
+        before = process_memory()
+        compiled = self._compile(grammar)
+        return compiled, min(max(process_memory() - before, len(grammar)), BYTES)
 
     def _compile(self, grammar: str) -> Any:
         """A matcher for a grammar. Raises RequestRefused if llguidance cannot enforce it."""

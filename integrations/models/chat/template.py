@@ -34,7 +34,7 @@ from cotune.integrations.models.chat.tool_formats import (
     spelled_by,
     tool_format,
 )
-from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK, loading, reading
 from cotune.integrations.models.folder.kinds import end_ids, sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.records.ids import address, pack_ids, unpack_ids
@@ -44,10 +44,6 @@ from cotune.sampling.protocol import TokenBytes
 from cotune.sampling.request_params import CONTINUE
 
 log = logging.getLogger("cotune")
-
-_IMPORTING = threading.Lock()
-"""Held during the import of transformers. An export of several bases loads their templates in threads, and a second
-thread may find a half-imported module."""
 
 Options = Mapping[str, Any]
 """Variables for a chat template, by name."""
@@ -115,7 +111,7 @@ class ChatTemplate:
         Raises ConfigError if there is no model, if it has no chat template or one that does not end, and for an unknown
         format of tool calls.
         """
-        with _IMPORTING:
+        with TRANSFORMERS_LOCK:
             from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         path, ends = Path(model), None

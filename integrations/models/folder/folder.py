@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from cotune.sampling.protocol import Weights
 
 TRUST = "COTUNE_TRUST_REMOTE_CODE"
 """Environment variable: "1" allows the code in a model folder to run. That code may do anything."""
+TRANSFORMERS_LOCK = threading.RLock()
+"""Held while transformers is imported and while it loads a model. A second thread may find a half-imported module, and
+to load a model changes settings of the whole process. Reentrant: to load a model imports more of it."""
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 

@@ -14,14 +14,13 @@ from typing import Any
 from cotune.errors import CotuneError, error_line
 from cotune.integrations.models.child.process import Fail, ProcessHost, Receive, wait_for_hangup
 from cotune.integrations.models.child.wire import CLOSE, Answer, Command, gone, receive, send
+from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK
 from cotune.integrations.models.transformers.wire import ModelSource
 
 log = logging.getLogger(__name__)
 
 PAGES = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 """Variables of glibc. With them, a decode step uses the memory pages of the previous step again."""
-_LOADING = threading.Lock()
-"""transformers changes settings of the whole process while it loads a model, so only one may be loaded at once."""
 
 
 class ThreadHost:
@@ -37,7 +36,7 @@ class ThreadHost:
         """Load the model and serve it. Raises ConfigError, SamplerError."""
         from cotune.integrations.models.transformers.engine import load
 
-        with _LOADING:
+        with TRANSFORMERS_LOCK:
             self._engine = load(source, self._receive)
         self._thread.start()
 

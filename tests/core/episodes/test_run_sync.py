@@ -15,6 +15,7 @@ import pytest
 from cotune.episodes.run_sync import run_sync
 from cotune.runtime import interrupts
 from cotune.runtime.interrupts import stop_by
+from cotune.runtime.user_code import pooled_thread
 
 _VALUE = contextvars.ContextVar("value", default=0)
 
@@ -131,3 +132,17 @@ run_sync(application())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr.splitlines()) == (130, ["cotune: ended at once."])
+
+
+def test_threads_of_functions_are_used_again_and_end_with_their_loop() -> None:
+    used: list[threading.Thread] = []
+
+    async def functions() -> None:
+        for _ in range(3):
+            async with pooled_thread() as thread:
+                await thread.run(lambda: used.append(threading.current_thread()))
+
+    run_sync(functions())
+    assert len(used) == 3 and len(set(used)) == 1
+    used[0].join(10)
+    assert not used[0].is_alive()

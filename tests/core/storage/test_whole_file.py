@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from cotune.cli.main import main
-from cotune.storage.whole_file import is_full, system_error_message, whole_file
+from cotune.storage.whole_file import is_full, rewriting, system_error_message, whole_file
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -54,3 +57,33 @@ def test_a_command_says_that_the_disk_is_full(tmp_path: Path, capsys: pytest.Cap
     for command in (["show", str(tmp_path), "--html"], ["otel", "export", str(tmp_path), "--content", "--out"]):
         main([*command, "/dev/full"])
     assert "cotune show: The disk of /dev/full is full" in capsys.readouterr().err
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from cotune.storage.whole_file import rewriting
+file = Path(sys.argv[1])
+for _ in range(50):
+    with rewriting(file):
+        file.write_text(str(int(file.read_text()) + 1))
+"""
+
+
+def test_no_change_is_lost_that_threads_and_processes_make_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "count"
+    file.write_text("0")
+
+    def count() -> None:
+        for _ in range(50):
+            with rewriting(file):
+                file.write_text(str(int(file.read_text()) + 1))
+
+    process = subprocess.Popen([sys.executable, "-c", COUNT, str(file)])
+    threads = [threading.Thread(target=count) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert process.wait() == 0
+    assert file.read_text() == "200"

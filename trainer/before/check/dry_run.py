@@ -23,7 +23,6 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.judging.episodes import finished
 from cotune.prompts.file import read_prompts
-from cotune.recording.app_parts import Parts
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord, RewardRecord
 from cotune.records.tasks import as_tasks
@@ -91,12 +90,10 @@ def check(
         bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
 
         # 2. The runs, and the calls of a judge that is a role of the run.
-        parts = Parts()
-
         async def run_tasks() -> tuple[list[TaskRuns], list[CallRecord]]:
             async with answers_of_runs(answers, flow, config, plan, recipes, call_tools, say) as responder:
                 at_once, offline = config.concurrency > 1, answers != PROVIDER
-                runner = Runner(flow, store, responder, watch, say, limits, at_once, offline, parts)
+                runner = Runner(flow, store, responder, watch, say, limits, at_once, offline)
                 ran = [await runner.run(task) for task in all_tasks[: limits.limit]]
                 judging = await calls_of_judge(flow, ran, store, responder(0)) if answers is None else []
                 return ran, [*(call for task in ran for call in task.calls), *judging]
@@ -114,9 +111,9 @@ def check(
         # 3. The roles, policies and groups that training would have.
         local = rewards_by_role(store, calls)
         idle = []
-        for part in parts.known:
+        for part in watch.known:
             if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
-                idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=parts.ran(part)))
+                idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=watch.ran(part)))
         not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
         rare = [*config.roles, *not_called_yet]
         policies, misfits = None, []
@@ -160,7 +157,7 @@ def check(
             runs=len(runs),
             roles=tuple(roles),
             idle=tuple(idle),
-            agents_known={call.role for call in calls} <= {part.role for part in parts.known},
+            agents_known={call.role for call in calls} <= {part.role for part in watch.known},
             calls=tuple(msgspec.structs.replace(call, candidates=()) for call in calls),
             tokens=tokens,
             groups=tuple(groups),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
 from cotune.episodes.workflows import Workflow
-from cotune.recording.app_parts import Parts
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
@@ -108,11 +107,11 @@ class Runner:
     store: Store
     responder: Callable[[int], CheckResponder]
     watch: Watch
+    """Also collects the parts of the application that run."""
     say: Callable[[str], None]
     limits: CheckLimits
     at_once: bool
     offline: bool
-    parts: Parts
 
     async def run(self, task: Task) -> TaskRuns:
         """Run a task until nothing new is to be expected, then twice at once; a pair that fails is repeated."""
@@ -138,7 +137,7 @@ class Runner:
         earlier = set().union(*(run.roles for run in runs[:-2]))
         if not runs[-1].roles | runs[-2].roles <= earlier:
             return True
-        return any(not self.parts.ran(part) for part in self.parts.known)
+        return any(not self.watch.ran(part) for part in self.watch.known)
 
     async def run_once(self, task: Task, number: int, meeting: threading.Barrier | None = None) -> Run:
         """Run the workflow once. With a `meeting` it overlaps another run."""
@@ -150,7 +149,7 @@ class Runner:
             timeout=self.limits.timeout,
             offline=self.offline,
             fixed_embeddings=self.offline,
-            parts=self.parts,
+            parts=self.watch,
         )
         outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
         if meeting is not None:

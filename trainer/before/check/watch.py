@@ -12,37 +12,40 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cotune.recording.app_parts import Parts
 from cotune.recording.context import current_episode
 from cotune.runtime.user_code import is_library_file, place
 
 _LOOKED_UP, _CONNECTED, _ASKED = _EVENTS = ("socket.getaddrinfo", "socket.connect", "builtins.input")
-_watching: list[Watch] = []
 
 
-@dataclass
-class Watch:
-    """Connections, questions and errors of episodes."""
+class Watch(Parts):
+    """What the episodes of a dry run do: parts of the application that run, connections, questions and errors.
 
-    connections: dict[str, Counter[str]] = field(default_factory=dict)
-    """By episode id: connections by `host:port`, except connections to the gateway, which answers instead of models. A
-    host has the name that was looked up, whether or not it exists."""
-    asked: dict[str, str] = field(default_factory=dict)
-    """By episode id: how and where a person was asked."""
-    logged: dict[str, list[BaseException]] = field(default_factory=dict)
-    """By episode id: exceptions that a framework logged."""
+    An episode has it as `LiveEpisode.parts`, by which the audit hook finds it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: dict[str, Counter[str]] = {}
+        """By episode id: connections by `host:port`, except connections to the gateway, which answers instead of
+        models. A host has the name that was looked up, whether or not it exists."""
+        self.asked: dict[str, str] = {}
+        """By episode id: how and where a person was asked."""
+        self.logged: dict[str, list[BaseException]] = {}
+        """By episode id: exceptions that a framework logged."""
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch the episodes inside the block. Nobody is at the keyboard: standard input is empty."""
+    """Watch the episodes inside the block that have the result as `parts`. Nobody is at the keyboard: standard input is
+    empty."""
     _hook()
     watch = Watch()
-    _watching.append(watch)
     handler = _Raised(watch)
     logging.getLogger().addHandler(handler)
     try:
@@ -50,7 +53,6 @@ def watched() -> Iterator[Watch]:
             yield watch
     finally:
         logging.getLogger().removeHandler(handler)
-        _watching.remove(watch)
 
 
 @contextmanager
@@ -93,21 +95,25 @@ class _Raised(logging.Handler):
 
 @functools.cache
 def _hook() -> None:
-    """Add the audit hook. Python cannot remove it again; outside of a dry run it only looks at an empty list."""
+    """Add the audit hook. Python cannot remove it again; outside of a dry run it finds no episode with a `Watch`."""
     sys.addaudithook(_audit)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     """The audit hook: note that the running episode asks for input or connects to a host. Connections to cotune's own
     gateway do not count."""
-    if not _watching or event not in _EVENTS or (episode := current_episode.get()) is None:
+    if event not in _EVENTS:
+        return
+    episode = current_episode.get()
+    watch = episode.parts if episode is not None else None
+    if episode is None or not isinstance(watch, Watch):
         return
     if event == _ASKED:  # Python's event of input(), with the prompt as its argument
         prompt = arguments[0]
         # Frame 0 is this hook, and frame 1 the code that called input().
         where = place(sys._getframe(1)).partition(": ")[0]
         where = "" if is_library_file(where) else f" at {where}"
-        _watching[-1].asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){where}")
+        watch.asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){where}")
         return
     # getaddrinfo(host, port, ...) or connect(socket, address). Addresses of Unix sockets are no tuples.
     address = arguments[:2] if event == _LOOKED_UP else arguments[1]
@@ -118,7 +124,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     # Nothing is connected to without a port. Look-ups of the machine's own name, for example, have none.
     if port in ("0", "None") or (host, port) == (gateway.hostname, str(gateway.port)):
         return
-    connections = _watching[-1].connections.setdefault(episode.id, Counter())
+    connections = watch.connections.setdefault(episode.id, Counter())
     if event == _LOOKED_UP:
         is_new = not _is_ip(host)
     else:  # an address that was looked up was counted by its name

@@ -17,6 +17,7 @@ from cotune.integrations import versions
 from cotune.integrations.apps import activation
 from cotune.integrations.apps.activation import INTEGRATIONS
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, VersionRange, installed, require, untested
+from cotune.runtime import warn_once
 from tests.integrations.recorded import Recorded
 
 ROOT = Path(__file__).parents[4]
@@ -30,7 +31,7 @@ def test_the_installed_versions_are_supported():
 @pytest.fixture
 def openai_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes the installed version of openai another one."""
-    versions._warn_once.cache_clear()
+    warn_once._first_of.cache_clear()
     monkeypatch.delenv("COTUNE_UNTESTED", raising=False)
     monkeypatch.setitem(SUPPORTED, "openai", VersionRange("2.45", "3.57"))
     return lambda name: monkeypatch.setattr(versions, "version", lambda _: name)

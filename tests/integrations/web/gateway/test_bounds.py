@@ -20,11 +20,12 @@ import pytest
 import cotune
 from cotune.integrations.apps.openai import responses as openai_responses
 from cotune.integrations.web.http.limits import Limits
-from cotune.recording import call_records, recorder
+from cotune.recording import call_records
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Message, Task
+from cotune.runtime import warn_once
 from tests.integrations.provider import completion, json_reply, serving
 from tests.integrations.web.gateway.client import Bench, ask, bench
 from tests.integrations.web.http.unfinished import unfinished_bodies
@@ -237,7 +238,7 @@ def test_an_open_episode_keeps_so_many_bytes_of_responses(
 ) -> None:
     """It kept each whole conversation, without an end. What goes on from a forgotten one is recorded and counted."""
     monkeypatch.setattr(openai_responses, "BYTES", 4 << 20, raising=False)
-    monkeypatch.setattr(recorder, "_logged", set())
+    warn_once._first_of.cache_clear()
     with contextlib.ExitStack() as stack:
         if way == "gateway":
             gate = stack.enter_context(bench(tmp_path))

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cotune.config.cluster import ClusterConfig, DividedCluster
 from cotune.errors import ConfigError
-from cotune.integrations import versions
+from cotune.runtime import warn_once
 from cotune.trainer.before.doctor.doctor import (
     _samplers,
     examine,
@@ -102,7 +102,7 @@ def test_an_unsupported_framework_blocks() -> None:
 
 
 def test_a_framework_that_is_newer_than_the_tests_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    versions._warn_once.cache_clear()
+    warn_once._first_of.cache_clear()
     machine = msgspec.structs.replace(MACHINE, versions={**MACHINE.versions, "langgraph": "1.99"})
     findings = {finding.about: finding for finding in judge_machine(machine, ClusterConfig())}
     assert (findings["langgraph"].level, findings["langgraph"].text) == ("warns", "1.99, tested is 1.1 to 1.2.x")
