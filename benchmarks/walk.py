@@ -31,7 +31,7 @@ from rich.table import Table
 import cotune
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
-from cotune.algorithms.policy_recipes import Recipes, collecting_rules, prepare_each
+from cotune.algorithms.policy_recipes import Recipes, prepare_each
 from cotune.algorithms.prepare import train_rows
 from cotune.episodes.episode import run_episode
 from cotune.records.plans import Plan
@@ -42,6 +42,8 @@ from cotune.trainer.before.answers.responder import CheckResponder
 
 K = 4
 MODEL, RESPONDER = "trainer/before/answers/", "sampling/responder.py"
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Ends of the names of comprehensions, each of which Python 3.11 runs as a function."""
 
 
 class State(TypedDict):
@@ -120,8 +122,9 @@ def walk_of_records(walk: Walk, store: SqliteStore) -> None:
     """Make the recorded episodes into rows, and count that."""
     recipes = Recipes(run=recipe("at_grpo"))
     walk.counting = True
-    rules = collecting_rules(recipes, lambda role: recipes.run)
-    collected = collect(store, store.episodes(), plan="tree", rules=rules)
+    collected = collect(
+        store, store.episodes(), plan="tree", method_of=recipes.of_role, read_others=recipes.joins_calls
+    )
     prepared = prepare_each(collected.samples, recipes, others=collected.others)
     rows = train_rows(prepared, collected, store)
     walk.counting = False
@@ -161,6 +164,7 @@ def main() -> None:
             {
                 "files": len(walk.calls),
                 "functions": len(walk.functions),
+                "of_them_comprehensions": sum(name.endswith(COMPREHENSIONS) for _, name in walk.functions),
                 "calls": walk.calls.total(),
                 "changes_of_file": walk.changes,
             }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.collect import Collected, collect
-from cotune.algorithms.policy_recipes import collecting_rules, prepare_each
+from cotune.algorithms.policy_recipes import prepare_each
 from cotune.algorithms.prepare import Prepared, StepContext, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
@@ -64,7 +64,8 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
         versions=run.state.versions if step is None else None,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
-        rules=collecting_rules(run.recipes, recipes.get),
+        method_of=recipes.get,
+        read_others=run.recipes.joins_calls,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from cotune.algorithms.method import Method
 from cotune.algorithms.samples import Failure, Sample
 from cotune.errors import RecordError
 from cotune.records.ids import candidate_id
@@ -49,20 +50,6 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the episodes that have any, by id, trained on or not."""
 
 
-class RoleRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The requirements of the roles' methods on collecting. The functions take a role."""
-
-    continuations: Callable[[str], bool] = lambda role: False
-    """Whether the role also trains on calls after the fork of a branch."""
-    rewarded: Callable[[str], bool] = lambda role: True
-    """Whether candidates of the role need a reward."""
-    seats: Callable[[str], bool] = lambda role: False
-    """Whether the role plays against others. Then a failed episode is the failure of the seat whose call ended last
-    (`failed_seat`), and the candidates of other seats are left out."""
-    others: bool = False
-    """Whether to read also the rewards of calls that are not trained on."""
-
-
 def collect(
     store: Store,
     episodes: Iterable[Episode],
@@ -72,14 +59,15 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
-    rules: RoleRules | None = None,
+    method_of: Callable[[str], Method | None] = lambda role: None,
+    read_others: bool = False,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan the samples come from the branches (`Episode.fork`): the call at the fork, and later calls only
-    for roles with `rules.continuations`. Calls that a branch repeats from the record are not candidates. The answers of
-    the trunk are left out: whether a call was forked depends on the later calls of the trunk (`choose_forks`), so
-    the trunk's answer is not a fair sample of the prompt.
+    for roles whose method `trains_branches`. Calls that a branch repeats from the record are not candidates. The
+    answers of the trunk are left out: whether a call was forked depends on the later calls of the trunk
+    (`choose_forks`), so the trunk's answer is not a fair sample of the prompt.
 
     Under a tree plan all candidates of a call are samples, and each needs a reward. Under independent rollouts only the
     chosen one is, and the episode's outcome is enough. `roles` are the trained roles (None: all). If they are
@@ -89,9 +77,12 @@ def collect(
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
     the candidates of its calls are still compared with each other. `exclude` leaves out all episodes that failed. A
-    call that failed is left out of every episode. `rules` are the requirements of the roles' methods.
+    call that failed is left out of every episode.
+
+    `method_of` returns the method of a role, None for a role that is not trained. If the method is `by_seat`, a failed
+    episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left
+    out. `read_others` also reads the answers of calls that are not trained on, for their rewards.
     """
-    rules = rules or RoleRules()
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
     answered: list[tuple[Episode, CallRecord]] = []  # their rewards count for other calls, trained on or not
@@ -112,7 +103,7 @@ def collect(
         failed = failure_of(episode, on_failure) is not None
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
-            if rules.others and call.status == "ok" and call.chosen is not None:
+            if read_others and call.status == "ok" and call.chosen is not None:
                 answered.append((episode, call))
             if call.replayed is not None:  # repeated from the record
                 continue
@@ -120,10 +111,12 @@ def collect(
             calling_roles.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
+            method = method_of(call.role)
             reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
             if reason is None and plan == "replay":
-                reason = _replay_reason(episode, call, trunk_calls, rules.continuations(call.role))
-            if reason is None and failed and call.role != culprit and rules.seats(call.role):
+                trains_branches = method is not None and method.trains_branches
+                reason = _replay_reason(episode, call, trunk_calls, trains_branches)
+            if reason is None and failed and call.role != culprit and method is not None and method.by_seat:
                 reason = "opponent_failed"
             if reason is None:
                 reason = _load_images(store, call, images)
@@ -169,11 +162,12 @@ def collect(
     samples: list[Sample] = []
     unrewarded: set[str] = set()
     for episode, call in usable:
+        method = method_of(call.role)
         for candidate in call.candidates:
             reason = _candidate_reason(candidate, call, plan)
             if reason is None:
                 sample = make_sample(episode, call, candidate)
-                if rules.rewarded(call.role):
+                if method is None or method.takes_rewards:
                     reason = _reward_reason(sample, call, plan)
             if reason is not None:
                 left_out[reason] += 1

@@ -37,13 +37,13 @@ def own_function(setting: str, spec: str) -> Callable[..., Any]:
 
 def rewards_of(method: Method, step: Step) -> Floats:
     """[n] `method.rewards(step)`. Raises GroupError if a user's method fails, with its file and line."""
-    return _checked(method, "rewards", step, lambda: method.rewards(step))
+    return _array(method, method.rewards, step)
 
 
 def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
     """[n] `method.advantages(step, rewards)`. Raises GroupError if a user's method fails, with its file and line, and
     for advantages that are not finite numbers."""
-    advantages = _checked(method, "advantages", step, lambda: method.advantages(step, rewards.copy()))
+    advantages = _array(method, method.advantages, step, rewards.copy())
     for group in step.groups:
         if not np.isfinite(advantages[group]).all():
             raise GroupError(
@@ -54,15 +54,16 @@ def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
     return advantages
 
 
-def _checked(method: Method, name: str, step: Step, call: Callable[[], Any]) -> Floats:
-    """Call the `name` function of a method and return its array, [n].
+def _array(method: Method, function: Callable[..., Any], step: Step, *more: Floats) -> Floats:
+    """The array that `rewards` or `advantages` of a method return for a step, [n].
 
     For a method of the user, errors and arrays of the wrong shape become GroupError, with the place in the user's code.
     """
     if not method.is_own:
-        return np.asarray(call(), np.float64)
+        return np.asarray(function(step, *more), np.float64)
+    name = function.__name__
     try:
-        values = np.asarray(call(), np.float64)
+        values = np.asarray(function(step, *more), np.float64)
     except CotuneError:
         raise
     except Exception as error:

@@ -4,12 +4,12 @@ together, other policies by themselves."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from cotune.algorithms.collect import Collected, RoleRules
+from cotune.algorithms.collect import Collected
 from cotune.algorithms.groups import Group
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import rewards_of
@@ -65,7 +65,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def joins_calls(self) -> bool:
         """Whether any recipe adds rewards of other calls of the episode to the reward of a candidate."""
-        return any(recipe.joins_calls for recipe in self.every)
+        return any(recipe.joins_calls for recipe in (self.run, *self.own.values()))
 
     def attributions(self, players: Mapping[str, str]) -> dict[str, Attribution]:
         """The attribution of each role whose policy has a recipe of its own. `players` are the policies by role."""
@@ -103,25 +103,6 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         for i, sample in enumerate(samples):
             places_of_policy.get(sample.policy.name, places_of_run).append(i)
         return parts
-
-
-def collecting_rules(recipes: Recipes, method_of: Callable[[str], Method | None]) -> RoleRules:
-    """The rules of a run's methods for `collect`. `method_of` returns the method of a role, None for a role that is not
-    trained."""
-
-    def trains_branches(role: str) -> bool:
-        method = method_of(role)
-        return method is not None and method.trains_branches
-
-    def takes_rewards(role: str) -> bool:
-        method = method_of(role)
-        return method is None or method.takes_rewards
-
-    def by_seat(role: str) -> bool:
-        method = method_of(role)
-        return method is not None and method.by_seat
-
-    return RoleRules(continuations=trains_branches, rewarded=takes_rewards, seats=by_seat, others=recipes.joins_calls)
 
 
 def check_together(recipes: Recipes) -> None:

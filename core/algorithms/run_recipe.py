@@ -17,7 +17,7 @@ from cotune.algorithms.catalogue import RECIPES, is_own, recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.method import Method, Unread
-from cotune.algorithms.policy_recipes import Recipes, attributed_each, collecting_rules, prepare_each
+from cotune.algorithms.policy_recipes import Recipes, attributed_each, prepare_each
 from cotune.algorithms.prepare import Prepared, StepContext
 from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Floats, Sample
@@ -68,7 +68,8 @@ def regroup(
         plan=chosen.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
-        rules=collecting_rules(chosen, of),
+        method_of=of,
+        read_others=chosen.joins_calls,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

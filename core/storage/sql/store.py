@@ -116,8 +116,9 @@ class SqlStore(Store, Generic[Reader]):
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
             page, before = self.rows(sql, (last, *asked)), last
-            for last, *columns in page:  # noqa: B007
-                yield from self._read(episode_from, columns)
+            if page:
+                last = page[-1][0]
+            yield from self._read(episode_from, [columns for _, *columns in page])
             if len(page) < PAGE or last <= before:  # a broken id that is not text would repeat the page forever
                 return
 
@@ -129,16 +130,15 @@ class SqlStore(Store, Generic[Reader]):
 
     def _calls(self, where: str, parameters: Sequence[Any], lean: bool = False) -> list[CallRecord]:
         sql = f"SELECT body, candidates, {'NULL' if lean else 'token_ids'}, logprobs FROM calls WHERE {where}"
-        return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
+        return self._read(call_from, self.rows(sql, parameters))
 
     def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
         """The contents of messages and the bytes of images, by id, read in few queries. Missing ids are left out."""
         contents: dict[str, Any] = {}
         for part in in_parts(set(ids)):
             sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(part))})"
-            for id, text in self.rows(sql, part):
-                for body in self._read(msgspec.json.decode, (text,)):
-                    contents[id] = join_images(body, self._image)
+            for id, body in self._read(_body, self.rows(sql, part)):
+                contents[id] = join_images(body, self._image)
             for id in part:
                 if id not in contents and (data := self._image(id)) is not None:
                     contents[id] = data
@@ -158,9 +158,8 @@ class SqlStore(Store, Generic[Reader]):
         rewards: dict[str, dict[str, float]] = {target: {} for target in targets}
         for part in in_parts(rewards):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(part))})"
-            for target, name, value in self.rows(sql, part):
-                for number in self._read(_reward, (name, value)):
-                    rewards.setdefault(target, {})[name] = number
+            for target, name, number in self._read(_reward, self.rows(sql, part)):
+                rewards.setdefault(target, {})[name] = number
         return rewards
 
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
@@ -168,9 +167,8 @@ class SqlStore(Store, Generic[Reader]):
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
         for part in in_parts(texts):
             sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(part))})"
-            for target, name, value in self.rows(sql, part):
-                for text in self._read(_text, (name, value)):
-                    texts.setdefault(target, {})[name] = text
+            for target, name, text in self._read(_text, self.rows(sql, part)):
+                texts.setdefault(target, {})[name] = text
         return texts
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
@@ -261,16 +259,18 @@ class SqlStore(Store, Generic[Reader]):
         if self._writer:
             self._writer.abandon()
 
-    def _read(self, make: Callable[..., Value], columns: Sequence[Any]) -> Iterator[Value]:
-        """The record that `make` decodes from a row. A broken row yields nothing and is counted."""
-        try:
-            record = make(*columns)
-        except (ValueError, TypeError, struct.error, RecursionError) as error:
-            self._unreadable += 1
-            if self._unreadable == 1:
-                log.warning("%s: a broken row is left out (%s), as are any others", self.address, type(error).__name__)
-            return
-        yield record
+    def _read(self, make: Callable[..., Value], rows: Iterable[Sequence[Any]]) -> list[Value]:
+        """The records that `make` decodes from the columns of rows. Broken rows are left out and counted."""
+        records: list[Value] = []
+        for columns in rows:
+            try:
+                records.append(make(*columns))
+            except (ValueError, TypeError, struct.error, RecursionError) as error:
+                self._unreadable += 1
+                if self._unreadable == 1:
+                    kind = type(error).__name__
+                    log.warning("%s: a broken row is left out (%s), as are any others", self.address, kind)
+        return records
 
 
 class ConsumedGroups(Mapping[str, int]):
@@ -301,13 +301,17 @@ def _shut(writer: Writer | None, readers: list[Any], lock: FileLock | None) -> N
         lock.release()
 
 
-def _reward(name: Any, value: Any) -> float:
+def _body(id: Any, text: Any) -> tuple[str, Any]:
+    return id, msgspec.json.decode(text)
+
+
+def _reward(target: Any, name: Any, value: Any) -> tuple[str, str, float]:
     if not isinstance(name, str) or isinstance(value, str | bytes):
         raise TypeError("a reward is a number with a name")
-    return float("nan") if value is None else value
+    return target, name, float("nan") if value is None else value
 
 
-def _text(name: Any, value: Any) -> str:
+def _text(target: Any, name: Any, value: Any) -> tuple[str, str, str]:
     if not isinstance(name, str) or not isinstance(value, str):
         raise TypeError("feedback is a text with a name")
-    return value
+    return target, name, value

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import RoleRules, collect, temperature
+from cotune.algorithms.collect import collect, temperature
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import OUTCOME, Attribution
@@ -265,11 +265,9 @@ def test_what_on_failure_cannot_be(text):
         failure_reward(text)
 
 
-def joined(book, attribution, scope="own", to_go=None, continuations=lambda role: False, **options):
+def joined(book, attribution, scope="own", to_go=None, method_of=lambda role: None, **options):
     """The reward of each sample by its id, where those of all calls count."""
-    collected = collect(
-        book.store, book.store.episodes(), rules=RoleRules(others=True, continuations=continuations), **options
-    )
+    collected = collect(book.store, book.store.episodes(), read_others=True, method_of=method_of, **options)
     every = [*collected.samples, *collected.others]
     rewards = attribute(every, attribution, scope=scope, to_go=to_go)[: len(collected.samples)]
     return dict(zip((s.id for s in collected.samples), rewards.tolist(), strict=True)), dict(collected.left_out)
@@ -311,9 +309,7 @@ def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_l
         book.call(f"b{name}", name, role="black", started=1.0, latency=1.0)
         book.call(f"v{name}", name, role="white", turn=1, started=1.5, latency=2.0)
     spiral, redteam = recipe("spiral"), recipe("self_redteam")
-    collected = collect(
-        book.store, book.store.episodes(), plan="independent", rules=RoleRules(seats=lambda role: spiral.by_seat)
-    )
+    collected = collect(book.store, book.store.episodes(), plan="independent", method_of=lambda role: spiral)
     found = attribute(collected.samples, spiral.attribution).tolist()
     rewards = dict(zip((s.call for s in collected.samples), found, strict=True))
     assert {call: reward for call, reward in rewards.items() if call[1:] == "e1"} == {"we1": -1.0, "ve1": -1.0}
@@ -334,7 +330,7 @@ def test_a_game_that_its_opponent_failed_is_no_loss_of_the_trained_seat(book):
         book.store.episodes(),
         plan="independent",
         roles={"white": "white"},
-        rules=RoleRules(seats=lambda role: True),
+        method_of=lambda role: recipe("spiral"),
     )
     assert (collected.samples, collected.left_out) == ([], {"opponent_failed": 1, "failed_call": 1})
     assert collected.roles == {"white", "black"}
@@ -359,7 +355,13 @@ def test_later_rewards_of_a_branch_count_from_its_fork_on(book):
     book.call("z2", "z", turn=2, rewards=[2.0], prompt=(1, 5))
     found, left_out = joined(book, Attribution(), to_go=1.0, plan="replay")
     assert (found, left_out) == ({"z1.0": 5.25}, {"trunk": 3, "not_forked": 1})
-    found, left_out = joined(book, Attribution(), to_go=1.0, plan="replay", continuations=lambda role: role == "a")
+    found, left_out = joined(
+        book,
+        Attribution(),
+        to_go=1.0,
+        plan="replay",
+        method_of=lambda role: recipe("c3_branches") if role == "a" else None,
+    )
     assert (found, left_out) == ({"z1.0": 5.25, "z2.0": 5.0}, {"trunk": 3})
 
 

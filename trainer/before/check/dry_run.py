@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.collect import RoleRules, collect
+from cotune.algorithms.collect import collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.samples import Sample
@@ -235,7 +235,7 @@ def groups_of(
         [run.outcome.episode for run in runs if run.outcome.episode.id in shown],
         plan="tree" if plan.kind == "tree" else "independent",  # nothing is forked here
         roles=trained,
-        rules=RoleRules(rewarded=lambda role: recipes.of_role(role).takes_rewards),
+        method_of=recipes.of_role,
     )
     samples: list[Sample] = []
     for sample in collected.samples:
