@@ -122,9 +122,7 @@ def walk_of_records(walk: Walk, store: SqliteStore) -> None:
     """Make the recorded episodes into rows, and count that."""
     recipes = Recipes(run=recipe("at_grpo"))
     walk.counting = True
-    collected = collect(
-        store, store.episodes(), plan="tree", method_of=recipes.of_role, read_others=recipes.joins_calls
-    )
+    collected = collect(store, store.episodes(), plan="tree", method_of=recipes.of_role)
     prepared = prepare_each(collected.samples, recipes, others=collected.others)
     rows = train_rows(prepared, collected, store)
     walk.counting = False

@@ -65,7 +65,6 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
         method_of=recipes.get,
-        read_others=run.recipes.joins_calls,
     )
 
 

@@ -60,7 +60,6 @@ def collect(
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
     method_of: Callable[[str], Method | None] = lambda role: None,
-    read_others: bool = False,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
@@ -81,7 +80,7 @@ def collect(
 
     `method_of` returns the method of a role, None for a role that is not trained. If the method is `by_seat`, a failed
     episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left
-    out. `read_others` also reads the answers of calls that are not trained on, for their rewards.
+    out. If any method `joins_calls`, `others` has the answers of calls that are not trained on, for their rewards.
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
@@ -103,7 +102,7 @@ def collect(
         failed = failure_of(episode, on_failure) is not None
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
-            if read_others and call.status == "ok" and call.chosen is not None:
+            if call.status == "ok" and call.chosen is not None:
                 answered.append((episode, call))
             if call.replayed is not None:  # repeated from the record
                 continue
@@ -124,6 +123,10 @@ def collect(
                 usable.append((episode, call))
             else:
                 left_out[reason] += max(1, len(call.candidates))
+
+    methods = [method_of(role) for role in sorted({call.role for _, call in usable})]
+    if not any(method is not None and method.joins_calls for method in methods):
+        answered = []
 
     # All rewards in one query.
     targets = [episode.id for episode in episodes]

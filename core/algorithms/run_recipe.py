@@ -69,7 +69,6 @@ def regroup(
         roles=roles,
         on_failure=failure_reward(config.on_failure),
         method_of=of,
-        read_others=chosen.joins_calls,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

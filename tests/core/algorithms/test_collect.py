@@ -10,6 +10,7 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect, temperature
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.method import Method
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import OUTCOME, Attribution
 from cotune.records.ids import segment_id
@@ -265,9 +266,22 @@ def test_what_on_failure_cannot_be(text):
         failure_reward(text)
 
 
-def joined(book, attribution, scope="own", to_go=None, method_of=lambda role: None, **options):
+class Joining(Method):
+    """A method that adds rewards of other calls, and trains on the candidates of forks alone."""
+
+    to_go = True
+    trains_branches = False
+
+
+class JoiningBranches(Joining):
+    """The same, also for later calls of a branch."""
+
+    trains_branches = True
+
+
+def joined(book, attribution, scope="own", to_go=None, method_of=lambda role: Joining(), **options):
     """The reward of each sample by its id, where those of all calls count."""
-    collected = collect(book.store, book.store.episodes(), read_others=True, method_of=method_of, **options)
+    collected = collect(book.store, book.store.episodes(), method_of=method_of, **options)
     every = [*collected.samples, *collected.others]
     rewards = attribute(every, attribution, scope=scope, to_go=to_go)[: len(collected.samples)]
     return dict(zip((s.id for s in collected.samples), rewards.tolist(), strict=True)), dict(collected.left_out)
@@ -360,7 +374,7 @@ def test_later_rewards_of_a_branch_count_from_its_fork_on(book):
         Attribution(),
         to_go=1.0,
         plan="replay",
-        method_of=lambda role: recipe("c3_branches") if role == "a" else None,
+        method_of=lambda role: JoiningBranches() if role == "a" else Joining(),
     )
     assert (found, left_out) == ({"z1.0": 5.25, "z2.0": 5.0}, {"trunk": 3})
 

@@ -112,7 +112,7 @@ def test_a_candidate_without_a_fitting_hint_still_counts_for_other_policies(tiny
     book.store.write([Message("said", {"role": "user", "content": "hi"})])
     book.store.write([FeedbackRecord("e0", "team", "short"), FeedbackRecord("e1", "team", "long " * 60)])
     book.store.flush()
-    found = collect(book.store, episodes, plan="independent", read_others=True)
+    found = collect(book.store, episodes, plan="independent", method_of=lambda role: recipes.run)
     hinted = with_hints(found, episodes, recipes, book.store, chats, lambda policy: 200)
     assert hinted.prompts.keys() == {"a0.0"} and hinted.collected.left_out["no_hint"] == 2
     assert {one.id for one in hinted.collected.samples} == {"a0.0", "b0.0", "b1.0", "b2.0"}
