@@ -56,7 +56,8 @@ def test_every_command_exists(words: list[str]) -> None:
         case ["python", "-m", "pytest", *_, file]:
             assert (ROOT / file).is_file()
         case ["python", "-m", module, *_]:
-            assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
         case ["python" | "bash", script, *_]:
             assert script in SAVED or (ROOT / script).is_file()
         case ["pip", "install", *names]:
