@@ -186,7 +186,7 @@ def decisive(repetitions: int) -> list[Line]:
             adaptive_runs += adaptive.runs
             counts["analysed"] += 1
             counts["right"] += episode.is_right(adaptive.call)
-            counts["claimed"] += adaptive.claimed and adaptive.call is not None
+            counts["claimed"] += adaptive.claimed
             counts["right_claim"] += adaptive.claimed and episode.is_right(adaptive.call)
             # The search spends about half of its budget: the rest is for the forks that measure the loss.
             for times in (1, 2, 4):

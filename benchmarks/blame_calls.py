@@ -102,7 +102,8 @@ def search_adaptively(episode: FailedEpisode, rng: random.Random, runs: int) -> 
         for call in forks:
             search.add(call, episode.fork(call, rng))
     decision = search.decision
-    return Search(decision.call, decision.probability >= CONFIDENCE, search.spent / calls)
+    claimed = decision.probability >= CONFIDENCE and decision.call is not None
+    return Search(decision.most_likely, claimed, search.spent / calls)
 
 
 def search_equally(episode: FailedEpisode, rng: random.Random, runs: float) -> int:

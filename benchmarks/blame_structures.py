@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
 os.environ.update(CREWAI_DISABLE_TELEMETRY="true", CREWAI_TRACING_ENABLED="false", CREWAI_TESTING="true")
+os.environ.setdefault("CREWAI_STORAGE_DIR", "cotune-benchmarks")
 os.environ.setdefault("OPENAI_API_KEY", "none")
 
 import openai

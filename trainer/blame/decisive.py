@@ -27,6 +27,9 @@ JUMP = 0.3
 LEAST_LOSS = 0.1
 """A call that loses less decides nothing."""
 CONFIDENCE = 0.95
+LEAST_FRESH = 6
+"""Fresh forks at each of the two places that the search leaves room for. It spends the rest of the budget first: an
+episode without a claim needs no fresh forks, and one that needed many forks has fewer left."""
 LEAST_FORKS = 6
 """Forks of an episode before which nothing is decided."""
 BATCH = 2
@@ -102,6 +105,8 @@ class Decision:
     """The decisive call, or None: no single one."""
     probability: float
     next_fork: int
+    most_likely: int = 0
+    """The call that most likely loses most, also where it is more likely that no single one decides."""
 
 
 def consider(counts: ForkCounts, rng: np.random.Generator) -> Decision:
@@ -126,8 +131,8 @@ def consider(counts: ForkCounts, rng: np.random.Generator) -> Decision:
     borders = {call for call in (leader, leader + 1, rival, rival + 1) if call < calls}
     next_fork = max(sorted(borders), key=lambda call: spread[call] / math.sqrt(calls - call))
     if nobody > probability:
-        return Decision(None, nobody, next_fork)
-    return Decision(leader, probability, next_fork)
+        return Decision(None, nobody, next_fork, leader)
+    return Decision(leader, probability, next_fork, leader)
 
 
 @dataclass
@@ -173,10 +178,17 @@ class ForkSearch:
             call = min(self.forkable, key=lambda one: abs(one - call))
         # The cost of the fresh forks before and after the chosen call; in short episodes that would be nearly all.
         chosen = call if self.decision.call is None else self.decision.call
-        reserve = min(FRESH * (2 * (self.calls - chosen) - 1), self.budget / 2)
+        reserve = min(LEAST_FRESH * (2 * (self.calls - chosen) - 1), self.budget / 2)
         if enough or self.spent + reserve + BATCH * (self.calls - call) > self.budget:
             return []
         return [call] * BATCH
+
+
+def fresh_forks(search: ForkSearch, call: int) -> int:
+    """How many fresh forks before the chosen call, and as many after it, fit into the budget of a search: `FRESH`, or
+    down to `LEAST_FRESH`."""
+    cost_of_both = 2 * (search.calls - call) - 1
+    return max(LEAST_FRESH, min(FRESH, int((search.budget - search.spent) / cost_of_both)))
 
 
 def loss_interval(before: Sequence[float], after: Sequence[float] | None, recorded: float = 0.0) -> Interval | None:

@@ -19,7 +19,7 @@ from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import answer_line
 from cotune.trainer.blame.arms import OWN
-from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, loss_interval
+from cotune.trainer.blame.decisive import CONFIDENCE, ForkSearch, fresh_forks, loss_interval
 from cotune.trainer.blame.estimates import Span
 from cotune.trainer.blame.options import FAILED
 from cotune.trainer.blame.runs import FinishedFork, Runs
@@ -99,18 +99,22 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     count = sum(search.counts.forks)
     lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
     if decision.probability < CONFIDENCE:
-        why = f"{count} forks do not tell" if count else "no fork came to an outcome"
+        likely = blocks[decision.most_likely][0]
+        why = f"{count} forks do not tell, perhaps call {likely.step} {likely.role}"
+        if not count:
+            why = "no fork came to an outcome"
         return msgspec.structs.replace(lost, why=why, forks=count)
     if decision.call is None:
         return msgspec.structs.replace(lost, why="no single call decides", forks=count)
 
     # 2. Measure its loss by fresh forks: those that chose it overstate it.
     block = blocks[decision.call]
-    before = await forking.fresh(block)
+    number = fresh_forks(search, decision.call)
+    before = await forking.fresh(block, number)
     after: list[float] | None = None
     if decision.call + 1 < len(blocks):
         following = blocks[decision.call + 1]
-        after = await forking.fresh(following) if repeatable(calls, following[0]) else []
+        after = await forking.fresh(following, number) if repeatable(calls, following[0]) else []
     loss = loss_interval(before, after, recorded)
     steps = [call.step for call in block]
     effects = [one for one in forking.effects(recorded) if one.step not in steps]
@@ -171,14 +175,14 @@ class Forking:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def fresh(self, block: Block) -> list[float]:
-        """The outcomes of the fresh forks at a block. Forks of an earlier command are not made again."""
+    async def fresh(self, block: Block, number: int) -> list[float]:
+        """The outcomes of this number of fresh forks at a block. Forks of an earlier command are not made again."""
 
         def values() -> list[float]:
             known = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
             return [value for value in known if value is not None]
 
-        missing = FRESH - len(values())
+        missing = number - len(values())
         if missing > 0:
             await self.fork([block] * missing, FRESH_FORK)
         return values()

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.trainer.blame.decisive import ForkCounts, ForkSearch, consider, draw_curves, loss_interval
+from cotune.trainer.blame.decisive import (
+    ForkCounts,
+    ForkSearch,
+    consider,
+    draw_curves,
+    fresh_forks,
+    loss_interval,
+)
 
 
 def searched(values: Sequence[float], seed: int, runs: int = 30) -> ForkSearch:
@@ -55,6 +62,23 @@ def test_a_clear_case_takes_few_forks_and_the_budget_is_kept() -> None:
     hard = searched([0.5, 0.45, 0.4, 0.35, 0.3, 0.25], 1)
     # What is left is for the fresh forks.
     assert hard.spent < hard.budget
+
+
+def test_a_search_leaves_room_for_the_fresh_forks_or_has_fewer() -> None:
+    search = ForkSearch(4, 120, range(4), np.random.default_rng(0))
+    # A fork before call 1 makes 3 calls, one after it 2: together 5.
+    search.spent = 30
+    assert fresh_forks(search, 1) == 12
+    search.spent = 80
+    assert fresh_forks(search, 1) == 8
+    search.spent = 119
+    assert fresh_forks(search, 1) == 6
+
+
+def test_the_most_likely_call_is_known_where_none_is_claimed() -> None:
+    # A loss of 10 points or so at call 1: too little to claim after these forks.
+    decision = consider(ForkCounts([8, 8, 8, 8], [1.0, 2.0, 0.0, 0.0]), np.random.default_rng(0))
+    assert decision.probability < 0.95 and decision.most_likely == 1
 
 
 def test_calls_that_cannot_be_repeated_are_never_forked() -> None:
