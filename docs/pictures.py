@@ -8,6 +8,10 @@
         --tasks runs/demo/tasks.jsonl --plan replay -k 4 --steps 2 --tasks-per-step 8 --out runs/replay
     python -m docs.pictures runs/replay --of replay          # replay.png: the candidates of a fork
 
+    python -m benchmarks.blame_applications --applications flow_of_three --rates 0.6 --tasks 10 --runs 12 --first \\
+        --out runs/planted
+    python -m docs.pictures runs/planted/flow_of_three-reader --of blame     # blame.png: which role is at fault
+
     python -m examples.judged.demo
     python -m docs.pictures runs/judged/run --of judges      # judges.png: candidates that a judge has ranked
 
@@ -62,6 +66,7 @@ PICTURES: Mapping[str, tuple[Callable[[Path], str], int]] = {
     "candidates": (rewarded_call, 930),
     "replay": (widest_group, 760),
     "judges": (widest_group, 930),
+    "blame": (lambda run: f"run/{run.name}/blame", 620),
 }
 """By name, the address of the page that a picture shows, and the height of the window."""
 
