@@ -2,9 +2,9 @@
 processor's time instead of six seconds. Each is a process of its own, as ever.
 
 Raylets start a worker by a script, `setup_worker.py` of Ray. Inside `warm_workers()`, they run this file instead, which
-asks the server for a fork, and waits until that has ended. Workers with environment variables of their own, which are
-those that run the application, start as ever: they are light, and found by their variables. So do all workers of a Ray
-that a test starts in a process of its own."""
+asks a server for a fork, and waits until that has ended. Workers that run the application are forked from a server
+without torch: they are light. Workers in folders that Ray brings start as ever, and so do all workers of a Ray that a
+test starts in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ADDRESS = "COTUNE_TESTS_WARM_RAY"
-"""The environment variable with the server's socket."""
+"""The environment variable with the folder of the servers' sockets, by kind."""
+KINDS = ("heavy", "light")
+MARK = "COTUNE_ROLLOUT_WORKER"
+"""That of `process_reaper`, which is not imported here: raylets run this file for each worker."""
 STREAMS = (0, 1, 2)
 
 
@@ -39,19 +42,25 @@ def warm_workers() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="cotune-warm-", dir="/tmp") as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        address = str(Path(folder) / "socket")
-        command = [sys.executable, "-P", __file__, address]
         pipe = subprocess.PIPE
-        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # without Ctrl-C
+        servers = [
+            # In sessions of their own, which Ctrl-C does not reach.
+            subprocess.Popen(
+                [sys.executable, "-P", __file__, folder, kind], stdin=pipe, stdout=pipe, start_new_session=True
+            )
+            for kind in KINDS
+        ]
         try:
-            assert server.stdout is not None and server.stdout.readline(), "it has not started"
+            for server in servers:
+                assert server.stdout is not None and server.stdout.readline(), "it has not started"
             for unused in ("start_log_monitor", "start_monitor"):
                 patch.setattr(node.Node, unused, lambda _: None)
-            patch.setenv(ADDRESS, address)
+            patch.setenv(ADDRESS, folder)
             patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", __file__)  # a path that replaces Ray's when joined
             yield
         finally:
-            server.communicate(timeout=60)
+            for server in servers:
+                server.communicate(timeout=60)
 
 
 def start_worker(words: list[str]) -> int:
@@ -59,20 +68,26 @@ def start_worker(words: list[str]) -> int:
     which it tells them."""
     setting = "--serialized-runtime-env-context="
     context = json.loads(next((word.removeprefix(setting) for word in words if word.startswith(setting)), "{}"))
-    if context.get("env_vars") or context.get("command_prefix"):
+    variables = context.get("env_vars") or {}
+    unusual = any(name.startswith("PYTHON") or "$" in value for name, value in variables.items())
+    if context.get("command_prefix") or unusual:
         script = Path(words[0]).parent / "setup_worker.py"
         os.execv(sys.executable, [sys.executable, str(script), *words])
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[ADDRESS])
-        message = json.dumps({"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ)})
+        connection.connect(str(Path(os.environ[ADDRESS]) / ("light" if MARK in variables else "heavy")))
+        environment = {**os.environ, **variables}
+        message = json.dumps({"words": words, "folder": str(Path.cwd()), "environment": environment})
         socket.send_fds(connection, [len(message).to_bytes(4, "big")], STREAMS)
         connection.sendall(message.encode())
         return int.from_bytes(connection.recv(1) or b"\1", "big")
 
 
-def serve(address: str) -> None:
+def serve(address: str, kind: str) -> None:
     """Fork a worker for each connection until the standard input ends."""
-    _preload()
+    importlib.import_module("cotune.trainer.rollout.worker")
+    if kind == "heavy":
+        _preload()
+    assert "ray" not in sys.modules, "it reads its variables when it is imported"
     gc.collect()
     gc.freeze()  # else a collection in a fork would copy all that is shared
     listening = socket.socket(socket.AF_UNIX)
@@ -135,8 +150,6 @@ def _preload() -> None:
     import cotune.trainer.learner.fsdp.worker
     import cotune.trainer.step  # noqa: F401
 
-    assert "ray" not in sys.modules, "it reads its variables when it is imported"
-
 
 def _read(connection: socket.socket, size: int) -> bytes:
     """So many bytes, or none where the connection ends before."""
@@ -177,4 +190,4 @@ def _begin(streams: list[int], words: list[str], folder: str, environment: dict[
 if __name__ == "__main__":
     if ADDRESS in os.environ:
         sys.exit(start_worker(sys.argv[1:]))
-    serve(sys.argv[1])
+    serve(str(Path(sys.argv[1]) / sys.argv[2]), sys.argv[2])
