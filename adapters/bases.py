@@ -12,9 +12,10 @@ Moved = str | Path | Mapping[str, str | Path] | None
 
 
 def places(moved: Moved, recorded: Iterable[str]) -> dict[str, str]:
-    """The present place of each recorded base model, by recorded name.
+    """The present path of each recorded base model, by recorded name. `moved` names the models that were moved.
 
-    Raises ConfigError if `moved` does not tell which base model it replaces.
+    It is a path if there is one base model, otherwise a mapping from recorded names, or their last parts, to paths.
+    Raises ConfigError if it does not tell which base model it replaces.
     """
     names = list(dict.fromkeys(recorded))
     if isinstance(moved, str | Path):
@@ -32,5 +33,6 @@ def places(moved: Moved, recorded: Iterable[str]) -> dict[str, str]:
             fault = "is the last part of several base models" if matching else "replaces no base model"
             remedy = "Write its recorded name in full."
             raise ConfigError("model", f"{old}={new}", f"{fault}; there are {', '.join(names)}", remedy)
-        present[matching[0]] = str(new)
+        (name,) = matching
+        present[name] = str(new)
     return present

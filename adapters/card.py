@@ -205,24 +205,25 @@ def _has_image(about: Background) -> bool:
     return any(len(chart.steps) > 1 for chart in about.charts)
 
 
-def _curves(about: Background) -> Iterator[str]:
+def _curves(background: Background) -> Iterator[str]:
     """The section about training: a chart if there is an image of one, and a table of the first and last figures."""
-    if not about.charts:
+    if not background.charts:
         return
     yield "## Training"
-    steps = f"{about.facts.steps} steps" if about.facts.steps else "Training"
-    recipe = f" of recipe `{about.facts.recipe}`" if about.facts.recipe else ""
-    yield f"{steps}{recipe}, {about.facts.seconds / 60:,.1f} minutes."
-    if _has_image(about):
-        yield f"![{' and '.join(chart.title for chart in about.charts)}, by step]({CURVE})"
+    steps = f"{background.facts.steps} steps" if background.facts.steps else "Training"
+    recipe = f" of recipe `{background.facts.recipe}`" if background.facts.recipe else ""
+    yield f"{steps}{recipe}, {background.facts.seconds / 60:,.1f} minutes."
+    if _has_image(background):
+        yield f"![{' and '.join(chart.title for chart in background.charts)}, by step]({CURVE})"
     rows = []
-    for chart in about.charts:
+    for chart in background.charts:
         for line in chart.series:
             values = [value for value in line.values if value is not None]
-            first, last = figure(values[0], chart.percent), figure(values[-1], chart.percent)
+            first = figure(values[0], chart.percent)
+            last = figure(values[-1], chart.percent)
             rows.append((chart.title, line.label, first, last, sparkline(line.values)))
     yield _table(("", "of", "first", "last", "steps"), rows)
-    yield "\n".join(f"- {chart.title}: {chart.help}" for chart in about.charts)
+    yield "\n".join(f"- {chart.title}: {chart.help}" for chart in background.charts)
 
 
 def _evaluation(about: Background) -> Iterator[str]:
@@ -242,7 +243,8 @@ def _evaluation(about: Background) -> Iterator[str]:
     heads = ["", "success", "reward", "episodes", "failed"]
     rows = []
     for label, mode in modes.items():
-        success, reward = _interval_cell(mode.success, True), _interval_cell(mode.reward)
+        success = _interval_cell(mode.success, True)
+        reward = _interval_cell(mode.reward)
         rows.append([label, success, reward, str(mode.episodes), str(mode.failures)])
     if any(mode.outcome for mode in modes.values()):
         # The plain outcome stands after the reward, if there is one.
@@ -275,7 +277,8 @@ def _costs(about: Background) -> Iterator[str]:
     if about.evaluated:
         for mode, evaluation in about.evaluated.evaluations.items():
             tokens = (f"{evaluation.use.prompt_tokens:,}", f"{evaluation.use.completion_tokens:,}")
-            cost, cost_text = evaluation.use.cost, ""
+            cost = evaluation.use.cost
+            cost_text = ""
             if cost is not None and not evaluation.use.unpriced:
                 cost_text = f"{_money(cost)} ({1000 * cost / max(evaluation.episodes, 1):.4g} per 1,000 tasks)"
             rows.append((f"evaluation: {mode}", "", *tokens, cost_text))

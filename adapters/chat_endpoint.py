@@ -69,6 +69,15 @@ class ChatEndpoint:
         recording: Recording | None = None,
         names: ModelNames | None = None,
     ) -> None:
+        """Answer chat requests with opened policies.
+
+        Args:
+            access: checks tokens.
+            limits: limits of bodies.
+            prompts: edited prompts to send calls with.
+            recording: where calls are recorded; None if they are not.
+            names: the model names that are answered; by default one for each role.
+        """
         self.names = names or name_models(local, prompts=prompts is not None)
         # A call's role is the role of its model name, or the name itself if the default policy answers.
         self.local = replace(local, served=self.names.served, others=self.names.default)
@@ -193,9 +202,9 @@ class ChatEndpoint:
 def _encode_answer(
     call: LiveCall, body: Mapping[str, Any], answer_box: list[Answer | None], record: bool
 ) -> tuple[bytes, str]:
-    """Body and content type of the response to a request; with `record` the call is also recorded.
+    """Body and content type of the response to a request; with `record`, the call is recorded as well.
 
-    The answer comes in a list and is taken out of it. This thread then holds the last reference, so that freeing a long
+    The answer comes in a list, from which it is removed: this thread then holds the last reference, and freeing a long
     answer, which takes a while, does not block the event loop.
     """
     answer = answer_box.pop()

@@ -92,7 +92,8 @@ class Conversations:
         """Keep an answered request: the token ids of its prompt, and the reply that the client got."""
         if not place.key:
             return
-        previous, packed_prompt = self._turns.get(place.key), pack_ids(prompt)
+        previous = self._turns.get(place.key)
+        packed_prompt = pack_ids(prompt)
         if previous is not None and previous.prompt == packed_prompt:
             packed_prompt = previous.prompt  # one object for all replies, to save memory
         replies = {} if previous is None else dict(previous.replies)
@@ -119,6 +120,11 @@ class LocalResponder(PolicyResponder):
     reads_aside = True
 
     def __init__(self, local: LocalPolicies, override: Mapping[str, Any] | None = None) -> None:
+        """Answer served calls with opened policies, and continue their conversations.
+
+        `override` replaces sampling parameters of the requests. Long prompts and forms of answers each have a thread of
+        their own: preparing them takes seconds, during which short requests must go on.
+        """
         super().__init__(
             local.sampler,
             local.chat,

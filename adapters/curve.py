@@ -31,10 +31,14 @@ def _chart(chart: Chart, x: int) -> Iterator[str]:
     values: list[float] = []
     for line in chart.series:
         values += [value for value in line.values if value is not None]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if chart.percent and high <= 1:
-        low, high = 0.0, 1.0
-    left, right, base = x + LEFT, x + WIDTH - RIGHT, HEIGHT - BOTTOM
+        low = 0.0
+        high = 1.0
+    left = x + LEFT
+    right = x + WIDTH - RIGHT
+    base = HEIGHT - BOTTOM
     yield _text(left, 18, chart.title, 'font-weight="bold"')
     yield f'<path d="M{left} {TOP}V{base}H{right}" fill="none" stroke="#afb8c1"/>'
     if high > low:
@@ -42,13 +46,13 @@ def _chart(chart: Chart, x: int) -> Iterator[str]:
     yield _text(left - 6, base + 4, figure(low, chart.percent), 'text-anchor="end"')
     yield _text(left, base + 15, f"step {chart.steps[0]}")
     yield _text(right, base + 15, str(chart.steps[-1]), 'text-anchor="end"')
-    legend = left
+    legend_x = left
     for line, hue in zip(chart.series, _HUES, strict=False):
         steps = (chart.steps[0], max(chart.steps[-1] - chart.steps[0], 1))
         points = _points(line, chart.steps, steps, (low, high), (left, right, base))
         yield f'<polyline points="{points}" fill="none" stroke="{hue}" stroke-width="1.8"/>'
-        yield _text(legend, base + 32, line.label, f'fill="{hue}"')
-        legend += 12 + 6 * len(line.label)
+        yield _text(legend_x, base + 32, line.label, f'fill="{hue}"')
+        legend_x += 12 + 6 * len(line.label)
 
 
 def _points(
@@ -58,8 +62,17 @@ def _points(
     bounds: tuple[float, float],
     frame: tuple[int, int, int],
 ) -> str:
-    """The points of a polyline, in pixels. Steps without a value have no point."""
-    (first, length), (low, high), (left, right, base) = span, bounds, frame
+    """The points of a polyline, in pixels. Steps without a value have no point.
+
+    Args:
+        steps: the steps of the chart.
+        span: its first step, and the number of steps from there to the last.
+        bounds: the values at its lower and upper edge.
+        frame: its left, right and lower edge in pixels.
+    """
+    first, length = span
+    low, high = bounds
+    left, right, base = frame
     pixels_per_unit = (base - TOP) / ((high - low) or 1)
     points = []
     for step, value in zip(steps, line.values, strict=True):

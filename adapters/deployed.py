@@ -88,10 +88,12 @@ def deployed(
         raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
 
-    records, key = recording.get("records"), recording.get("key", "")
+    records = recording.get("records")
+    key = recording.get("key", "")
     open_trace: Callable[..., Trace] | None = None
     if records is not None:
-        app, redactor = recording.get("app", ""), recording.get("redactor")
+        app = recording.get("app", "")
+        redactor = recording.get("redactor")
         open_trace = functools.partial(Trace, records, app=app, redactor=redactor)
     elif key:
         raise ConfigError("key", key, "has no effect without records", "Pass records=, or leave it out.")
@@ -111,6 +113,9 @@ class Deployment:
         open_trace: Callable[..., Trace] | None = None,
         key: str = "",
     ) -> None:
+        """See `deployed` for the arguments. `override` has the sampling parameters that replace the application's, and
+        `open_trace` opens the trace if calls are recorded. Engines are opened by `with`, not here.
+        """
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by (role, status)."""
@@ -178,7 +183,7 @@ class Deployment:
             await local.aclose()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Count calls by how they ended. The records themselves are not kept."""
+        """Count ended calls by their status. The records themselves are not stored."""
         calls = [record for record in records if isinstance(record, CallRecord)]
         left_to_provider: Sequence[str] = () if self._local is None else self._local.left_to_provider
         provider_answers_others = self._local is None or self._local.others is None
@@ -207,7 +212,8 @@ class Deployment:
 
         `local` is None if the application's provider answers every call.
         """
-        self._opened, self._local = True, local
+        self._opened = True
+        self._local = local
         if local is not None:
             self.served = local.served
             self._responder = LocalResponder(local, self._override)
@@ -227,7 +233,8 @@ class Deployment:
         # An async deployment may end in another context than it began in; the variable cannot be reset from there.
         with contextlib.suppress(ValueError):
             current_episode.reset(self._entered)
-        local, self._local = self._local, None
+        local = self._local
+        self._local = None
         return local
 
     def _new_episode(self) -> LiveEpisode:

@@ -277,7 +277,8 @@ def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = No
     """
     # A block of q8_0 has 32 values of a byte each, and a scale of two bytes.
     bytes_per_value = {None: 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf]
-    described, policies = read_run(run), read_policies(_newest_checkpoint(run))
+    described = read_run(run)
+    policies = read_policies(_newest_checkpoint(run))
     bases = _places_of_bases(Path(run), described, policies, model)
     values = 0
     for policy in policies:
@@ -321,7 +322,8 @@ def _write_policy(
 
 def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool, gguf: Precision | None) -> Weights:
     """Write a policy into its folder as an adapter, a model or a GGUF file; return the written weights in fp32."""
-    model, weights = locate_model(base.model), policy.weights
+    model = locate_model(base.model)
+    weights = policy.weights
     assert weights is not None
     if gguf is not None:
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as merged:
@@ -427,7 +429,8 @@ def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
 
     A policy that was never evaluated is taken from the newest checkpoint.
     """
-    described, checkpoints = read_run(run), RunLayout(run).checkpoints
+    described = read_run(run)
+    checkpoints = RunLayout(run).checkpoints
     best = read_best(checkpoints)
     if not best:
         remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --step out."
@@ -467,15 +470,17 @@ def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | No
 def _places_of_bases(
     run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved
 ) -> dict[str, str]:
-    """The present place of each base model that a run names, by recorded name."""
+    """The present path of each base model that a run names, by recorded name. `moved` are the models that the user says
+    were moved.
+    """
     names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
     if described.config.other_roles == "frozen":
         names.append(described.model)
     run_json = read_run_json(run)
     # A run folder may have been moved together with the models next to it.
-    place_of_name = {name: relocated(name, run_json, run.absolute()) for name in names if name}
-    present = places(moved, place_of_name.values())
-    return {name: present[place] for name, place in place_of_name.items()}
+    path_of_name = {name: relocated(name, run_json, run.absolute()) for name in names if name}
+    present = places(moved, path_of_name.values())
+    return {name: present[path] for name, path in path_of_name.items()}
 
 
 def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:

@@ -98,7 +98,8 @@ def _tensor_digests(path: Path) -> Iterator[tuple[str, str]]:
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no mapping
-                piece, data = file.get_slice(name), file.get_tensor(name).reshape(-1).view(uint8).numpy()
+                piece = file.get_slice(name)
+                data = file.get_tensor(name).reshape(-1).view(uint8).numpy()
                 yield name, f"{piece.get_dtype()} {piece.get_shape()} {hashlib.sha256(data).hexdigest()}"
     except SafetensorError as error:
         text = f"{path} is no safetensors file, or is cut short: {error}."

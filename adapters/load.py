@@ -119,18 +119,18 @@ def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = Fal
 def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) -> tuple[EngineModel, ...]:
     """An engine for each base: opened from the checked base, or from a full model if no policy needs the base."""
     bases = sorted(manifest.bases, key=lambda base: base != manifest.other_base)
-    place_of_model = places(moved, [base.model for base in bases])
+    path_of_model = places(moved, [base.model for base in bases])
     engines = []
     for base in bases:
-        place = place_of_model[base.model]
+        path = path_of_model[base.model]
         policies = tuple(policy for policy in manifest.policies if policy.base == base)
-        full = next((policy for policy in policies if policy.kind == "full"), None)
+        full_policy = next((policy for policy in policies if policy.kind == "full"), None)
         needs_base = base == manifest.other_base or any(policy.kind in ("lora", "frozen") for policy in policies)
         # A base that the user names is loaded, and so checked, even if a full model would do.
-        if full is None or needs_base or untrained or place != base.model:
-            folder = _checked_base(base, place)
+        if full_policy is None or needs_base or untrained or path != base.model:
+            folder = _checked_base(base, path)
         else:
-            folder = export / str(full.folder)
+            folder = export / str(full_policy.folder)
         engines.append(EngineModel(base, folder, policies))
     return tuple(engines)
 

@@ -212,7 +212,9 @@ def check_files(export: Path, policy: ExportedPolicy) -> None:
     """
     if policy.folder is None:
         return
-    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
+    folder = export / policy.folder
+    where = f"Policy {policy.name!r}"
+    inside = export.resolve()
     # Links are checked before any file is read.
     for path in (folder, *folder.rglob("*")):
         if not path.resolve().is_relative_to(inside):
@@ -263,7 +265,8 @@ def _gguf_commands(manifest: Manifest, roles_of_policy: dict[str, list[str]]) ->
         if not policy.gguf:
             continue
         roles = roles_of_policy[policy.name]
-        file, alias = shlex.quote(f"{policy.folder}/{policy.folder}.gguf"), shlex.quote(",".join(roles))
+        file = shlex.quote(f"{policy.folder}/{policy.folder}.gguf")
+        alias = shlex.quote(",".join(roles))
         llama_cpp.append(f"llama-server -m {file} --jinja --alias {alias} --port {port}")
         port += 1
         for role in roles:

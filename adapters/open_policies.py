@@ -112,7 +112,8 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
     except ConfigError as error:
         fault = error.fault.replace("is not a model folder", "is not an export, model folder", 1)
         raise ConfigError(error.field, error.value, fault, error.remedy) from None
-    digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
+    digest = base_fingerprint(folder).weights
+    policy = PolicyRef("base", 0)
     model_name = folder.name if Path(source).expanduser().exists() else str(source)
     served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (model_name, *names)}
     engine = await _open_engine(lambda: folder, tool_format)
@@ -146,7 +147,8 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
         raise
     # 2. Name the policy of each role. The first engine's chat format and length are the default; policies on other
     # engines have their own.
-    manifest, first = export.manifest, opened[0]
+    manifest = export.manifest
+    first = opened[0]
     engine_of_policy: dict[str, _OpenedEngine] = {}
     for model, engine in zip(export.engines[1:], opened[1:], strict=True):
         for policy in model.policies:
@@ -212,6 +214,7 @@ async def _open_engine(
     """
 
     async def open_and_publish() -> EngineThatEnds:
+        """Open the engine and load the adapters into it. It is closed if they cannot be loaded."""
         config = EngineConfig(model=str(model()), dtype=products_dtype(dtype))
         sampler = cast(EngineThatEnds, await open_sampler(config))
         try:

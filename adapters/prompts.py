@@ -25,9 +25,13 @@ def prompts_of(source: str | Path | None) -> Prompts | None:
     if folder is None:
         return None
     if is_export(folder):
-        recorded_id, record, remedy = read_manifest(folder).prompts, MANIFEST, "Export the run again."
+        recorded_id = read_manifest(folder).prompts
+        record = MANIFEST
+        remedy = "Export the run again."
     elif is_run(folder):
-        recorded_id, record, remedy = read_run(folder).prompts, "run.json", "Put the file of the run back."
+        recorded_id = read_run(folder).prompts
+        record = "run.json"
+        remedy = "Put the file of the run back."
     else:
         return None
     if not recorded_id:
@@ -35,8 +39,9 @@ def prompts_of(source: str | Path | None) -> Prompts | None:
 
     prompts = read_prompts(folder)
     if prompts.id != recorded_id:
-        holds, names = prompts_named(prompts.id), prompts_named(recorded_id)
-        raise AdapterError(f"{prompts_path(folder)} holds {holds}, and {record} names {names}.", remedy)
+        present = prompts_named(prompts.id)
+        recorded = prompts_named(recorded_id)
+        raise AdapterError(f"{prompts_path(folder)} holds {present}, and {record} names {recorded}.", remedy)
     return prompts
 
 

@@ -78,6 +78,9 @@ def build_app(
         raise RequestError(404, _NO_RESPONSES, code="not_found")
 
     async def health(request: Request) -> Response:
+        """GET /health: the state of the server and its counts, for monitors. Only this machine and users with a token
+        get it.
+        """
         access.check_local(request.scope)
         info = await local.sampler.info()
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.responder.unlisted}
@@ -170,7 +173,8 @@ def serving(
     Raises ConfigError, AdapterError, SyncError if it cannot start.
     """
     check_arguments(options, ServeOptions.__annotations__)
-    default, redactor = options.get("default", ""), options.get("redactor")
+    default = options.get("default", "")
+    redactor = options.get("redactor")
     answers = Answers(
         aliases=options.get("aliases"),
         default=default,
@@ -209,6 +213,9 @@ def serving_local(
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
+        """Open the policies and build the application that serves them. At the end, close the policies, so that their
+        memory and processes are freed even if building fails.
+        """
         local = await open_policies()
         try:
             names = name_models(local, answers.aliases, answers.default, prompts=answers.prompts is not None)

@@ -16,18 +16,19 @@ def file_name(name: str) -> str:
     Different names give different file names, even if the file system ignores case. The same name always gives the same
     file name.
     """
-    plain = re.sub(r"[^\w.@-]+", "_", name).lstrip(".")
-    if name and plain == name == name.lower() and len(name.encode()) <= LONGEST:
+    safe_part = re.sub(r"[^\w.@-]+", "_", name).lstrip(".")
+    if name and safe_part == name == name.lower() and len(name.encode()) <= LONGEST:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "backslashreplace"), digest_size=5).hexdigest()
-    return f"{_cut(plain, LONGEST - len(digest) - 1) or 'name'}-{digest}"
+    return f"{_cut(safe_part, LONGEST - len(digest) - 1) or 'name'}-{digest}"
 
 
 def readable_file_name(name: str, taken: Collection[str], default: str = "role") -> str:
     """A file name that looks like the name. It gets a number if the name is already in `taken`; case is ignored."""
     stem = _cut(re.sub(r"[^\w.-]+", "_", name).strip("."), LONGEST) or default
     lower = {other.lower() for other in taken}
-    candidate, number = stem, 1
+    candidate = stem
+    number = 1
     while candidate.lower() in lower:
         number += 1
         candidate = f"{stem}-{number}"

@@ -55,7 +55,8 @@ def student_quantile(freedom: int, level: float = LEVEL) -> float:
     def inside(t: float) -> float:
         """The probability of a value between -t and t."""
         angle = math.atan(t / math.sqrt(freedom))
-        cosine, sine = math.cos(angle), math.sin(angle)
+        cosine = math.cos(angle)
+        sine = math.sin(angle)
         odd = freedom % 2 == 1
         # The terms cos, 2/3 cos^3, 2*4/(3*5) cos^5, ... if odd; 1, 1/2 cos^2, 1*3/(2*4) cos^4, ... if even.
         term, total = (cosine, 0.0) if odd else (1.0, 0.0)

@@ -35,7 +35,7 @@ def json_or_none(text: str) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The texts, numbers and other single values in a JSON value, without the names in it."""
+    """The single values of a JSON value (texts, numbers, booleans) at any depth, without the names of fields."""
     if isinstance(value, Mapping):
         for member in value.values():
             yield from leaves(member)

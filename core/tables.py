@@ -78,13 +78,13 @@ class Grid(Table):
         """Print the table without empty columns, or a line for each row if the terminal is too narrow for them."""
         if self.row_count:
             with_values = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
-            self.columns = [replace(column, _index=place) for place, column in enumerate(with_values)]
+            self.columns = [replace(column, _index=index) for index, column in enumerate(with_values)]
         widths = [_width(column, console, options) for column in self.columns]
-        room = options.max_width - _BETWEEN * (len(widths) - 1)
-        if sum(least for least, _ in widths) > room:
+        width_of_columns = options.max_width - _BETWEEN * (len(widths) - 1)
+        if sum(smallest for smallest, _ in widths) > width_of_columns:
             yield from self._lines(options.max_width)
             return
-        for column, width in zip(self.columns, _fitted(widths, room), strict=True):
+        for column, width in zip(self.columns, _fitted(widths, width_of_columns), strict=True):
             column.width = width
         if not self.below:
             yield from super().__rich_console__(console, options)
@@ -95,21 +95,25 @@ class Grid(Table):
             row = copy(self)
             row.columns = [replace(column, _cells=column._cells[number : number + 1]) for column in self.columns]
             row.rows = self.rows[number : number + 1]
-            row.title, row.show_header = (self.title, True) if number == 0 else (None, False)
+            row.title = self.title if number == 0 else None
+            row.show_header = number == 0
             yield from Table.__rich_console__(row, console, options)
             yield from self._below(number, options.max_width)
 
     def _below(self, number: int, width: int) -> Iterable[Text]:
-        """The texts under a row."""
+        """The texts under a row: on one line if they fit into the width, otherwise each on a line of its own, cut."""
         texts = self.below.get(number, [])
-        whole = Text("  ").append_text(Text("  ").join(texts))
-        lines = [whole] if whole.cell_len <= width else [Text("  ").append_text(text) for text in texts]
-        for line in lines if texts else ():
-            line.no_wrap, line.overflow = True, "ellipsis"
+        if not texts:
+            return
+        joined = Text("  ").append_text(Text("  ").join(texts))
+        lines = [joined] if joined.cell_len <= width else [Text("  ").append_text(text) for text in texts]
+        for line in lines:
+            line.no_wrap = True
+            line.overflow = "ellipsis"
             yield line
 
     def _lines(self, width: int) -> Iterable[Text]:
-        """Each row as one line of `name value` pairs, without empty cells."""
+        """The table for a narrow terminal: each row as one line of `name value` pairs, without empty cells."""
         if self.title:
             yield Text(f"{self.title}", style="bold")
         for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
@@ -139,11 +143,13 @@ def _width(column: Column, console: Console, options: ConsoleOptions) -> tuple[i
     return min(_WORD, max(size.minimum for size in sizes)), max(size.maximum for size in sizes)
 
 
-def _fitted(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """The widths of columns: the full ones, with the widest narrowed until all fit."""
+def _fitted(widths: Sequence[tuple[int, int]], max_width: int) -> list[int]:
+    """The widths of columns that fit into `max_width` together: each has its full width, but the widest are narrowed,
+    one character at a time. `widths` has the smallest and the full width of each column.
+    """
     fitted = [full for _, full in widths]
-    while sum(fitted) > room:
-        spare = [width if width > least else 0 for width, (least, _) in zip(fitted, widths, strict=True)]
+    while sum(fitted) > max_width:
+        spare = [width if width > smallest else 0 for width, (smallest, _) in zip(fitted, widths, strict=True)]
         fitted[spare.index(max(spare))] -= 1
     return fitted
 
@@ -180,7 +186,8 @@ def sparkline(values: Sequence[float | None]) -> str:
         part = [value for value in values[start : start + size] if value is not None]
         means.append(sum(part) / len(part) if part else None)
     numbers = [mean for mean in means if mean is not None]
-    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    low = min(numbers, default=0.0)
+    high = max(numbers, default=0.0)
     span = high - low
     top = len(_BARS) - 1
     line = ""

@@ -104,10 +104,15 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
 
 
 def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
-    """The module of a file in a package, so that its relative and absolute imports work; None for another file."""
-    names, root = [path.stem], path.parent
+    """Import a file of the user that is in a package, under its full name, so that its relative imports work.
+
+    Returns None for a file that is not in a package, or whose package has the name of another that is loaded already.
+    """
+    names = [path.stem]
+    root = path.parent  # the folder that holds the outermost package
     while (root / "__init__.py").is_file():
-        names, root = [root.name, *names], root.parent
+        names.insert(0, root.name)
+        root = root.parent
     top = sys.modules.get(names[0])
     elsewhere = top is not None and str(root / names[0]) not in map(str, getattr(top, "__path__", ()))
     if len(names) == 1 or elsewhere or not all(name.isidentifier() for name in names):
@@ -167,8 +172,11 @@ def _line_of(error: Exception) -> str:
     """File and line of the user's code at which an import failed: the innermost line outside installed packages."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    frames = [frame for frame in frames if Path(frame.filename) not in (Path(__file__), Path(importlib.__file__))]
+    importers = (Path(__file__), Path(importlib.__file__))
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith("<") and Path(frame.filename) not in importers:
+            frames.append(frame)
     outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
     if not frames:
         return ""

@@ -155,7 +155,8 @@ def _require_soundness(run: RolloutRun, batch: Batch) -> None:
 
     A step without calls of trained roles, or without groups to compare, has no fault.
     """
-    episodes, left_out = batch.episodes, batch.left_out
+    episodes = batch.episodes
+    left_out = batch.left_out
     failed = [episode for episode in episodes if episode.status != "ok"]
     has_uneventful = any(reason in UNEVENTFUL for reason in left_out)
     has_faults = any(reason not in FAULTLESS for reason in left_out)
@@ -183,10 +184,12 @@ def _require_soundness(run: RolloutRun, batch: Batch) -> None:
 
 
 def _commonest_error(failures: str, errors: Sequence[str | None]) -> str:
-    """How many errors there are, with the text of the commonest; "" if there is none."""
+    """The number of errors and the text of the commonest, for a message; "" without errors. `failures` names them in
+    the plural, such as "failed episodes".
+    """
     counts = Counter(error for error in errors if error)
     if not counts:
         return ""
-    text, count = counts.most_common(1)[0]
+    ((text, count),) = counts.most_common(1)
     share = "" if len(counts) == 1 else f", {count} of them"
     return f"{counts.total()} {failures}{share} with: {text}"

@@ -18,13 +18,15 @@ async def commit(run: Run, *, due: bool = False) -> None:
 
     Raises RunError if it cannot be written.
     """
-    state, config = run.state, run.config
+    state = run.state
+    config = run.config
     due = due or bool(state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
 
     described = read_run(run.folder.path)
-    state.run, state.prompts = described.id, described.prompts
+    state.run = described.id
+    state.prompts = described.prompts
     # The guard's way back from a collapse starts from this checkpoint, so it is kept.
     safe = safe_checkpoint(run, state.steps)
     best = run.best if config.evaluation.keep_best else None

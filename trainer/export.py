@@ -111,7 +111,7 @@ def _export_team(
     say: Callable[[str], None],
     **form: Unpack[ExportForm],
 ) -> Manifest:
-    """Write the policies of a team. Each comes from a run, an export or a model."""
+    """Export the policies of a team, each from a run, an export or a model."""
     if form.get("step") is not None:
         remedy = "Write ROLE=RUN#STEP for a step."
         raise ConfigError("step", form.get("step"), "cannot be used for a team", remedy)
@@ -196,7 +196,8 @@ def _say_checkpoint(
         for name in sorted(policies - best.keys()):
             say(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
         return
-    newest, planned = newest_checkpoint(run.checkpoints), read_run(run.path).config.steps
+    newest = newest_checkpoint(run.checkpoints)
+    planned = read_run(run.path).config.steps
     done = 0 if newest is None else steps_of(newest)
     if step is not None and step < done:
         say(f"this is step {step}; the newest checkpoint is step {done}")

@@ -109,7 +109,8 @@ def with_hints(
             messages = with_text(sent, hint)
         else:
             messages = hint
-        chat, options = chats.of(sample.policy.name), template_options(call.params) or None
+        chat = chats.of(sample.policy.name)
+        options = template_options(call.params) or None
         room = context_of[sample.policy.name] - sample.tokens
         try:
             prompt = chat.render(messages, tools_shown(call.params, call.tools), most=room, options=options)
@@ -136,16 +137,16 @@ def with_hints(
 
 def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return the messages with `text` at the end of the last user message, or as a new one if there is none."""
-    shown = [dict(message) for message in messages]
-    last = next((message for message in reversed(shown) if message.get("role") == "user"), None)
-    if last is None:
-        return [*shown, {"role": "user", "content": text}]
-    content = last.get("content")
+    copies = [dict(message) for message in messages]
+    last_user_message = next((message for message in reversed(copies) if message.get("role") == "user"), None)
+    if last_user_message is None:
+        return [*copies, {"role": "user", "content": text}]
+    content = last_user_message.get("content")
     if isinstance(content, list):
-        last["content"] = [*content, {"type": "text", "text": text}]
+        last_user_message["content"] = [*content, {"type": "text", "text": text}]
     else:
-        last["content"] = f"{content}\n\n{text}" if content else text
-    return shown
+        last_user_message["content"] = f"{content}\n\n{text}" if content else text
+    return copies
 
 
 def _hint_of_function(spec: str, sample: Sample, call: Any) -> str | list[dict[str, Any]]:

@@ -92,7 +92,9 @@ async def prove_publish(
 
 
 def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
-    """Return the proof of new weights. Raises SyncError if they are not finite, or equal to the `previous` ones."""
+    """The proof that an update changed the weights: their fingerprint and norm, and how far the norm moved. Raises
+    SyncError if the weights are not finite, or equal to the `previous` ones.
+    """
     proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=norm(weights))
     if not math.isfinite(proof.norm):
         raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")

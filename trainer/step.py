@@ -114,7 +114,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     If this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
     gone, and RunError when records were lost: the step is not trained on then, because it lacks episodes.
     """
-    plan, drawn = run.plan, run.state.drawn[step]
+    plan = run.plan
+    drawn = run.state.drawn[step]
     policies = run.served(step)
     step_episodes = StepEpisodes(run, step, progress)
     responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
@@ -126,7 +127,9 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             judged.ended(episode)  # with the last episode of a task its judging begins, while other tasks still run
 
         async def run_tasks(task_ids: Collection[str]) -> list[Episode]:
-            """All episodes of these tasks in this step; those on record are not run again."""
+            """Run these tasks in this step. Episodes that are on record from before an interruption are not
+            run again.
+            """
             # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task. Replay: one
             # episode a task, which then runs again from some of its calls on, K times from each.
             batch = step_episodes.batch(task_ids, ended)

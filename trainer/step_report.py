@@ -75,9 +75,13 @@ class RolloutReport(StepReport):
     ) -> StepMetrics:
         """Return the figures of a step, once its policies are published."""
         counters = await self._new_counts()
-        run, config, state = self._run, self._run.config, self._run.state
-        collected, prepared = batch.collected, batch.prepared
-        calls, silent = collected.calls.values(), run.silent(collected)
+        run = self._run
+        config = self._run.config
+        state = self._run.state
+        collected = batch.collected
+        prepared = batch.prepared
+        calls = collected.calls.values()
+        silent = run.silent(collected)
         episodes = [episode for episode in batch.episodes if episode.phase != JUDGING]
         # The branches of a replay plan are not single samples of whole episodes.
         whole = [episode for episode in episodes if run.plan.kind != "replay" or episode.rollout == 0]
@@ -158,7 +162,8 @@ class RolloutReport(StepReport):
 
     async def _new_counts(self) -> dict[str, float]:
         """Return the counts of sampler, workers, judges, teacher and store since the last call, without zeros."""
-        run, before = self._run, self._counters
+        run = self._run
+        before = self._counters
         counters: dict[str, float] = dict((await run.sampler.info()).counters)
         counters |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
         counters |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}

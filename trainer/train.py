@@ -249,7 +249,8 @@ def with_whole_paths(config: TrainConfig) -> TrainConfig:
         except ConfigError as error:
             raise of_policy(error, policy.name) from None
 
-    replace, held_out = msgspec.structs.replace, config.evaluation.tasks
+    replace = msgspec.structs.replace
+    held_out = config.evaluation.tasks
     config = convert(with_addresses(msgspec.to_builtins(config), whole_address))
     return replace(
         config,

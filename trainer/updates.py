@@ -61,10 +61,11 @@ async def update_policies(
 def scored_rows(
     learner: Learner, teacher: Teacher | Literal["self"], policy: str, rows: Sequence[TrainRow]
 ) -> list[TrainRow]:
-    """The rows with the log-probabilities that a teacher gives their tokens, without those that it could not score.
+    """Add to rows the log-probabilities that a teacher gives their tokens. Rows that the teacher could not score are
+    left out.
 
-    The teacher reads `TrainRow.hinted` in place of the prompt, if there is one. A policy that is its own teacher scores
-    its rows with the weights from before the update.
+    The teacher reads the prompt with the hint (`TrainRow.hinted`), if there is one. A policy that is its own teacher
+    (`"self"`) scores its rows with the weights from before the update.
     """
     read = [msgspec.structs.replace(row, prompt_ids=row.hinted or row.prompt_ids) for row in rows]
     scores = learner.logprobs(policy, read) if teacher == SELF else teacher.logprobs(read)
@@ -103,7 +104,8 @@ def tokens_wanted(rows: Mapping[str, Sequence[TrainRow]]) -> int:
     longest = most = 0
     for of_policy in rows.values():
         lengths = [len(row.prompt_ids) + len(row.response_ids) for row in of_policy]
-        longest, most = max(longest, *lengths, 0), max(most, sum(lengths))
+        longest = max(longest, *lengths, 0)
+        most = max(most, sum(lengths))
     return max(longest, min(most, ENOUGH_TOKENS))
 
 

@@ -70,7 +70,8 @@ def weigh(
 
     # 3. Failures replace outcomes that are not known.
     outcome_missing = failed & (np.isnan(gate * outcome_sum.value) | ~outcome_sum.counts)
-    outcome_value, outcome_counts = outcome_sum.value, outcome_sum.counts
+    outcome_value = outcome_sum.value
+    outcome_counts = outcome_sum.counts
     if outcome:
         late = attribution.timeout_penalty * np.array([sample.timed_out for sample in samples], np.float64)
         outcome_value = gate * (outcome_sum.value - late)
@@ -160,7 +161,8 @@ def reward_failures(
 
     Returns the rewards, [n], and whether each counts, [n].
     """
-    rewards, counts = rewards.copy(), counts.copy()
+    rewards = rewards.copy()
+    counts = counts.copy()
     lowest_of_role: dict[str, float] = {}
     roles_with_outcome: set[str] = set()
     roles_that_finished: set[str] = set()
@@ -203,28 +205,39 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
         # From the last turn to the first. In each turn the chosen candidate comes last: earlier turns need its return.
         chain.sort(key=lambda i: (-samples[i].turn, samples[i].chosen))
         # The episode's outcome comes after the last turn, so it is not discounted for that turn.
-        future, future_turn = float(outcome[chain[0]]), samples[chain[0]].turn
+        future = float(outcome[chain[0]])
+        future_turn = samples[chain[0]].turn
         for i in chain:
             turn = samples[i].turn
             returns[i] = own[i] + gamma ** (future_turn - turn) * future
             if samples[i].chosen:
-                future, future_turn = float(returns[i]), turn
+                future = float(returns[i])
+                future_turn = turn
     return returns
 
 
 def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mean: bool) -> Floats:
-    """Sum or mean over the roles that act in a turn of an episode and have a reward that `counts`: the sample's reward,
-    and for the other roles the rewards of their chosen candidates. Returns [n]."""
-    moment, _ = codes([(s.rollout, s.turn) for s in samples])
-    part, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
-    taken = counts & np.array([s.chosen for s in samples], np.bool_)
-    chosen_reward = np.where(taken, rewards, 0.0)
+    """Combine each sample's reward with the rewards of the other roles that act in the same turn of its episode.
+    Returns [n].
+
+    With `mean` it is the mean over these roles, otherwise the sum. Another role takes part with the reward of its
+    chosen candidate, if that reward `counts`.
+    """
+    turn_number, _ = codes([(s.rollout, s.turn) for s in samples])
+    role_turn_number, _ = codes([(s.rollout, s.turn, s.role) for s in samples])
+    is_chosen = counts & np.array([s.chosen for s in samples], np.bool_)
+    chosen_reward = np.where(is_chosen, rewards, 0.0)
     # All chosen rewards of the turn, without the chosen reward of the same role: the sample replaces that one.
-    of_others = np.bincount(moment, chosen_reward)[moment] - np.bincount(part, chosen_reward)[part]
-    total = rewards + of_others
+    others_reward = (
+        np.bincount(turn_number, chosen_reward)[turn_number]
+        - np.bincount(role_turn_number, chosen_reward)[role_turn_number]
+    )
+    total = rewards + others_reward
     if not mean:
         return np.asarray(total)
-    return np.asarray(total / (1 + np.bincount(moment, taken)[moment] - np.bincount(part, taken)[part]))
+    n_chosen_in_turn = np.bincount(turn_number, is_chosen)[turn_number]
+    n_chosen_of_role = np.bincount(role_turn_number, is_chosen)[role_turn_number]
+    return np.asarray(total / (1 + n_chosen_in_turn - n_chosen_of_role))
 
 
 def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
@@ -269,12 +282,14 @@ def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
 def attribute_siblings(
     rewards: Sequence[Mapping[str, float]], role: str, attribution: Attribution, lengths: Sequence[Length] = ()
 ) -> Floats:
-    """[n] own rewards of the candidates of one call by `role`, computed as in `weigh`, to choose one of them.
+    """The rewards, [n], that decide which candidate of a call becomes the answer. NaN for a candidate without a
+    reward.
 
-    `lengths` are the lengths of the candidates; without them only their rewards count.
+    They are the candidates' own rewards as `weigh` computes them for training: weighted components, less the penalty
+    for too long answers, times the gate. `lengths` are the lengths of the candidates; without them there is no penalty.
     """
     roles = [role] * len(rewards)
-    own = _weighted_sum(rewards, roles, np.zeros(len(rewards), np.int64), attribution)
+    weighted_sum = _weighted_sum(rewards, roles, np.zeros(len(rewards), np.int64), attribution)
     penalty = _overlong(lengths, attribution) if rewards and lengths and attribution.overlong_penalty else 0.0
     gate = _gate(rewards, roles, attribution) if attribution.gates else 1.0
-    return np.where(own.counts, gate * (own.value - penalty), np.nan)
+    return np.where(weighted_sum.counts, gate * (weighted_sum.value - penalty), np.nan)

@@ -150,7 +150,9 @@ def collect(
             policy=call.policy or PolicyRef(""),
             tokens=len(candidate.token_ids),
             observation=call.messages[-1] if call.messages else "",
+            # An estimate of the entropy from the sampled tokens alone: their mean negative log-probability.
             entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
+            # A call that a replay answered from the record has the rewards of the recorded call.
             rewards=rewards.get(candidate_id(call.replayed or call.id, candidate.index)) or {},
             outcome=rewards.get(episode.id) or {},
             failure=failure_of(episode, on_failure),
@@ -302,7 +304,10 @@ def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> st
 
 
 def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) -> str | None:
-    """The reason to leave out one candidate of a call that is usable itself, or None."""
+    """The reason to leave one candidate out of training, or None. The call itself is already known to be usable.
+
+    Under plans other than tree, only the candidate that the application got has an outcome.
+    """
     if plan != "tree" and candidate.index != call.chosen:
         return "not_chosen"
     # Redaction removes token ids, so for a changed call it is the cause of missing ids, not the engine.
@@ -318,7 +323,8 @@ def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) ->
 
 
 def _reward_reason(sample: Sample, call: CallRecord, plan: PlanKind) -> str | None:
-    own, outcome = sample.rewards, sample.outcome
+    own = sample.rewards
+    outcome = sample.outcome
     if not own and (plan == "tree" or not (outcome or sample.failure is not None)):
         return "scorer_failed" if call.error else "missing_reward"
     finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))

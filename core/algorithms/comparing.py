@@ -89,7 +89,11 @@ class Spread(NamedTuple):
 
 
 def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -> Units:
-    """The units of samples with `reward` [n] and numbers of their `group` [n]."""
+    """The units whose rewards are averaged within a group: trajectories, tokens, or samples.
+
+    `reward`, [n], and the numbers of the groups, `group`, belong to `samples`. The unit of a trajectory has the mean
+    reward of its samples. With "token", a sample counts once for each of its tokens.
+    """
     if unit == "trajectory":
         of_sample, _ = codes(list(zip(group.tolist(), (s.rollout for s in samples), strict=True)))
         size = np.bincount(of_sample)

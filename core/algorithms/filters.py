@@ -68,7 +68,9 @@ def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str:
 
 
 def tied(samples: Sequence[Sample], rewards: Floats) -> Bools:
-    """Whether all roles of the sample's episode, two or more, have the same rewards. [n]"""
+    """Whether two or more roles act in the sample's episode and all have the same rewards, [n]. The episode then does
+    not show which role did better.
+    """
     rewards_of_role: dict[str, dict[str, set[float]]] = {}
     for sample, reward in zip(samples, rewards.tolist(), strict=True):
         rewards_of_role.setdefault(sample.rollout, {}).setdefault(sample.role, set()).add(reward)
@@ -114,37 +116,42 @@ def group_reasons(
 
 
 def _outside_share(groups: Sequence[Group], stats: Spread, filters: Filters, candidates: Sequence[int]) -> list[int]:
-    """The places from `candidates` whose groups are outside the share that `keep_groups` keeps."""
+    """The groups that `keep_groups` drops: of each policy, all but the best share by mean or variance of their rewards.
+
+    `candidates` are the indices of the groups that are still in use, and the result is some of them.
+    """
     assert filters.keep_groups is not None
     measure = stats.mean if filters.keep_groups_by == "mean" else stats.variance
     of_policy: dict[str, list[int]] = {}
     for i in candidates:
         of_policy.setdefault(groups[i].samples[0].policy.name, []).append(i)
     outside: list[int] = []
-    for places in of_policy.values():
-        best_first = sorted(places, key=lambda i: -measure[i])  # of equal groups the first stay
-        outside += best_first[math.ceil(filters.keep_groups * len(places)) :]
+    for group_indices in of_policy.values():
+        # The sort is stable: of equal groups, the earlier are kept.
+        best_first = sorted(group_indices, key=lambda i: -measure[i])
+        outside += best_first[math.ceil(filters.keep_groups * len(group_indices)) :]
     return outside
 
 
 def align(samples: Sequence[Sample], most: int) -> list[int]:
-    """Indices of the samples to train on, some of them twice or more, in order.
+    """Choose samples so that every episode of a task trains a role on the same number of calls. Returns the indices of
+    the samples, in order, some of them twice or more.
 
-    M-GRPO (arXiv 2511.13288, trajectory alignment): a sub-agent is called d times in an episode, and the episodes of a
-    task differ in d. All get D = min(most, the largest d of the task), so that each weighs the same: from more than D
-    calls a random D are kept; fewer than D are repeated, at random, until there are D. The choice depends only on the
-    task, the role, the episode's place in the task, and the training step.
+    Trajectory alignment of M-GRPO (arXiv 2511.13288): a role is called d times in an episode, and the episodes of a
+    task differ in d. All get D = min(most, the largest d of the task), so that they weigh the same. An episode with
+    more than D calls keeps a random D; one with fewer repeats random calls until it has D. The choice depends only on
+    the task, the role, the number of the episode in the task, and the training step.
     """
-    calls: dict[tuple[str, str], dict[str, list[int]]] = {}
+    indices_by_episode: dict[tuple[str, str], dict[str, list[int]]] = {}
     for i, sample in enumerate(samples):
-        calls.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
-    taken: list[int] = []
-    for (task, role), episodes in calls.items():
+        indices_by_episode.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
+    aligned: list[int] = []
+    for (task, role), episodes in indices_by_episode.items():
         count = min(most, max(map(len, episodes.values())))
-        for place, indices in enumerate(episodes.values()):
-            random = np.random.default_rng(seed_of(samples[indices[0]].training_step, task, role, place))
-            # With more than D calls, `repeats` is 0 and `rest` is D: a random choice of D calls.
-            repeats, rest = divmod(count, len(indices))
-            taken += indices * repeats
-            taken += [indices[i] for i in random.choice(len(indices), rest, replace=False)]
-    return sorted(taken)
+        for episode_number, indices in enumerate(episodes.values()):
+            random = np.random.default_rng(seed_of(samples[indices[0]].training_step, task, role, episode_number))
+            # With more than D calls, `repeats` is 0 and `n_random` is D: a random choice of D calls.
+            repeats, n_random = divmod(count, len(indices))
+            aligned += indices * repeats
+            aligned += [indices[i] for i in random.choice(len(indices), n_random, replace=False)]
+    return sorted(aligned)

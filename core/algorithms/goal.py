@@ -108,20 +108,20 @@ def _weighted_outcome(recipe: Method) -> Method:
 def goal_of_policies(
     recipes: Recipes, on_failure: str, players: Mapping[str, str], bounds: Mapping[str, tuple[float, float]] = {}
 ) -> Goal:
-    """The goal of a run whose policies may have recipes of their own. `players` are the trained roles with the policies
-    that play them, and `bounds` the bounds that scorers declare, by role.
+    """The goal that compares checkpoints if each policy may have its own recipe.
 
-    Each role is judged by the rewards that its policy is trained on. A role whose policy learns from a teacher has no
-    such rewards: it is judged by the rewards of the other roles. If all policies learn from teachers, the outcome
-    counts, by the run's weights.
+    `players` are the trained roles with the policies that play them, and `bounds` the bounds that scorers declare, by
+    role. Each role is judged by the rewards that its policy is trained on. A role whose policy learns from a teacher
+    has no rewards, so it is judged by the rewards of the other roles. If all policies learn from teachers, the goal is
+    the outcome, by the run's weights.
     """
     taught = tuple(role for role, policy in players.items() if not recipes.of(policy).takes_rewards)
-    parts = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
-    if not parts and taught:
+    roles_of_recipes = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
+    if not roles_of_recipes and taught:
         return Goal(method=_weighted_outcome(recipes.run), on_failure=failure_reward(on_failure))
-    if not parts:
+    if not roles_of_recipes:
         return goal_of(recipes.run, on_failure, [])
-    goals = [goal_of(recipe, on_failure, roles) for recipe, roles in parts]
+    goals = [goal_of(recipe, on_failure, roles) for recipe, roles in roles_of_recipes]
     return msgspec.structs.replace(goals[0], others=tuple(goals[1:]), taught=taught, bounds=bounds)
 
 
@@ -260,7 +260,8 @@ def _has_reward(episode: Episode, goal: Goal) -> bool:
 def _samples(played: Played, goal: Goal) -> list[Sample]:
     """The samples of an episode with its task and outcome. An episode without an answered call has one sample, for its
     outcome."""
-    episode, samples = played.episode, played.samples
+    episode = played.episode
+    samples = played.samples
     role = NO_ROLE
     if goal.by_seat and episode.status != "ok" and played.last != NO_ROLE:
         # In a game, a failure is the failure of the seat that called last.

@@ -95,6 +95,12 @@ def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -
 
 
 def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Method, part: str) -> str:
+    """The id under which records and views know a group.
+
+    Under the tree plan it is the call whose candidates are compared; under replay it is the call at which the episode
+    was forked. Other groups are named by a hash of their training step, the fields they are grouped by (`key`), and
+    `part`, which separates policies with recipes of their own.
+    """
     if recipe.plan == "tree":
         return group[0].call
     if recipe.plan == "replay":

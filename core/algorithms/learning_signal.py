@@ -82,9 +82,13 @@ def unknown_names(
         near = did_you_mean(near_names(name, known))
         seen = ", ".join(known)
         # A user names weights; all other names come with the recipe, and the application has to follow them.
-        field, value, subject = "rewards.weights", name, "is"
+        field = "rewards.weights"
+        value = name
+        subject = "is"
         if setting != "weights":
-            field, value, subject = "recipe", recipe.name, f"has {name!r} in `{setting}`, which is"
+            field = "recipe"
+            value = recipe.name
+            subject = f"has {name!r} in `{setting}`, which is"
         if setting == "mean_range_roles":
             remedy = f"{near} Name the role so, or list it under `roles` if it shows only on some tasks.".strip()
             errors.append(ConfigError(field, value, f"{subject} not a role of the application: {seen}", remedy))

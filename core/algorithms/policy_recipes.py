@@ -90,18 +90,20 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return by_equal([(self.run, ""), *named])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
-        """The samples by recipe: a name of the part ("" for the run's recipe), the recipe, and places in `samples`."""
+        """Divide the samples by the recipe that trains them. Yields for each recipe a name ("" for the run's recipe),
+        the recipe, and the indices of its samples.
+        """
         parts: list[tuple[str, Method, list[int]]] = []
-        places_of_policy: dict[str, list[int]] = {}
+        indices_of_policy: dict[str, list[int]] = {}
         for recipe, policies in self.parts:
-            places: list[int] = []
-            parts.append(("+".join(policies) if parts else "", recipe, places))
+            indices: list[int] = []
+            parts.append(("+".join(policies) if parts else "", recipe, indices))
             # Policies with the same recipe share one list, which the loop below fills.
-            places_of_policy |= dict.fromkeys(policies, places)
+            indices_of_policy |= dict.fromkeys(policies, indices)
         # The first part has the run's recipe, which also trains the policies that no [[policy]] table names.
-        _, _, places_of_run = parts[0]
+        _, _, indices_of_run = parts[0]
         for i, sample in enumerate(samples):
-            places_of_policy.get(sample.policy.name, places_of_run).append(i)
+            indices_of_policy.get(sample.policy.name, indices_of_run).append(i)
         return parts
 
 
@@ -118,11 +120,11 @@ def check_together(recipes: Recipes) -> None:
 def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
     """The reward of each sample by its policy's recipe. [n]"""
     rewards = np.full(len(collected.samples), np.nan)
-    for _, recipe, places in recipes.split(collected.samples):
-        samples = [collected.samples[i] for i in places]
+    for _, recipe, indices in recipes.split(collected.samples):
+        samples = [collected.samples[i] for i in indices]
         # Answers of other calls help to compute the rewards. They come last, and are cut off again.
         around = _around(collected.samples, samples, recipe, collected.others)
-        rewards[places] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
+        rewards[indices] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
     return rewards
 
 
@@ -140,8 +142,8 @@ def prepare_each(
     """
     parts: list[Prepared] = []
     state = state or AdvantageState()
-    for part, recipe, places in recipes.split(samples):
-        of_recipe = [samples[i] for i in places]
+    for part, recipe, indices in recipes.split(samples):
+        of_recipe = [samples[i] for i in indices]
         # Empty parts are skipped, except the run's: a step without any sample still needs one result.
         if not of_recipe and part:
             continue

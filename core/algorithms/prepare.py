@@ -144,25 +144,25 @@ def prepare(
     warnings += _alone(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
     # Whole groups are filtered before the advantages are computed.
-    place_of = {sample.id: i for i, sample in enumerate(samples)}
-    places_of_groups: list[Codes] = []
+    index_of = {sample.id: i for i, sample in enumerate(samples)}
+    indices_of_groups: list[Codes] = []
     for group in built.groups:
-        places_of_groups.append(np.array([place_of[sample.id] for sample in group.samples], np.int64))
-    stats = group_spread(built.groups, [rewards[places] for places in places_of_groups], recipe)
+        indices_of_groups.append(np.array([index_of[sample.id] for sample in group.samples], np.int64))
+    stats = group_spread(built.groups, [rewards[indices] for indices in indices_of_groups], recipe)
     reasons = group_reasons(built.groups, stats, filters, context.consumed)
     groups: list[Group] = []
     compared: list[Codes] = []
-    for group, places, reason in zip(built.groups, places_of_groups, reasons, strict=True):
+    for group, indices, reason in zip(built.groups, indices_of_groups, reasons, strict=True):
         if reason is None:
             groups.append(group)
-            compared.append(places)
+            compared.append(indices)
         else:
             left_out[reason] += len(group.samples)
 
     # Advantages of the remaining groups. Each later call of a branch has the advantage of the candidate at its fork.
     step.groups = compared
     advantages = advantages_of(recipe, step, all_rewards).tolist()
-    weighed = [_Weighed(samples[i], advantages[i]) for places in compared for i in places]
+    weighed = [_Weighed(samples[i], advantages[i]) for indices in compared for i in indices]
     advantage_of_branch = {row.sample.rollout: row.advantage for row in weighed}
     for sample in continuing:
         if sample.rollout in advantage_of_branch:
@@ -301,13 +301,13 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
 
 
 def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
-    """A warning for each role without any usable reward: its setup is wrong, as this is not chance."""
+    """A warning for each role without a single usable reward: its set-up is wrong, as this is not chance."""
     rewarded = {samples[i].role for i in np.flatnonzero(has_reward)}
     for role in sorted({sample.role for sample in samples} - rewarded):
-        own = sorted({name for s in samples if s.role == role for name in s.rewards})
+        scored = sorted({name for s in samples if s.role == role for name in s.rewards})
         outcome = sorted({name for s in samples if s.role == role for name in s.outcome})
         yield (
-            f"Role {role!r} has no reward that the recipe uses. Its candidates carry {own or 'none'}, its episodes "
+            f"Role {role!r} has no reward that the recipe uses. Its candidates carry {scored or 'none'}, its episodes "
             f"{outcome or 'none'}. Add a scorer for it, or name its components in `weights`."
         )
 

@@ -80,7 +80,8 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ConfigError for penalties that are negative or have no effect."""
         check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
-        has_penalty, fault = self.overlong_penalty > 0, "has no effect, as overlong_penalty is 0"
+        has_penalty = self.overlong_penalty > 0
+        fault = "has no effect, as overlong_penalty is 0"
         _require(not self.overlong_buffer or has_penalty, "overlong_buffer", self.overlong_buffer, fault, "Set both.")
         _require(
             not self.timeout_penalty or self.outcome,
@@ -206,7 +207,8 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self, "constant_length", least=1)
         sees = self.critic_sees
         _require(self.critic or not sees, "critic_sees", sees, "needs a critic", "Set critic=True too.")
-        sees, taught = self.teacher_sees, self.kl_to != "untrained"
+        sees = self.teacher_sees
+        taught = self.kl_to != "untrained"
         _require(taught or not sees, "teacher_sees", sees, "needs a teacher", "Use recipe distill or self_distill.")
         alone = "needs teacher_sees: the policy would teach itself what it says anyway"
         _require(self.kl_to != "self" or bool(sees), "kl_to", self.kl_to, alone, "Set teacher_sees = feedback.")

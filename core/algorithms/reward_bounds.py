@@ -97,7 +97,12 @@ def _names(rewards: Sequence[Mapping[str, float]]) -> set[str]:
 def _bounds_of_sum(
     rewards: Sequence[Mapping[str, float]], role: str, how: Attribution, declared: Bounds | None, *, outcome: bool
 ) -> Bounds | None:
-    """Bounds of the weighted sum of components; None if the bounds of a component are not known."""
+    """The lowest and highest value that a weighted sum of reward components can have; None if a component has unknown
+    bounds.
+
+    A component is taken to stay between 0 and 1, or within the bounds that the scorer `declared`. One recorded value
+    outside disproves this. A component that some samples lack can also add 0.
+    """
     low = high = 0.0
     for name in sorted(_names(rewards)):
         weight = weight_of(name, role, how, outcome=outcome)
@@ -109,8 +114,9 @@ def _bounds_of_sum(
             return None
         ends = [weight * bounds[0], weight * bounds[1]]
         if len(values) < len(rewards):
-            ends.append(0.0)  # adds nothing where it is missing
-        low, high = low + min(ends), high + max(ends)
+            ends.append(0.0)  # a sample without the component
+        low += min(ends)
+        high += max(ends)
     return low, high
 
 

@@ -70,7 +70,8 @@ def regroup(
         on_failure=failure_reward(config.on_failure),
         method_of=of,
     )
-    samples, left_out = collected.samples, Counter(collected.left_out)
+    samples = collected.samples
+    left_out = Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
     unread = [method.name for method in chosen.every if method.unread]
     names = {sample.policy.name for sample in samples}
@@ -182,22 +183,23 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     return Recipes(run=resolved(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
 
 
-def _recipe_settings(config: TrainConfig, own: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The recipe of a [[policy]] table, or of the run if `own` is None, and its changed settings. The run's changes
-    apply too, unless the table names another recipe."""
+def _recipe_settings(config: TrainConfig, policy_table: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The recipe of a [[policy]] table, or of the run if `policy_table` is None, and its changed settings. The run's
+    changes apply too, unless the table names another recipe.
+    """
     of_run = changed_settings(config.rewards, config.loss)
-    if own is None:
+    if policy_table is None:
         return config.recipe, of_run
-    of_policy = changed_settings(own.rewards, own.loss)
-    if own.recipe:
-        return own.recipe, of_policy
+    of_policy = changed_settings(policy_table.rewards, policy_table.loss)
+    if policy_table.recipe:
+        return policy_table.recipe, of_policy
     return config.recipe, {**of_run, **of_policy}
 
 
-def taught_by(config: TrainConfig, own: PolicyConfig | None = None) -> KlTo:
+def taught_by(config: TrainConfig, policy_table: PolicyConfig | None = None) -> KlTo:
     """The source that a policy learns from, under any plan: a "teacher", the policy it"self", or only rewards
-    ("untrained"). `own` is the [[policy]] table of the policy, None for a policy without one."""
-    name, settings = _recipe_settings(config, own)
+    ("untrained"). `policy_table` is the [[policy]] table of the policy, None for a policy without one."""
+    name, settings = _recipe_settings(config, policy_table)
     usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
     teacher: KlTo = settings.get("kl_to", usual)
     return teacher

@@ -67,7 +67,8 @@ class Step:
 
     def mean_rewards_to_go(self, gamma: float = 1.0) -> Floats:
         """`rewards_to_go` divided by the sum of the discounts. [n]"""
-        ones, zeros = np.ones(len(self.samples)), np.zeros(len(self.samples))
+        ones = np.ones(len(self.samples))
+        zeros = np.zeros(len(self.samples))
         return self.rewards_to_go(gamma) / reward_to_go(self.samples, ones, zeros, gamma)
 
     def sum_over_roles(self, rewards: Floats) -> Floats:
@@ -79,18 +80,18 @@ class Step:
         return over_roles(self.samples, rewards, self._counts(), mean=True)
 
     def discounted(self, rewards: Floats, gamma: float, by: Literal["turn", "step"] = "step") -> Floats:
-        """r gamma^(T - t), so that calls near the end of an episode weigh more. [n]
+        """Discount rewards by the distance of their call from the end of the episode: r gamma^(T - t), [n].
 
-        `t` is the place of the call in its episode (`step`) or among its role's calls in the episode (`turn`); T is the
-        last place.
+        Calls near the end weigh more. `t` is the position of the call in its episode (`by="step"`), or among the calls
+        of its role in the episode (`by="turn"`); T is the last such position.
         """
-        chains = [(sample.rollout, sample.role if by == "turn" else "") for sample in self.samples]
-        places: list[int] = [getattr(sample, by) for sample in self.samples]
-        last: dict[tuple[str, str], int] = {}
-        for chain, place in zip(chains, places, strict=True):
-            last[chain] = max(last.get(chain, 0), place)
-        places_of_ends = np.array([last[chain] for chain in chains], np.float64)
-        return rewards * gamma ** (places_of_ends - np.array(places, np.float64))
+        sequences = [(sample.rollout, sample.role if by == "turn" else "") for sample in self.samples]
+        positions: list[int] = [getattr(sample, by) for sample in self.samples]
+        last_position: dict[tuple[str, str], int] = {}
+        for sequence, position in zip(sequences, positions, strict=True):
+            last_position[sequence] = max(last_position.get(sequence, 0), position)
+        end_positions = np.array([last_position[sequence] for sequence in sequences], np.float64)
+        return rewards * gamma ** (end_positions - np.array(positions, np.float64))
 
     def require(self, values: Floats) -> None:
         """Leave out samples whose value is not known (NaN), as `missing_reward`."""
@@ -122,12 +123,14 @@ class Step:
     # Comparisons.
 
     def group_by(self, *fields: str) -> list[Codes]:
-        """Places of the samples in `groups`, grouped by `fields` instead of the method's `group_by`."""
-        compared = [int(place) for group in self.groups for place in group]
+        """Group the compared samples by `fields` instead of the method's `group_by`. Returns the indices of the samples
+        of each group.
+        """
+        compared = [int(index) for group in self.groups for index in group]
         members: dict[Hashable, list[int]] = {}
-        for place, key in zip(compared, keys([self.samples[place] for place in compared], fields), strict=True):
-            members.setdefault(key, []).append(place)
-        return [np.array(places, np.int64) for places in members.values()]
+        for index, key in zip(compared, keys([self.samples[index] for index in compared], fields), strict=True):
+            members.setdefault(key, []).append(index)
+        return [np.array(indices, np.int64) for indices in members.values()]
 
     def by_episode(self, rewards: Floats, group: Codes) -> tuple[Floats, Codes]:
         """The mean reward of each episode in a group, [episodes], and the episode of each of its samples, [samples]."""

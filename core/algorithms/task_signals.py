@@ -70,8 +70,8 @@ def _signals(collected: Collected, recipes: Recipes, rewards: Floats) -> list[Gr
             reward_of[sample.id] = reward
 
     signals: list[GroupSignal] = []
-    for part, recipe, places in recipes.split(usable):
-        groups = build_groups([usable[i] for i in places], recipe, part).groups
+    for part, recipe, indices in recipes.split(usable):
+        groups = build_groups([usable[i] for i in indices], recipe, part).groups
         rewards_of_groups = [np.array([reward_of[sample.id] for sample in group.samples]) for group in groups]
         stats = group_spread(groups, rewards_of_groups, recipe)
         reasons = group_reasons(groups, stats, recipe.filters, ())
@@ -118,23 +118,24 @@ def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFac
 
 
 def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float) -> Floats:
-    """The chance of each task in a draw, [tasks]. `places` are the tasks' places in this array.
+    """The chance of each task in a draw, [tasks]: tasks whose rewards are expected to vary are drawn more often.
+    `places` has the index of each task in this array, and `known` the rewards so far.
 
-    A share of `floor` is divided evenly among all tasks. The rest is divided evenly among the roles, and the part of a
-    role among the tasks in proportion to the expected variance of its groups: with rewards 0 and 1 that is p (1 - p).
-    The expected variance is the mean of the task's variance and the average task's, which weighs as much as `PRIOR`
+    A share of `floor` is divided evenly among all tasks. The remainder is divided evenly among the roles, and the share
+    of a role among the tasks in proportion to the expected variance of its groups: with rewards 0 and 1 that is p (1 -
+    p). The expected variance is the mean of the task's variance and the average task's, which weighs as much as `PRIOR`
     rewards. A task that was never tried counts as the average task. If a role did not act in a task that was tried, its
-    rewards on this task count as equal. A role without any variance so far has no part.
+    rewards on this task count as equal. A role without any variance so far gets no share.
     """
-    tried = [name for name in known if name in places]
+    tried_tasks = [name for name in known if name in places]
     shares: list[Floats] = []
     for role in sorted(roles):
-        shown = [_shown(known[name].roles, role) for name in tried]
-        average = sum(variance for _, variance in shown) / max(len(shown), 1)
+        evidence = [_shown(known[name].roles, role) for name in tried_tasks]
+        average = sum(variance for _, variance in evidence) / max(len(evidence), 1)
         if average <= 0.0:
             continue
         expected = np.full(len(places), average)
-        for name, (count, variance) in zip(tried, shown, strict=True):
+        for name, (count, variance) in zip(tried_tasks, evidence, strict=True):
             expected[places[name]] = (count * variance + PRIOR * average) / (count + PRIOR)
         shares.append(expected / expected.sum())
     even: Floats = np.full(len(places), 1.0 / len(places))

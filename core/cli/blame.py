@@ -24,6 +24,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune blame`. Fields of BlameOptions become flags with the help texts of the reference."""
     from cotune.trainer.blame.options import BlameOptions
 
     command.add_argument("workflow", help=APP)
@@ -45,6 +46,10 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Find the role that is at fault for failed episodes, and print the result.
+
+    The runs cost calls of models, so their number is shown and confirmed first. Returns 1 if the user declines.
+    """
     from cotune.trainer.blame.analysis import blame, planned
     from cotune.trainer.blame.options import BlameOptions
     from cotune.trainer.blame.references import read_references

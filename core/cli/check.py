@@ -15,6 +15,7 @@ EXTRA_FOR = "--model"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune check`. Fields of the configuration become flags, as in `cotune train`."""
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     command.add_argument("--limit", type=int, default=1, metavar="N", help="take the first N tasks (default: 1)")
@@ -48,12 +49,18 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Run the workflow without training, and report whether it can be trained.
+
+    With --json, the application's own output goes to standard error, so that standard output has only the report. Exit
+    status: 0 trainable, 3 undecided, 1 not trainable.
+    """
     from cotune.trainer.before.check.dry_run import check
     from cotune.trainer.before.check.report import CheckLimits, render
     from cotune.trainer.config.load import load_config, read_toml
 
-    named = read_toml(a.config).get("model", "none")
-    config = load_config(a.config, {"model": named, **fields_of(a), **settings(a.set)})
+    # A check needs no model, but a configuration does: any name will do.
+    model = read_toml(a.config).get("model", "none")
+    config = load_config(a.config, {"model": model, **fields_of(a), **settings(a.set)})
     with printing_aside() if a.json else nullcontext(), progress() as say:
         report = check(
             a.workflow,

@@ -194,17 +194,23 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
 
 
 def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
-    """The options of `add_argument` for a field of this type."""
+    """The options of argparse's `add_argument` for a field of the type `kind`, so that flags need no declaration of
+    their own.
+
+    A tuple may be given several times, a Literal has choices, and an optional type counts as the type itself. `metavar`
+    names the value in the help text; by default, N for integers, X for numbers, else the field's `name`.
+    """
     if kind is bool:
         return {"action": "store_true", "default": None}
-    parts = (kind, *get_args(kind))
-    number = next((part for part in parts if part in (int, float)), None)
-    choices = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
+    types = (kind, *get_args(kind))
+    number = next((part for part in types if part in (int, float)), None)
+    choices = next((get_args(part) for part in types if get_origin(part) is Literal), None)
+    default_metavar = {int: "N", float: "X", None: name.upper()}[number]
     return {
         "action": "append" if get_origin(kind) is tuple else "store",
         "type": number,
         "choices": choices,
-        "metavar": None if choices else metavar or {int: "N", float: "X", None: name.upper()}[number],
+        "metavar": None if choices else metavar or default_metavar,
     }
 
 
@@ -248,10 +254,11 @@ def printing_aside() -> Iterator[None]:
     exit of the process goes there too."""
     sys.stdout.flush()
     try:
+        # Child processes write to descriptor 1, whatever `sys.stdout` is.
         stdout = os.dup(1)
         os.dup2(2, 1)
     except OSError:
-        stdout = None
+        stdout = None  # a process without these descriptors
     try:
         with redirect_stdout(sys.stderr):
             yield

@@ -14,6 +14,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune doctor`. Fields of the configuration become flags, as in `cotune train`."""
     command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
     add_fields(command, "model", "cluster.address")
     add_repeated(command, "--set", "FIELD=VALUE", "set any other field of the configuration, as in cotune train")
@@ -42,6 +43,11 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Examine this machine, and with a configuration also whether a run with it fits. Print the report.
+
+    The configuration comes from --config, --model or --run; forecasts (--gpu, --cluster) need one. Exit status: 0 if a
+    run can start, otherwise 1.
+    """
     from cotune.trainer.config.load import load_config
 
     flags = {**fields_of(a), **settings(a.set)}

@@ -26,6 +26,9 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune eval`. Fields of EvaluationOptions become flags with the help texts of the
+    reference.
+    """
     from cotune.trainer.evaluation.modes import EvaluationOptions
 
     command.add_argument("workflow", nargs="?", help=f"{APP} (default: the workflow of --run)")
@@ -71,15 +74,20 @@ def _temperature(text: str) -> float | Literal["app"]:
 
 
 def run(a: argparse.Namespace) -> int:
-    named = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
-    if len(named) != 1:
-        fault = f"cannot be combined with {' and '.join(named[1:])}" if named else "is missing"
+    """Evaluate a run, an export, a team or base models on tasks, and print the report.
+
+    Exactly one of --run, --use and --base says what is evaluated. Only a run has a workflow and held-out tasks of its
+    own; with the others, both must be named. Exit status: 1 if the evaluation was broken off.
+    """
+    source_flags = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
+    if len(source_flags) != 1:
+        fault = f"cannot be combined with {' and '.join(source_flags[1:])}" if source_flags else "is missing"
         remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
-        raise ConfigError(named[0] if named else "--run", None, fault, remedy)
+        raise ConfigError(source_flags[0] if source_flags else "--run", None, fault, remedy)
     for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
         if value is None and a.run is None:
             remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"
-            raise ConfigError(name, None, f"is missing: {named[0]} needs it", remedy)
+            raise ConfigError(name, None, f"is missing: {source_flags[0]} needs it", remedy)
     tell(f"loading {a.workflow or 'the workflow'} and {a.run or ', '.join(a.use or a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render

@@ -13,6 +13,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune export`."""
     command.add_argument("run", nargs="?", metavar="RUN", help="run folder")
     command.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write: a new or empty one, or an earlier export"
@@ -62,6 +63,9 @@ def _step(text: str) -> int | str:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Write the trained adapters of a run, or of a team from several sources, into a folder. With --roll-back, restore
+    an earlier version of that folder instead.
+    """
     if a.roll_back is not None:
         return _roll_back(a)
     if a.run is None and not a.use:
@@ -83,10 +87,23 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _roll_back(a: argparse.Namespace) -> int:
+    """Restore an earlier version of an export. Flags about what to export have no effect then, so they are errors."""
     from cotune.adapters.versions import roll_back
 
-    others = ("run", "use", "step", "merge", "gguf", "evaluation", "model", "prompts", "any_prompts", "push", "private")
-    for name in others:
+    flags_of_exports = (
+        "run",
+        "use",
+        "step",
+        "merge",
+        "gguf",
+        "evaluation",
+        "model",
+        "prompts",
+        "any_prompts",
+        "push",
+        "private",
+    )
+    for name in flags_of_exports:
         if getattr(a, name):
             raise ConfigError(name, getattr(a, name), "has no effect with --roll-back", "Leave it out.")
     manifest = roll_back(a.out, a.roll_back or None)

@@ -94,7 +94,8 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
             folder = "cotune.cli.servers" if name in _SERVERS else "cotune.cli"
             module = import_module(f"{folder}.{name}")
             command = below.add_parser(name, **described(text, module.EXAMPLE))
-            extra, extra_for = getattr(module, "EXTRA", None), getattr(module, "EXTRA_FOR", None)
+            extra = getattr(module, "EXTRA", None)
+            extra_for = getattr(module, "EXTRA_FOR", None)
             command.set_defaults(run_command=module.run, extra=extra, extra_for=extra_for)
             module.arguments(command)
     return top

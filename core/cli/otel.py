@@ -12,6 +12,7 @@ EXAMPLE = "cotune otel export runs/r1 --out spans.jsonl"
 
 
 def arguments(command: Parser) -> None:
+    """Add the subcommands `export` and `import` of `cotune otel` with their arguments."""
     forms = command.add_subparsers(dest="subcommand", required=True, metavar="export | import")
     text = "Write OTLP/JSON, or send OTLP over HTTP; message content and token ids only if asked for"
     example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
@@ -39,6 +40,7 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _export(a: argparse.Namespace) -> int:
+    """Write recorded episodes as OpenTelemetry traces, to a file or to an endpoint."""
     from cotune.integrations.exchange.otel.exporter import export_file, export_to, otlp_exporter
     from cotune.integrations.exchange.otel.spans import Detail
     from cotune.storage.open_store import open_store
@@ -51,13 +53,15 @@ def _export(a: argparse.Namespace) -> int:
             exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
             exported = export_to(store, exporter, episode=a.episode, detail=detail)
             exporter.shutdown()
-    spans, episodes = plural(exported.spans, "span"), plural(exported.episodes, "episode")
+    spans = plural(exported.spans, "span")
+    episodes = plural(exported.episodes, "episode")
     tell(f"exported {spans} of {episodes} to {a.out or a.endpoint}")
     tell_left_out(exported.left_out)
     return 0
 
 
 def _import(a: argparse.Namespace) -> int:
+    """Read files of OpenTelemetry traces as records of a run. Exit status: 1 if a record could not be stored."""
     from cotune.integrations.exchange.otel.importer import import_file
     from cotune.storage.open_store import open_store
     from cotune.storage.run_layout import RunLayout
@@ -65,7 +69,8 @@ def _import(a: argparse.Namespace) -> int:
     with open_store(RunLayout(a.out).records) as store:
         for file in a.files:
             imported = import_file(file, store)
-            episodes, spans = plural(imported.episodes, "episode"), plural(imported.spans, "span")
+            episodes = plural(imported.episodes, "episode")
+            spans = plural(imported.spans, "span")
             tell(f"{file}: {episodes} with {plural(imported.calls, 'call')} from {spans}")
             if imported.without_tokens:
                 tell(

@@ -26,6 +26,10 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Repeat recorded episodes with their recorded answers, and report where the application now behaves differently.
+
+    Exit status: 130 if interrupted, 1 if an episode diverged or failed.
+    """
     from cotune.storage.open_store import without_password
     from cotune.trainer.replay.options import ReplayOptions
     from cotune.trainer.replay.replay import replay

@@ -26,6 +26,7 @@ _FILTERS = ("task", "role", "status", "min_reward", "max_reward")
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune show`."""
     command.add_argument("run", nargs="?", default="runs", metavar="RUN", help=f"{RUNS}, whose runs are listed")
     view = command.add_mutually_exclusive_group()
     view.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
@@ -48,6 +49,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Show runs: a list of a folder's runs, one run, its steps or groups, or one episode; as text, JSON or a page."""
     from cotune.reading.find_runs import holds_records
 
     if is_path(a.run) and not holds_records(Path(a.run)):
@@ -135,6 +137,7 @@ def _first_flag(a: argparse.Namespace, names: tuple[str, ...]) -> str:
 
 
 def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
+    """Print the steps of a run, one episode, or the latest episodes as lines of JSON."""
     from cotune.cli.printing.as_json import episode_as_json, episodes_as_json, line
     from cotune.storage.metrics_file import read_metrics
     from cotune.storage.open_store import open_store
@@ -146,5 +149,8 @@ def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
             print(line(metrics))
         return
     with open_store(a.run, read_only=True) as store:
-        for text in [episode_as_json(store, a.episode)] if a.episode else episodes_as_json(store, filters, a.limit):
+        if a.episode:
+            print(episode_as_json(store, a.episode))
+            return
+        for text in episodes_as_json(store, filters, a.limit):
             print(text)

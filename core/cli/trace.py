@@ -53,6 +53,7 @@ class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune trace`. Fields of TraceOptions become flags with the help texts of the reference."""
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     command.add_argument(
@@ -119,7 +120,8 @@ def trace(
     finally:
         if live is not None:
             live.close()
-            sent, unsent = plural(live.spans, "span"), plural(live.failed, "episode")
+            sent = plural(live.spans, "span")
+            unsent = plural(live.failed, "episode")
             console.print(f"{sent} sent to {options.otlp}, {unsent} could not be sent")
         store.close()
     for line in prompt_use.lines():
@@ -130,6 +132,11 @@ def trace(
 def _report(
     episodes: list[Episode], solved: Sequence[SuccessCount], lost: int, out: str, console: Console
 ) -> tuple[int, int]:
+    """Print the counts of recorded episodes, the share of solved ones and the most common errors. Returns the exit
+    status, and the number of failed episodes.
+
+    Raises WorkflowError if no call was recorded: then cotune does not see the clients of the application.
+    """
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
     counts = ((len(episodes), "episode"), (calls, "call"), (len(failed), "failed episode"), (lost, "lost record"))

@@ -17,6 +17,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune train`. Fields of the configuration become flags; --set reaches all others."""
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", metavar="FILE", help=TASKS)
     command.add_argument(
@@ -50,6 +51,9 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Train a workflow, or continue a run with --resume, and print what was reached. Exit status: 130 if it was
+    stopped.
+    """
     if a.explain:
         from cotune.trainer.reporting.columns import explained
 

@@ -178,8 +178,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The policies of the [[policy]] tables, by name."""
         written = first_written([self.model, *(p.model for p in self.policy if p.model)])
         models = {p.name: written[p.model or self.model] for p in self.policy}
-        own = {name: None if model == self.model else model for name, model in models.items()}
-        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora.spec, model=own[p.name]) for p in self.policy}
+        specs: dict[str, PolicySpec] = {}
+        for policy in self.policy:
+            model = models[policy.name]
+            own_model = None if model == self.model else model
+            spec = PolicySpec(name=policy.name, kind=policy.kind, lora=policy.lora.spec, model=own_model)
+            specs[policy.name] = spec
+        return specs
 
     @property
     def bases(self) -> dict[str, list[str]]:
@@ -241,40 +246,47 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The plan of each role whose policy has a K or a choice of its own. `policies` has their names by role."""
         plans: dict[str, Plan] = {}
         for role, name in policies.items():
-            own = self.own_of(name)
-            if own is not None and (own.k is not None or own.select is not None):
-                k = plan.k if own.k is None else own.k
-                plans[role] = msgspec.structs.replace(plan, k=k, select=own.select or plan.select)
+            policy_table = self.policy_table(name)
+            if policy_table is not None and (policy_table.k is not None or policy_table.select is not None):
+                k = plan.k if policy_table.k is None else policy_table.k
+                plans[role] = msgspec.structs.replace(plan, k=k, select=policy_table.select or plan.select)
         return plans
 
     def temperatures_of(self, policies: Mapping[str, str]) -> dict[str, float]:
         """The temperature of each role whose policy has one of its own. `policies` has their names by role."""
-        found = {role: self.own_of(name) for role, name in policies.items()}
-        return {role: own.temperature for role, own in found.items() if own and own.temperature is not None}
+        temperatures: dict[str, float] = {}
+        for role, name in policies.items():
+            policy_table = self.policy_table(name)
+            if policy_table is not None and policy_table.temperature is not None:
+                temperatures[role] = policy_table.temperature
+        return temperatures
 
-    def own_of(self, name: str) -> PolicyConfig | None:
-        """The [[policy]] table of a policy; None where it has none."""
-        return next((one for one in self.policy if one.name == name), None)
+    def policy_table(self, name: str) -> PolicyConfig | None:
+        """The [[policy]] table of a policy; None for a policy without a table."""
+        return next((policy for policy in self.policy if policy.name == name), None)
 
     def tool_format_of(self, name: str) -> str:
         """How the base model of a policy writes tool calls."""
-        own = self.own_of(name)
-        if own is None or not own.model:
+        table = self.policy_table(name)
+        if table is None or not table.model:
             return self.tool_format
-        same = (one.tool_format for one in self.policy if one.model and normpath(one.model) == normpath(own.model))
-        return next(filter(None, same), self.tool_format)
+        # Policies with the same base model have one format, which any of them may set.
+        for policy in self.policy:
+            if policy.model and normpath(policy.model) == normpath(table.model) and policy.tool_format:
+                return policy.tool_format
+        return self.tool_format
 
     def trains(self, name: str, step: int) -> bool:
         """Whether a policy is trained in `step`, counted from 0."""
-        own = self.own_of(name)
-        return own is None or within(own.train, step)
+        policy_table = self.policy_table(name)
+        return policy_table is None or within(policy_table.train, step)
 
 
 def first_written(models: Iterable[str]) -> dict[str, str]:
-    """Each model as the first of those is written that are the same path: `./base` is `base`."""
-    first: dict[Path | str, str] = {}
-    found: dict[str, str] = {}
+    """Map each model to the first spelling of the same path in `models`, so that `./base` and `base` load once."""
+    spelling_of_path: dict[Path | str, str] = {}
+    spelling_of_model: dict[str, str] = {}
     for model in models:
         path = Path(model).expanduser()
-        found[model] = first.setdefault(path.resolve() if path.exists() else model, model)
-    return found
+        spelling_of_model[model] = spelling_of_path.setdefault(path.resolve() if path.exists() else model, model)
+    return spelling_of_model

@@ -199,7 +199,7 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
         rewards = components(value, source, "team", may_be_unknown=True)
         return rewards, ({"success": rewards["team"]} if _is_bool(value) else {})
     named = {name: number for name, number in value.items() if number is not None}
-    some = some and len(named) == len(value)
+    some = some and len(named) == len(value)  # unknown entries will be known later, so none is required now
     extra = named.pop("metrics", None)
     metrics = components(extra, source) if extra else {}
     if "success" in named:
@@ -261,7 +261,8 @@ def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """End the episode with an error. The caller shows and raises the error, so it is redacted like the record."""
     blamed: FailureCause = "infrastructure" if live.outage else failure_cause(error, live.outages)
     if isinstance(live.fatal, TooManyCalls):  # the application may have raised something else for the refused call
-        error, blamed = live.fatal, "policy"
+        error = live.fatal
+        blamed = "policy"
     if live.redaction is not None:
         error = live.redaction.error(error)
     return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)

@@ -48,7 +48,12 @@ class Rescored:
     """Number of candidates that had each component (`had`) and that have it now (`have`)."""
 
     def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
-        """Count a group."""
+        """Count the candidates of one group with their rewards before (`old`) and after (`new`) the scorer ran on them
+        again.
+
+        `ids` are the candidates. One without a new reward counts as failed. The group counts as changed if another
+        candidate is the best of those with both rewards.
+        """
         self.groups += 1
         new_rewards: dict[str, Mapping[str, float]] = {}
         for id in ids:

@@ -159,6 +159,10 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Repla
         return await finish(fn(task))
 
     def run(task: Any) -> Any:
+        """Call the workflow with the recorded answers, and check that it made the recorded calls.
+
+        An async workflow is checked by `finish`, after it was awaited.
+        """
         begin()
         try:
             value = fn(task)

@@ -78,8 +78,11 @@ def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
 
 @contextlib.contextmanager
 def _exits_logged() -> Iterator[None]:
-    """Inside, if the application calls `os._exit`, print the place in its code before the exit."""
-    original, process = os._exit, os.getpid()
+    """Inside this context, a call of `os._exit` by the application prints its file and line before the process ends.
+    Otherwise the process would vanish without a word.
+    """
+    original = os._exit
+    process = os.getpid()
 
     def exit_with_message(status: int) -> NoReturn:
         """Exit as `os._exit` does, after printing the caller, if the application's code calls it in this process."""

@@ -191,7 +191,9 @@ class Trace:
 
         If a name is repeated, the last reward counts. Raises WorkflowError unless each is a finite number.
         """
-        source, sink, live = "The reward of a trace", self._sink, self._episode()
+        source = "The reward of a trace"
+        sink = self._sink
+        live = self._episode()
         value, text = parted(value, source)
         rewards: dict[str, Any] = {}
         if isinstance(value, Mapping):
@@ -296,7 +298,8 @@ class Within(LiveEpisode):
         self.outer = outer
         # Shared, because integrations note facts about calls, and the outer episode makes them.
         self.notes = outer.notes
-        self._own_prompting, self.prompting = self.prompting, self.prompting or outer.prompting
+        self._own_prompting = self.prompting
+        self.prompting = self.prompting or outer.prompting
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """The outer episode's call. Its copy in this episode ends together with it."""

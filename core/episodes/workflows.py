@@ -294,7 +294,10 @@ def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
     """Attach a new workflow to the function that runs it."""
     flow = Workflow(name, fn, roles=roles)
     try:
-        fn.cotune, fn.scorer, fn.judge, fn.redactor = flow, flow.scorer, flow.judge, flow.redactor
+        fn.cotune = flow
+        fn.scorer = flow.scorer
+        fn.judge = flow.judge
+        fn.redactor = flow.redactor
     except AttributeError:
         raise WorkflowError(
             f"{fn!r} cannot have attributes, which a workflow needs.", f"Wrap it in a function. For example: {_EXAMPLE}"

@@ -161,8 +161,11 @@ async def outcomes_of(
     ask: AskJudge = ask_judge,
     redaction: Redaction | None = None,
 ) -> Outcomes:
-    """The outcomes of the finished episodes by id, or the error of the judge. Empty without a judge. Episodes of
-    judging itself are left out."""
+    """Ask the workflow's judge about finished episodes, task by task. Returns the outcome of each episode by id, or the
+    judge's error.
+
+    Without a judge nothing is returned. Episodes that consist of the requests of a judging role are left out.
+    """
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         if episode.is_outcome and episode.phase != JUDGING:

@@ -65,9 +65,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
     def verdict(self, text: str) -> Verdict:
-        """Read the answer `text`. Raises Unusable."""
+        """Read the ranking and its reason from the judge's answer `text`, and name the entries by their numbers instead
+        of the letters of the question. Equal entries share a tier. Raises Unusable for an answer that does not rank
+        each letter once.
+        """
         answer = next((value for value in _objects(text) if "ranking" in value), {})
-        ranking, reason = answer.get("ranking"), answer.get("reason")
+        ranking = answer.get("ranking")
+        reason = answer.get("reason")
         if not isinstance(ranking, list):
             raise Unusable("it has no JSON object with a ranking")
         tiers = [[tier] if isinstance(tier, str) else tier for tier in ranking]

@@ -78,19 +78,23 @@ def _width(run: Row) -> int:
 
 
 def _matching(a: Row, b: Row) -> list[Block]:
-    """The common runs, in the order of both rows."""
+    """The runs of words that two rows (texts as lists of words) share, in the order of both.
+
+    The equal start and end are found first, as they are cheap; only the part between them is aligned.
+    """
     start = 0
-    least = min(len(a), len(b))
-    while start < least and a[start] == b[start]:
+    shorter = min(len(a), len(b))
+    while start < shorter and a[start] == b[start]:
         start += 1
     end = 0
-    while end < least - start and a[-1 - end] == b[-1 - end]:
+    while end < shorter - start and a[-1 - end] == b[-1 - end]:
         end += 1
-    inner_a, inner_b = a[start : len(a) - end], b[start : len(b) - end]
+    inner_a = a[start : len(a) - end]
+    inner_b = b[start : len(b) - end]
     is_long = min(len(inner_a), len(inner_b)) > _MANY
     inner = _by_lines(inner_a, inner_b) if is_long else _by_words(inner_a, inner_b)
     blocks = [Block(0, 0, start)]
-    blocks += [Block(start + i, start + j, n) for i, j, n in inner]
+    blocks += [Block(start + block.a, start + block.b, block.size) for block in inner]
     blocks.append(Block(len(a) - end, len(b) - end, end))
     return _connected(blocks)
 
@@ -101,17 +105,27 @@ def _by_words(a: Row, b: Row) -> list[Block]:
 
 
 def _by_lines(a: Row, b: Row) -> list[Block]:
-    """Common lines first, then common words between these: comparing all words of long texts would take too long."""
-    lines_a, lines_b = _lines(a), _lines(b)
+    """The runs of words that two long rows share: first whole lines, then words between the shared lines.
+
+    Aligning all words of long texts at once would take too long.
+    """
+    lines_a = _lines(a)
+    lines_b = _lines(b)
     blocks: list[Block] = []
-    i = j = x = y = 0
-    for block in _by_words([*lines_a], [*lines_b]):
-        to_i = i + sum(map(len, lines_a[x : block.a]))
-        to_j = j + sum(map(len, lines_b[y : block.b]))
-        blocks += [Block(i + p, j + q, n) for p, q, n in _by_words(a[i:to_i], b[j:to_j])]
-        words = sum(map(len, lines_a[block.a : block.a + block.size]))
-        blocks.append(Block(to_i, to_j, words))
-        i, j, x, y = to_i + words, to_j + words, block.a + block.size, block.b + block.size
+    # The next word and the next line of each row that no block covers yet.
+    word_a = word_b = line_a = line_b = 0
+    for shared in _by_words([*lines_a], [*lines_b]):
+        # The words before the shared lines differ as lines, but may have words in common.
+        start_a = word_a + sum(map(len, lines_a[line_a : shared.a]))
+        start_b = word_b + sum(map(len, lines_b[line_b : shared.b]))
+        for inner in _by_words(a[word_a:start_a], b[word_b:start_b]):
+            blocks.append(Block(word_a + inner.a, word_b + inner.b, inner.size))
+        words = sum(map(len, lines_a[shared.a : shared.a + shared.size]))
+        blocks.append(Block(start_a, start_b, words))
+        word_a = start_a + words
+        word_b = start_b + words
+        line_a = shared.a + shared.size
+        line_b = shared.b + shared.size
     return blocks
 
 
@@ -144,19 +158,26 @@ def common(a: Row, blocks: Sequence[Block]) -> int:
 
 
 def are_one(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool) -> bool:
-    """Whether two rows are one prompt. A row is `firm` if it stands for several texts or tasks: most of their common
-    characters must stay."""
-    shared, smaller = common(a, blocks), min(size(a), size(b))
+    """Whether two rows are texts of one prompt: they share half of the shorter one, a long start or end, or one long
+    run.
+
+    A row is `firm` if it already stands for several texts or tasks. Most of its characters must then be shared, so that
+    one similar text cannot wear it down.
+    """
+    shared = common(a, blocks)
+    smaller = min(size(a), size(b))
     if not shared:
         return False
     if (firm_a and shared < _KEPT * size(a)) or (firm_b and shared < _KEPT * size(b)):
         return False
     first, last = blocks[0], blocks[-1]
     runs = [size(a[block.a : block.a + block.size]) for block in blocks]
-    starts = runs[0] if first.a == first.b == 0 else 0
-    ends = runs[-1] if last.a + last.size == len(a) and last.b + last.size == len(b) else 0
-    edge = _EDGE if smaller >= _SHORT else _SHORT_EDGE
-    return 2 * shared >= smaller or max(starts, ends) >= edge or max(runs) >= LONG
+    begin_together = first.a == first.b == 0
+    end_together = last.a + last.size == len(a) and last.b + last.size == len(b)
+    common_start = runs[0] if begin_together else 0
+    common_end = runs[-1] if end_together else 0
+    long_edge = _EDGE if smaller >= _SHORT else _SHORT_EDGE
+    return 2 * shared >= smaller or max(common_start, common_end) >= long_edge or max(runs) >= LONG
 
 
 def merged(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
@@ -220,18 +241,20 @@ def sound(template: Template, texts: Sequence[str]) -> Template:
 
 
 def spaced(template: Template, texts: Sequence[str]) -> Template:
-    """The template with white space moved out of its slots, if all values of a slot begin or end with it."""
+    """Move white space out of the slots of a template: if all values of a slot begin or end with it, it is constant
+    text. `texts` are the texts from which the values are read.
+    """
     values = [matched for text in texts if isinstance(matched := template.match(text), tuple)]
     pieces: list[str | int] = []
     for piece in template.pieces:
         if isinstance(piece, str):
             pieces.append(piece)
             continue
-        of_slot = [row[piece - 1] for row in values]
-        before = _shared([value[: len(value) - len(value.lstrip())] for value in of_slot])
-        without_start = [value[len(before) :] for value in of_slot]
-        after = _shared([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
-        pieces += [before, piece, after]
+        slot_values = [row[piece - 1] for row in values]
+        common_start = _shared([value[: len(value) - len(value.lstrip())] for value in slot_values])
+        without_start = [value[len(common_start) :] for value in slot_values]
+        common_end = _shared([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
+        pieces += [common_start, piece, common_end]
     return Template.of(pieces)
 
 

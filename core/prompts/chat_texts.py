@@ -16,7 +16,7 @@ KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
     "format": ("schema description", "schema descriptions"),
 }
 """Names for one text of a kind, and for several."""
-Said = Callable[[Kind, str, str], str | None]
+ReplaceText = Callable[[Kind, str, str], str | None]
 """Called with a text (kind, key, text). Returns its replacement, or None to leave it unchanged."""
 
 _KINDS: Mapping[Any, Kind] = {"system": "system", "developer": "system", "user": "user"}
@@ -25,62 +25,64 @@ _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _NESTED = ("items", "anyOf", "allOf", "oneOf", "prefixItems", "additionalProperties")
 
 
-def map_body(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
-    """A chat request in which `said` has replaced texts; `body` itself if nothing changes.
+def map_body(body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
+    """A chat request in which `replace_text` has replaced texts; `body` itself if nothing changes.
 
     Unchanged parts are shared with `body`, which is never modified. Numbers, names, roles and images are not texts.
     """
     changed: dict[str, Any] = {}
     messages = body.get("messages")
     if isinstance(messages, list | tuple):
-        _put(changed, "messages", messages, each(messages, lambda message: map_message(message, said)))
+        _put(changed, "messages", messages, each(messages, lambda message: map_message(message, replace_text)))
     tools = body.get("tools")
     if isinstance(tools, list | tuple):
-        _put(changed, "tools", tools, each(tools, lambda tool: map_tool(tool, said)))
+        _put(changed, "tools", tools, each(tools, lambda tool: map_tool(tool, replace_text)))
     form = body.get("response_format")
-    _put(changed, "response_format", form, map_format(form, said))
+    _put(changed, "response_format", form, map_format(form, replace_text))
     return {**body, **changed} if changed else body
 
 
-def map_message(message: Any, said: Said) -> Any:
+def map_message(message: Any, replace_text: ReplaceText) -> Any:
     """A system, developer or user message with replaced texts: its content, or each text of a content in parts."""
     kind = _KINDS.get(message.get("role")) if isinstance(message, Mapping) else None
     if kind is None:
         return message
     content = message.get("content")
     if isinstance(content, str):
-        new: Any = _new(said, kind, "", content)
+        new: Any = _new(replace_text, kind, "", content)
     elif isinstance(content, list | tuple):
-        new = each(content, lambda part: _part(part, kind, said))
+        new = each(content, lambda part: _part(part, kind, replace_text))
     else:
         return message
     return message if new is content else {**message, "content": new}
 
 
-def map_tool(tool: Any, said: Said) -> Any:
+def map_tool(tool: Any, replace_text: ReplaceText) -> Any:
     """A tool in the form of chat or of Responses with replaced texts: its description and the descriptions of its
     parameters. The key is its name, followed by the path of the parameter: "search", "search/city"."""
     if not isinstance(tool, Mapping):
         return tool
     function = tool.get("function")
     if isinstance(function, Mapping):
-        new = _described(function, "parameters", "tool", said)
+        new = _described(function, "parameters", "tool", replace_text)
         return tool if new is function else {**tool, "function": new}
-    return _described(tool, "parameters", "tool", said)
+    return _described(tool, "parameters", "tool", replace_text)
 
 
-def map_format(form: Any, said: Said) -> Any:
+def map_format(form: Any, replace_text: ReplaceText) -> Any:
     """The response format of chat, or the `text.format` of Responses, with replaced descriptions in its schema."""
     if not isinstance(form, Mapping):
         return form
     schema = form.get("json_schema")
     if isinstance(schema, Mapping):
-        new = _described(schema, "schema", "format", said)
+        new = _described(schema, "schema", "format", replace_text)
         return form if new is schema else {**form, "json_schema": new}
-    return _described(form, "schema", "format", said)
+    return _described(form, "schema", "format", replace_text)
 
 
-def _described(definition: Mapping[str, Any], schema_key: str, kind: Kind, said: Said) -> Mapping[str, Any]:
+def _described(
+    definition: Mapping[str, Any], schema_key: str, kind: Kind, replace_text: ReplaceText
+) -> Mapping[str, Any]:
     """A tool or response format with replaced texts: its own description, and the descriptions in its schema.
 
     `definition` has a `name`, which is the key of its texts; without one it is returned unchanged. `schema_key` is the
@@ -92,50 +94,57 @@ def _described(definition: Mapping[str, Any], schema_key: str, kind: Kind, said:
     changed: dict[str, Any] = {}
     description = definition.get("description")
     if isinstance(description, str):
-        _put(changed, "description", description, _new(said, kind, name, description))
+        _put(changed, "description", description, _new(replace_text, kind, name, description))
     schema = definition.get(schema_key)
-    _put(changed, schema_key, schema, _schema(schema, kind, f"{name}/", said))
+    _put(changed, schema_key, schema, _schema(schema, kind, f"{name}/", replace_text))
     return {**definition, **changed} if changed else definition
 
 
-def _schema(schema: Any, kind: Kind, key: str, said: Said) -> Any:
-    """A schema with replaced descriptions in it and in the schemas below it. `key` is the key of its own
-    description."""
-    below = key if key.endswith("/") else f"{key}/"
+def _schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceText) -> Any:
+    """A JSON schema with replaced descriptions, in it and in the schemas nested in it; `schema` itself if nothing
+    changes.
+
+    `key` names the description: the tool's name and the path of the schema in it, such as `search/filter`.
+    """
+    path_below = key if key.endswith("/") else f"{key}/"
     if isinstance(schema, list | tuple):
         numbers = iter(range(len(schema)))
-        return each(schema, lambda one: _schema(one, kind, f"{below}{next(numbers)}", said))
+        return each(schema, lambda nested: _schema(nested, kind, f"{path_below}{next(numbers)}", replace_text))
     if not isinstance(schema, Mapping):
         return schema
     changed: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word == "description" and isinstance(value, str):
-            _put(changed, word, value, _new(said, kind, key, value))
-        elif word in _NAMED and isinstance(value, Mapping):
-            named = {name: _schema(one, kind, f"{below}{name}", said) for name, one in value.items()}
-            if any(named[name] is not value[name] for name in named):
-                changed[word] = named
-        elif word in _NESTED:
-            _put(changed, word, value, _schema(value, kind, f"{below}{word}", said))
+    for keyword, value in schema.items():
+        if keyword == "description" and isinstance(value, str):
+            _put(changed, keyword, value, _new(replace_text, kind, key, value))
+        elif keyword in _NAMED and isinstance(value, Mapping):
+            schemas: dict[str, Any] = {}
+            for name, nested in value.items():
+                schemas[name] = _schema(nested, kind, f"{path_below}{name}", replace_text)
+            if any(schemas[name] is not value[name] for name in schemas):
+                changed[keyword] = schemas
+        elif keyword in _NESTED:
+            _put(changed, keyword, value, _schema(value, kind, f"{path_below}{keyword}", replace_text))
     return {**schema, **changed} if changed else schema
 
 
-def _part(part: Any, kind: Kind, said: Said) -> Any:
+def _part(part: Any, kind: Kind, replace_text: ReplaceText) -> Any:
+    """A part of a message's content with its text replaced. Images and other parts stay."""
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
         return part
     text = part.get("text")
-    new = _new(said, kind, "", text) if isinstance(text, str) else text
+    new = _new(replace_text, kind, "", text) if isinstance(text, str) else text
     return part if new is text else {**part, "text": new}
 
 
-def _new(said: Said, kind: Kind, key: str, text: str) -> str:
-    new = said(kind, key, text)
+def _new(replace_text: ReplaceText, kind: Kind, key: str, text: str) -> str:
+    """The replacement of a text, or the text itself if it stays."""
+    new = replace_text(kind, key, text)
     return text if new is None else new
 
 
-def each(values: Any, one: Callable[[Any], Any]) -> Any:
-    """The list with `one` applied to each value; the list itself if nothing changes."""
-    new = [one(value) for value in values]
+def each(values: Any, change: Callable[[Any], Any]) -> Any:
+    """The list with `change` applied to each value; the list itself if nothing changes."""
+    new = [change(value) for value in values]
     return values if all(a is b for a, b in zip(new, values, strict=True)) else new
 
 

@@ -132,10 +132,11 @@ class CallEdits:
         """The edited parts that a text matches in several ways, so that it stays."""
 
     def text(self, kind: Kind, key: str, text: str) -> str | None:
-        """The replacement for a text; None if it stays.
+        """The replacement of one text of a call; None if the text stays. `kind` and `key` are its place in the request.
 
-        Among the parts that the text matches, the part with the most constant text counts. If the text matches it in
-        several ways, or if two such parts have different replacements, the text stays.
+        A text may match several parts. Then the parts with the most constant text count, as they describe it best. If
+        these have different replacements, or the text matches one of them in several ways, the text stays and the call
+        counts as ambiguous.
         """
         candidates = self._edits.among(kind, key)
         if not candidates:

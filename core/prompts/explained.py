@@ -56,7 +56,9 @@ class Explained:
             self._add(text)
 
     def spans(self, text: str) -> list[Span]:
-        """The places in `text` of all texts so far."""
+        """The spans of `text` that come from known sources: answers, results of tools and inputs of tasks. They are no
+        prompt.
+        """
         places: list[Span] = []
         covered = 0
         for begin in range(len(text) - WHOLE + 1):

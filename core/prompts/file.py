@@ -71,24 +71,24 @@ def read_prompts(path: str | Path) -> Prompts:
         fault = f"has format {format!r}, and this cotune reads {FORMAT}"
         raise ConfigError("prompts", str(file), fault, "Read it with a newer cotune.")
     try:
-        read = msgspec.convert(raw, _File)
+        stored = msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
         field, fault = field_and_fault(error)
         raise ConfigError("prompts", str(file), f"is broken: {field} {expected(fault)}", _REMEDY) from None
     prompts = Prompts(
-        parts=tuple(_read(file, part) for part in read.parts),
-        workflow=read.workflow,
-        models=read.models,
-        created=read.created,
-        cotune=read.cotune,
-        provenance=read.provenance,
-        evaluation=read.evaluation,
-        trained_with=read.trained_with,
+        parts=tuple(_read(file, part) for part in stored.parts),
+        workflow=stored.workflow,
+        models=stored.models,
+        created=stored.created,
+        cotune=stored.cotune,
+        provenance=stored.provenance,
+        evaluation=stored.evaluation,
+        trained_with=stored.trained_with,
     )
     names = Counter(part.name for part in prompts.parts)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ConfigError("prompts", str(file), f"has two parts with the name {twice[0]}", _REMEDY)
-    if prompts.id != read.id:
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ConfigError("prompts", str(file), f"has two parts with the name {repeated[0]}", _REMEDY)
+    if prompts.id != stored.id:
         raise ConfigError("prompts", str(file), "was changed: its parts do not match its id", _UNTOUCHED)
     return prompts
 
@@ -135,7 +135,8 @@ def _written(part: PromptPart) -> _Part:
 
 def _read(file: Path, part: _Part) -> PromptPart:
     """A part from the file. Raises ConfigError if a text was changed by hand, or does not fit its slots."""
-    old, new = Template(part.old), None if part.new is None else Template(part.new)
+    old = Template(part.old)
+    new = None if part.new is None else Template(part.new)
     for name, template, sha256 in (("old", old, part.old_sha256), ("new", new, part.new_sha256)):
         if template is not None and text_sha256(template) != sha256:
             fault = f"was changed: the {name} text of {part.name} does not match its {name}_sha256"

@@ -70,18 +70,20 @@ class Group:
         return template_of(self.row)
 
     def reads(self, text: SeenText) -> int:
-        """The number of constant characters of the prompt if it matches a text and all gaps of the text are in slots;
-        else -1."""
+        """The number of constant characters of this prompt if it matches a text, otherwise -1.
+
+        It does not match if a gap of the text, which varies by its nature, lies in constant text of the prompt.
+        """
         template = self._rough
         values = template.match(text.text)
         if not isinstance(values, tuple):
             return -1
-        at = 0
+        position = 0
         for piece in template.pieces:
-            end = at + len(piece if isinstance(piece, str) else values[piece - 1])
-            if isinstance(piece, str) and any(start < end and at < stop for start, stop in text.gaps):
+            end = position + len(piece if isinstance(piece, str) else values[piece - 1])
+            if isinstance(piece, str) and any(start < end and position < stop for start, stop in text.gaps):
                 return -1
-            at = end
+            position = end
         return template.constant
 
     def template(self) -> Template:
@@ -95,7 +97,12 @@ class _Fit(NamedTuple):
 
 
 def grouped(texts: Iterable[SeenText]) -> list[Group]:
-    """The prompts of a place. Texts that consist only of gaps belong to no prompt."""
+    """Group the texts of one place, such as a role's system messages, into prompts. Texts that consist only of gaps
+    belong to no prompt.
+
+    Comparing all pairs would take too long, so a sample is compared first, and the other texts join its prompts in
+    rounds.
+    """
     singles = [Group(row, [text]) for text in texts if size(row := row_of(text.text, text.gaps))]
 
     # 1. Compare all pairs of a few texts, from all over the records.
@@ -120,7 +127,8 @@ def grouped(texts: Iterable[SeenText]) -> list[Group]:
         # that are all different are input, and comparing all pairs would take hours.
         firm = [group for group in groups if group.firm]
         separate += [group for group in groups if not group.firm]
-        groups, waiting = firm, [single for single in waiting if not _add_to_match(firm, single)]
+        groups = firm
+        waiting = [single for single in waiting if not _add_to_match(firm, single)]
         if firm_before.issuperset(id(group) for group in firm):
             break
 
@@ -130,13 +138,13 @@ def grouped(texts: Iterable[SeenText]) -> list[Group]:
 
 
 def _merged(groups: Sequence[Group]) -> list[Group]:
-    """The groups after joining those that are one prompt. Pairs that share most are joined first."""
+    """Join groups of texts that belong to one prompt, until no two do. The pair that shares most is joined first."""
     remaining = dict(enumerate(groups))
     fits: dict[tuple[int, int], _Fit] = {}
     for i, j in combinations(remaining, 2):
         if fit := _fit(remaining[i], remaining[j]):
             fits[i, j] = fit
-    number = len(remaining)
+    next_number = len(remaining)
     while fits:
         i, j = max(fits, key=lambda pair: (fits[pair].shared, -pair[0], -pair[1]))
         joined = _joined(remaining[i], remaining[j], fits[i, j])
@@ -144,9 +152,9 @@ def _merged(groups: Sequence[Group]) -> list[Group]:
         del remaining[i], remaining[j]
         for other, group in remaining.items():
             if fit := _fit(group, joined):
-                fits[other, number] = fit
-        remaining[number] = joined
-        number += 1
+                fits[other, next_number] = fit
+        remaining[next_number] = joined
+        next_number += 1
     return list(remaining.values())
 
 

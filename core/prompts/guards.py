@@ -95,28 +95,29 @@ def longest(part: PromptPart) -> int:
 
 def refusals(part: PromptPart, new: Template, known: Known | None = None) -> list[Refusal]:
     """The reasons why a text must not replace the text of a part; empty if it may."""
-    if new.constant > (most := longest(part)):  # checked first: the other rules take time that grows with the text
-        return [Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed")]
-    refused: list[Refusal] = []
+    if new.constant > (limit := longest(part)):  # checked first: the other rules take time that grows with the text
+        return [Refusal("too_long", f"it has {new.constant:,} characters, and {limit:,} are allowed")]
+    reasons: list[Refusal] = []
     if fault := fault_of(part.old, new):
-        refused.append(Refusal("lost_slot", fault))
+        reasons.append(Refusal("lost_slot", fault))
     if " ".join(_shown(new).split()) == " ".join(_shown(part.now).split()):
-        refused.append(Refusal("same", "it is equal to the present text"))
-    old_text, new_text = "\n".join(part.old.texts), "\n".join(new.texts)
+        reasons.append(Refusal("same", "it is equal to the present text"))
+    old_text = "\n".join(part.old.texts)
+    new_text = "\n".join(new.texts)
     hidden = [character for character in UNSEEN.findall(new_text) if character not in old_text]
     if hidden:
-        refused.append(Refusal("invisible", f"the character U+{ord(hidden[0]):04X}, which is invisible"))
+        reasons.append(Refusal("invisible", f"the character U+{ord(hidden[0]):04X}, which is invisible"))
     if known is not None and (copy := known.copied(new_text, old_text)):
-        refused.append(Refusal("copies_task", copy))
+        reasons.append(Refusal("copies_task", copy))
     addresses = [address for address in _ADDRESS.findall(new_text) if address.rstrip(".,;:") not in old_text]
     if addresses:
-        refused.append(Refusal("new_address", addresses[0]))
+        reasons.append(Refusal("new_address", addresses[0]))
     if known is not None:
         allowed = {*known.names, *_NAME.findall(old_text), *_WORD.findall(old_text)}
         unknown = [name for name in _NAME.findall(new_text) if name not in allowed]
         if unknown:
-            refused.append(Refusal("unknown_name", unknown[0]))
-    return refused
+            reasons.append(Refusal("unknown_name", unknown[0]))
+    return reasons
 
 
 def _shown(template: Template) -> str:
@@ -144,7 +145,8 @@ def _holds(text: str, value: str) -> bool:
     """Whether a value occurs in a text, and not inside a longer word."""
     start = text.find(value)
     while start >= 0:
-        before, after = text[start - 1 : start], text[start + len(value) : start + len(value) + 1]
+        before = text[start - 1 : start]
+        after = text[start + len(value) : start + len(value) + 1]
         if not (_joins(before, value[0]) or _joins(value[-1], after)):
             return True
         start = text.find(value, start + 1)

@@ -23,8 +23,11 @@ def pages(prompts: Prompts) -> dict[str, str]:
 
 
 def _part(part: PromptPart, role: str, wording: Wording) -> str:
-    """One part as a section: where it was seen, its new text, and the changes. `role` is the role of the page."""
-    old, new = wording.text(part.old), wording.text(part.now)
+    """One part of a prompt as a section of a page: where it was seen, its new text, and the changes as a diff. `role`
+    is the role of the page; other roles that have the same part are named.
+    """
+    old = wording.text(part.old)
+    new = wording.text(part.now)
     support = f"Seen in {part.support.calls} calls of {part.support.tasks} tasks."
     if others := [other for other in part.roles if other != role]:
         support += f" The same in {', '.join(others)}."

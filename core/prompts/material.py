@@ -42,8 +42,10 @@ class _Block(NamedTuple):
 
 
 def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
-    """The spans of each text with the same material as in all other texts with this label: it may not be part of the
-    prompt."""
+    """The spans of each text under a label such as "Context:" that are the same in all texts with this label.
+
+    All records may simply have the same retrieved document, so these spans are not offered as text of the prompt.
+    """
     places: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
     for text in texts:
         count: dict[str, int] = {}
@@ -69,7 +71,8 @@ def _blocks(text: str) -> Iterator[_Block]:
     for label in labels:
         if label.start() < last_end:
             continue  # inside the material before it
-        start, tag = label.end(), label["tag"]
+        start = label.end()
+        tag = label["tag"]
         if tag:
             closing = text.find(f"</{tag}>", start)
             end = closing if closing >= 0 else len(text)

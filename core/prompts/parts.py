@@ -114,9 +114,9 @@ def find_parts(
     inputs: dict[str, int] = {}
     for place, texts in recorded.texts.items():
         if (not roles or place.role in roles) and place.kind in kinds:
-            many = len(recorded.roles[place.role].tasks) >= TASKS
-            of_place, n_inputs = _of_place(place, list(texts.values()), many)
-            prompts += of_place
+            many_tasks = len(recorded.roles[place.role].tasks) >= TASKS
+            place_prompts, n_inputs = _of_place(place, list(texts.values()), many_tasks)
+            prompts += place_prompts
             inputs[place.role] = inputs.get(place.role, 0) + n_inputs
 
     with_system: set[str] = set()
@@ -141,13 +141,16 @@ def _is_first(part: PromptPart, has_system: set[str]) -> bool:
     return part.kind == "system" or (part.kind == "user" and not has_system & set(part.roles))
 
 
-def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list[_PlacedPrompt], int]:
-    """The prompts of a place, and the number of texts that are input: user messages in only one task, if the role has
-    `many` tasks."""
+def _of_place(place: Place, texts: Sequence[SeenText], many_tasks: bool) -> tuple[list[_PlacedPrompt], int]:
+    """The prompts at one place of a role's calls, such as its system message, and the number of texts there that are
+    input.
+
+    If the role has many tasks, a user message that occurs in only one or few of them is the task's input, not a prompt.
+    """
     prompts: list[_PlacedPrompt] = []
     inputs = 0
     for group in grouped(texts):
-        if place.kind in ("user", "assistant") and many and len(group.tasks) < TASKS:
+        if place.kind in ("user", "assistant") and many_tasks and len(group.tasks) < TASKS:
             inputs += len(group.texts) if place.kind == "user" else 0
             continue
         template = group.template()
@@ -180,43 +183,52 @@ def _check_rivals(prompt: _PlacedPrompt, prompts: Sequence[_PlacedPrompt]) -> _P
 
 
 def _named(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
-    """Parts with names, in the order of their roles, kinds and places. The same text of several roles is one part."""
+    """Give each prompt a name, and make one part of a text that several roles have.
+
+    Names count within a role, kind and key (`writer.system`, `writer.system.2`), in the order in which texts were seen.
+    """
     by_text: dict[tuple[str, str, Template], list[_PlacedPrompt]] = {}
     for prompt in prompts:
         by_text.setdefault((prompt.place.kind, prompt.place.key, prompt.template), []).append(prompt)
     roles = {role: number for number, role in enumerate(dict.fromkeys(prompt.place.role for prompt in prompts))}
 
-    def base(equal: list[_PlacedPrompt]) -> tuple[int, int, str]:
-        place = equal[0].place
+    def place_order(same_text: list[_PlacedPrompt]) -> tuple[int, int, str]:
+        place = same_text[0].place
         return roles[place.role], KINDS.index(place.kind), place.key
 
-    ordered = sorted(by_text.values(), key=lambda equal: (*base(equal), equal[0].order, str(equal[0].template.pieces)))
+    def order(same_text: list[_PlacedPrompt]) -> tuple[tuple[int, int, str], tuple[int, int], str]:
+        earliest = same_text[0]
+        return place_order(same_text), earliest.order, str(earliest.template.pieces)
+
     parts: list[FoundPart] = []
-    for _, group in groupby(ordered, key=base):
-        parts += [_part(equal, number) for number, equal in enumerate(group, 1)]
+    for _, group in groupby(sorted(by_text.values(), key=order), key=place_order):
+        parts += [_part(same_text, number) for number, same_text in enumerate(group, start=1)]
     return parts
 
 
-def _part(equal: Sequence[_PlacedPrompt], number: int) -> FoundPart:
-    """The part for prompts with the same text, the one with this number at its place."""
-    role, kind, key = equal[0].place
+def _part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
+    """The part for prompts of one or more roles with the same text; `number` counts the parts at its place, from 1.
+
+    It gets examples of the values of its slots, and, if the text must not be edited, the reason.
+    """
+    role, kind, key = same_text[0].place
     name = f"{role}.{kind}"
     if key:
         name += f".{key}"
     if number > 1:
         name += f".{number}"
-    template = equal[0].template
+    template = same_text[0].template
     calls: set[str] = set()
     tasks: set[str] = set()
     texts: list[SeenText] = []
-    for prompt in equal:
+    for prompt in same_text:
         calls |= prompt.group.calls
         tasks |= prompt.group.tasks
         texts += prompt.group.texts
-    blocked = "one of its texts also matches another part" if any(prompt.blocked for prompt in equal) else ""
+    blocked = "one of its texts also matches another part" if any(prompt.blocked for prompt in same_text) else ""
     part = PromptPart(
         name=name,
-        roles=tuple(prompt.place.role for prompt in equal),
+        roles=tuple(prompt.place.role for prompt in same_text),
         kind=kind,
         key=key,
         old=template,

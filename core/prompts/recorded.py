@@ -82,7 +82,7 @@ def read_texts(
     usable = [episode for episode in (store.episodes() if episodes is None else episodes) if _of_application(episode)]
     if episodes is None:
         usable = [episode for episode in usable if not episode.prompts] or usable
-    read: list[tuple[Episode, list[CallRecord]]] = []
+    calls_of_episodes: list[tuple[Episode, list[CallRecord]]] = []
     roles: set[str] = set()
     count = 0
     for episode in _in_turn(usable):
@@ -92,9 +92,9 @@ def read_texts(
         episode_calls = store.calls(episode.id)
         count += len(episode_calls)
         roles.update(call.role for call in episode_calls)
-        read.append((episode, episode_calls))
-    reading = _Reading(store, recorded, roles, keep, texts_of(episode.task.input for episode, _ in read))
-    for episode, episode_calls in read:
+        calls_of_episodes.append((episode, episode_calls))
+    reading = _Reading(store, recorded, roles, keep, texts_of(episode.task.input for episode, _ in calls_of_episodes))
+    for episode, episode_calls in calls_of_episodes:
         reading.episode(episode, episode_calls)
     for place, texts in recorded.texts.items():
         if place.kind in ("system", "user"):
@@ -125,7 +125,18 @@ class _Reading:
     def __init__(
         self, store: Store, found: Recorded, roles: set[str], keep: Sequence[re.Pattern[str]], tasks: Texts
     ) -> None:
-        self._store, self.found, self.roles, self._keep, self._tasks = store, found, roles, keep, tasks
+        """Collect texts of calls into `found`.
+
+        Args:
+            roles: names of all roles, as the answers of other roles are no prompts.
+            keep: patterns of text that must not be edited.
+            tasks: texts of the tasks' inputs, which are no prompts either.
+        """
+        self._store = store
+        self.found = found
+        self.roles = roles
+        self._keep = keep
+        self._tasks = tasks
         self._bodies: dict[str, Any] = {}
         self._changing: dict[str, list[Span]] = {}
 
@@ -190,13 +201,13 @@ class _Reading:
                     explained.returned(content_text(body.get("content")))
             elif speaker == "assistant":
                 if isinstance(text := body.get("content"), str) and text:
-                    read.said(position, "assistant", "", text)
+                    read.note_text(position, "assistant", "", text)
             elif not (speaker == "user" and body.get("name") in self.roles - {call.role}):
                 # A user message with another role's name is that role's answer: frameworks pass answers on like this.
-                map_message(body, partial(read.said, position))
+                map_message(body, partial(read.note_text, position))
         for tool in tools or ():
-            map_tool(tool, partial(read.said, 0))
-        map_format(call.params.get("response_format"), partial(read.said, 0))
+            map_tool(tool, partial(read.note_text, 0))
+        map_format(call.params.get("response_format"), partial(read.note_text, 0))
 
     def changing(self, text: str) -> list[Span]:
         """The spans of a text that change over time."""
@@ -221,7 +232,7 @@ class _Call:
     spans: dict[str, list[Span]]
     """The spans of each text so far that come from the episode."""
 
-    def said(self, position: int, kind: Kind, key: str, text: str) -> None:
+    def note_text(self, position: int, kind: Kind, key: str, text: str) -> None:
         """Note a text at a place of the call: its episode-specific spans, its calls and tasks."""
         texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
         order = (self.call.turn, position)

@@ -72,13 +72,16 @@ class Template(msgspec.Struct, frozen=True):
         return _values(text, first) if first == last else AMBIGUOUS
 
     def reach(self, text: str) -> int:
-        """The number of characters at the beginning of a text that match, for a text that does not match as a whole."""
-        position, slot = 0, False
+        """The number of characters at the beginning of `text` that match, to show where a text departs from the
+        template.
+        """
+        position = 0
+        after_slot = False
         for piece in self.pieces:
             if isinstance(piece, int):
-                slot = True
+                after_slot = True
                 continue
-            if slot:
+            if after_slot:
                 start = text.find(piece, position)
                 if start < 0:
                     return position
@@ -90,19 +93,20 @@ class Template(msgspec.Struct, frozen=True):
                     if expected != actual:
                         return position + offset
                 return position
-            slot = False
+            after_slot = False
         return position
 
     def _first(self, text: str) -> list[tuple[int, int]] | None:
-        """The places of the constant texts if each is as early as possible; None if the text does not match."""
-        places: list[tuple[int, int]] = []
-        position, slot = 0, False
+        """The earliest start and end of each constant text in `text`, in order; None if the text does not match."""
+        spans: list[tuple[int, int]] = []
+        position = 0
+        after_slot = False
         for number, piece in enumerate(self.pieces):
             if isinstance(piece, int):
-                slot = True
+                after_slot = True
                 continue
             start = -1
-            if not slot:
+            if not after_slot:
                 if text.startswith(piece, position):
                     start = position
             elif number < len(self.pieces) - 1:
@@ -111,39 +115,45 @@ class Template(msgspec.Struct, frozen=True):
                 start = len(text) - len(piece)  # the last text must be at the end
             if start < 0:
                 return None
-            position, slot = start + len(piece), False
-            places.append((start, position))
-        return self._edged(places, text) if slot or position == len(text) else None
+            position = start + len(piece)
+            after_slot = False
+            spans.append((start, position))
+        return self._edged(spans, text) if after_slot or position == len(text) else None
 
     def _last(self, text: str) -> list[tuple[int, int]]:
-        """The places of the constant texts if each is as late as possible. The text must match (`_first`)."""
-        places: list[tuple[int, int]] = []
-        position, slot = len(text), False
+        """The latest start and end of each constant text in `text`, in order. The text must match (`_first`)."""
+        spans: list[tuple[int, int]] = []
+        position = len(text)
+        before_slot = False
         for number, piece in reversed(list(enumerate(self.pieces))):
             if isinstance(piece, int):
-                slot = True
+                before_slot = True
                 continue
             if number == 0:
                 start = 0
-            elif slot:
+            elif before_slot:
                 start = text.rfind(piece, 0, position)
             else:
                 start = position - len(piece)
-            places.append((start, start + len(piece)))
-            position, slot = start, False
-        return self._edged(places[::-1], text)
+            spans.append((start, start + len(piece)))
+            position = start
+            before_slot = False
+        return self._edged(spans[::-1], text)
 
-    def _edged(self, places: list[tuple[int, int]], text: str) -> list[tuple[int, int]]:
-        """The places, with an empty place at an end that has a slot."""
+    def _edged(self, spans: list[tuple[int, int]], text: str) -> list[tuple[int, int]]:
+        """Add an empty span at each end of the text at which the template has a slot, so that every slot lies between
+        two spans.
+        """
         if self.pieces and isinstance(self.pieces[0], int):
-            places = [(0, 0), *places]
+            spans = [(0, 0), *spans]
         if self.pieces and isinstance(self.pieces[-1], int):
-            places = [*places, (len(text), len(text))]
-        return places
+            spans = [*spans, (len(text), len(text))]
+        return spans
 
 
-def _values(text: str, places: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    return tuple(text[end:start] for (_, end), (start, _) in pairwise(places))
+def _values(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """The values of the slots: the text between one constant text and the next."""
+    return tuple(text[end:start] for (_, end), (start, _) in pairwise(spans))
 
 
 def fault_of(old: Template, new: Template | None = None) -> str:

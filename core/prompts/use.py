@@ -31,7 +31,9 @@ class Uses:
 
 
 def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Uses:
-    """Compare the requests of these calls with the edited parts. Raises RecordError for a lost message."""
+    """Count how often each edited part of the prompts occurs in the requests of these calls, and which calls are not
+    edited. Raises RecordError for a lost message.
+    """
     uses = Uses([PartUse(part) for part in prompts.parts if part.edited], {})
     for call in calls:
         edits = prompts.edits(call.role)
@@ -47,9 +49,9 @@ def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Us
             if call.role not in use.part.roles:
                 continue
             use.calls += 1
-            own_texts = [text for kind, key, text in texts if (kind, key) == (use.part.kind, use.part.key)]
-            use.matched += any(use.part.old.match(text) is not None for text in own_texts)
-            use.reach = max([use.reach, *(use.part.old.reach(text) for text in own_texts)])
+            part_texts = [text for kind, key, text in texts if (kind, key) == (use.part.kind, use.part.key)]
+            use.matched += any(use.part.old.match(text) is not None for text in part_texts)
+            use.reach = max([use.reach, *(use.part.old.reach(text) for text in part_texts)])
     return uses
 
 

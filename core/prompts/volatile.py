@@ -95,7 +95,8 @@ def union(spans: Iterable[Span]) -> list[Span]:
     joined: list[Span] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            last_start, last_end = joined[-1]
+            joined[-1] = last_start, max(end, last_end)
         else:
             joined.append((start, end))
     return joined

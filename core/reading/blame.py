@@ -211,7 +211,8 @@ def shown_points(blame: Blame, interval: Interval, *, signed: bool = False) -> s
     mean = f"{_whole(blame.points(interval.mean)):{form}}"
     if interval.low is None or interval.high is None:
         return mean
-    low, high = _whole(blame.points(interval.low)), _whole(blame.points(interval.high))
+    low = _whole(blame.points(interval.low))
+    high = _whole(blame.points(interval.high))
     return f"{mean} ({low:{form}} to {high:{form}})"
 
 

@@ -139,7 +139,8 @@ def _group(value: str, rows: Sequence[RunOfGroup], baseline: Sequence[RunOfGroup
     against_baseline = None
     if baseline is not None:
         # Runs of one seed share tasks and random numbers, so their difference varies less than the two figures.
-        baseline_of_seed, last_of_seed = _by_seed(baseline), _by_seed(rows)
+        baseline_of_seed = _by_seed(baseline)
+        last_of_seed = _by_seed(rows)
         differences = [last_of_seed[seed] - baseline_of_seed[seed] for seed in last_of_seed if seed in baseline_of_seed]
         against_baseline = interval_over_runs(differences) if len(differences) > 1 else None
     return SettingGroup(

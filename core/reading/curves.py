@@ -48,13 +48,13 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts for which at least one of these runs has figures."""
     taught = all(all_taught(run.config) for run in runs)
     found = [
-        _held_out(runs, "success", HELD_OUT[0], True),
-        _held_out(runs, "reward", HELD_OUT[1], False),
+        _held_out(runs, "success", HELD_OUT[0], percent=True),
+        _held_out(runs, "reward", HELD_OUT[1], percent=False),
         *_outcomes(runs, selected=False),
         *_by_name(runs, "roles", taught),
         *_by_name(runs, "policies", taught),
         *_outcomes(runs, selected=True),
-        _held_out(runs, "calls", "Calls per held-out episode", False),
+        _held_out(runs, "calls", "Calls per held-out episode", percent=False),
         _calls_per_episode(runs),
         _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
@@ -121,7 +121,7 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
     return by_step
 
 
-def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
+def _held_out(runs: Sequence[OpenedRun], name: str, title: str, *, percent: bool) -> Chart | None:
     """A chart of one figure of the held-out evaluations, with its interval as a band; None without any evaluation."""
     text = "One episode for each held-out task, single samples, nothing selected. Step 0 is before training."
     if name != "calls":
@@ -136,10 +136,12 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -
         return None
     with_bounds = []
     for series in chart.series:
-        low, high = _numbers(figures[series.run]["low"]), _numbers(figures[series.run]["high"])
-        if low and high:
-            lows, highs = [low.get(step) for step in chart.steps], [high.get(step) for step in chart.steps]
-            series = msgspec.structs.replace(series, low=lows, high=highs)
+        low_by_step = _numbers(figures[series.run]["low"])
+        high_by_step = _numbers(figures[series.run]["high"])
+        if low_by_step and high_by_step:
+            low = [low_by_step.get(step) for step in chart.steps]
+            high = [high_by_step.get(step) for step in chart.steps]
+            series = msgspec.structs.replace(series, low=low, high=high)
         with_bounds.append(series)
     return msgspec.structs.replace(chart, series=with_bounds)
 
@@ -160,7 +162,7 @@ def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
             if calls:
                 figures["mean"][0] = fmean(calls)
         elif interval := getattr(mode, name):
-            for end in figures:
+            for end in ("mean", "low", "high"):
                 figures[end][0] = getattr(interval, end)
     return figures
 

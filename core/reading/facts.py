@@ -48,28 +48,34 @@ def further_bases(run: OpenedRun) -> dict[str, str]:
 
 
 def facts(run: OpenedRun) -> Facts:
-    """Summarize a run from its configuration, its metrics and its records."""
-    config, lines, about = run.config, run.metrics, run.description
+    """The line that describes a run in lists and on its page: recipe, plan, models, workflow, steps, time and costs.
+
+    They come from the configuration and the metrics. Records without a run are described by their latest episode.
+    """
+    config = run.config
+    lines = run.metrics
+    description = run.description
     episodes, calls = run.figures.counts()
     plan: str = (config.plan.kind or "") if run.samples else ""
     if run.samples and not plan and lines and "path" in lines[-1]:
         # No plan was configured. Only under `tree`, episodes are paths chosen among candidates.
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
     # Records without a run are described by their latest episode.
-    latest = [] if run.is_run else run.figures.episode_ids(EVERYTHING, 1)
+    latest = [] if run.is_run else run.figures.episode_ids(EVERYTHING, limit=1)
     last = run.store.episode(latest[0]) if latest else None
+    teachers = [config.distill.teacher, *(policy.teacher for policy in config.policy)]
     usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
     return Facts(
         recipe=config.recipe or usual.get(plan, ""),
         plan=plan,
-        model=str(about.get("model") or about.get("config", {}).get("model") or ""),
+        model=str(description.get("model") or description.get("config", {}).get("model") or ""),
         bases=further_bases(run),
-        workflow=str(about.get("workflow") or (last.workflow if last else "")),
-        teacher=", ".join(dict.fromkeys(filter(None, [config.distill.teacher, *(p.teacher for p in config.policy)]))),
+        workflow=str(description.get("workflow") or (last.workflow if last else "")),
+        teacher=", ".join(dict.fromkeys(filter(None, teachers))),
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
-        created=_local(str(about.get("created") or "")) or _day(last.started if last else 0.0),
+        created=_local(str(description.get("created") or "")) or _day(last.started if last else 0.0),
         episodes=episodes,
         calls=calls,
     )
@@ -129,9 +135,13 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
-    """All problems of a run: the `most` common causes of failed episodes, lost records, and the remarks of the last
-    step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a policy."""
-    store, last = run.store, next(iter(run.metrics[-1:]), {})
+    """The problems of a run, for people who ask why it does not learn.
+
+    They are the `most` common causes of failed episodes, lost records, and the remarks of the last step. With
+    `of_calls`, which takes seconds in a long run, also failed calls and roles without a policy.
+    """
+    store = run.store
+    last_step = run.metrics[-1] if run.metrics else {}
     shown, others = shortened(causes(store.figures().failed_episodes()), most)
     problems: list[Trouble] = []
     for cause in shown:
@@ -167,8 +177,8 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
             answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
             problems.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
 
-    notes = [*(last.get("notes") or ())]
-    notes += [f"policy {name} was not updated, {reason}" for name, reason in last.get("stayed", {}).items()]
+    notes = [*(last_step.get("notes") or ())]
+    notes += [f"policy {name} was not updated, {reason}" for name, reason in last_step.get("stayed", {}).items()]
     return problems + [Trouble("last step", f"last step: {note}") for note in notes]
 
 
@@ -182,7 +192,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 def ending(run: OpenedRun) -> Ending | None:
     """The end of a run that failed or ended early. None for a run that is under way or finished, and for records."""
-    end, state = run.end, run.state
+    end = run.end
+    state = run.state
     if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
         return None
     command = f"cotune train --resume {run.path}"

@@ -159,7 +159,12 @@ def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
 
 
 def _worst(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:
-    """The worst tasks of these episodes; None if no result is known."""
+    """The tasks that were solved least, at most `most` of them, each with its worst episode; None if no result is
+    known.
+
+    If an episode reports `success`, a task is failed unless all its episodes succeed. Otherwise it is failed if it had
+    an error, or less than the highest reward of any task. `source` and `place` say where the episodes come from.
+    """
     reports_success = any(episode.success is not None for episode in ended)
     by_task: dict[str, list[EndedEpisode]] = {}
     for episode in ended:

@@ -66,8 +66,9 @@ class FoundRuns:
                     self._warned.add(whole)
 
     def _sources(self, strict: bool) -> Iterator[tuple[Path | str, Path | None]]:
-        """The paths and addresses that can be opened, each with the named folder that holds it; None if it was named
-        itself."""
+        """The runs and stores to open, each with the folder that the user named and in which it was found; None for one
+        that was named directly.
+        """
         for address in self._paths:
             if not is_path(address):
                 yield str(address), None
@@ -128,12 +129,15 @@ def holds_records(path: Path) -> bool:
 
 
 def _name(path: Path | str, base: Path | None, taken: Container[str]) -> str:
-    """A name for a run that is not `taken`: the name of its folder, after the names of the folders between it and
-    `base`."""
+    """A name for a run that no other run has (`taken`): its folders below `base`, joined by hyphens, or else its own
+    folder. A number is added to a name that is taken.
+    """
     plain = plain_name(path)
     if base is not None:
         plain = "-".join(Path(path).absolute().relative_to(base.absolute()).parts)
-    wanted, number = plain, 2
-    while wanted in taken:
-        wanted, number = f"{plain}-{number}", number + 1
-    return wanted
+    name = plain
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{plain}-{number}"
+    return name

@@ -31,7 +31,8 @@ def first_page(run: OpenedRun, most: int) -> FirstPage:
     """The first page of a run, with the `most` worst of its failed tasks."""
     headline = run.headline  # read once: in a large store it takes a second
     failed = failed_tasks(run, headline, most)
-    verdict, command = headline.verdict, ""
+    verdict = headline.verdict
+    command = ""
     if not verdict:
         verdict, command = _without_comparison(run, failed)
     none_failed = ""

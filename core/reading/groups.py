@@ -150,8 +150,8 @@ def _groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
         return
     trained = {sample.id for sample in regrouped.prepared.trained}
     with_advantage = _ids_with_advantage(regrouped.prepared)
-    for _, recipe, places in recipes.split([group.samples[0] for group, _ in regrouped.groups]):
-        of_recipe = [regrouped.groups[i] for i in places]
+    for _, recipe, indices in recipes.split([group.samples[0] for group, _ in regrouped.groups]):
+        of_recipe = [regrouped.groups[i] for i in indices]
         after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
         late = " or ".join(name for name in after if regrouped.prepared.left_out.get(name))
         for (group, values), reason in zip(of_recipe, _reasons(of_recipe, recipe), strict=True):

@@ -121,7 +121,8 @@ def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
 def _evaluated(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Change]:
     """Success and reward of base and trained in an evaluation."""
     mode, base = compared_modes(evaluation) or ("", "")
-    after, before = evaluation.evaluations[mode], evaluation.evaluations.get(base)
+    after = evaluation.evaluations[mode]
+    before = evaluation.evaluations.get(base)
     compared = evaluation.comparison(mode, base)
     for name, what in _HELD_OUT.items():
         last = getattr(after, name)
@@ -194,8 +195,11 @@ def _against_untrained(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
 
 
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:
-    """Figures of roles that learn from records: the lowest held-out loss, whose weights the policy keeps, or else the
-    loss; and the share of pairs that are ranked right."""
+    """The figures of roles that learn from recorded answers: their loss, and the share of pairs ranked right.
+
+    With held-out records it is the lowest held-out loss up to now, because the policy ends with the weights of that
+    step.
+    """
     for role in _roles(lines):
         held_out, loss, accuracy = (_of_role(lines, role, name) for name in ("held_out_loss", "loss", "accuracy"))
         if held_out:
@@ -218,7 +222,9 @@ def _of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
-    """Mean outcomes of training episodes, under the name of their path."""
+    """The changes of the mean outcomes in training. Under a tree plan, episodes follow the best candidates, so their
+    outcomes are named after this path and marked as selected.
+    """
     if not lines:
         return
     path = lines[-1].get("path") or SINGLE
@@ -242,11 +248,15 @@ def _outcome(name: str, line: Line) -> Interval:
 def _change(
     name: str, kind: Kind, what: str, by_step: Mapping[int, Interval], *, percent: bool = False, tasks: str = ""
 ) -> Iterator[Change]:
-    """The change from the first to the last of a figure's values by step, if there are any."""
+    """The change of a figure from its first to its last step, if it has values. `what` explains the figure.
+
+    With values of a single step, there is a last value and no first.
+    """
     steps = sorted(by_step)
     if not steps:
         return
-    first, last = steps[0], steps[-1]
+    first = steps[0]
+    last = steps[-1]
     yield Change(
         name=name,
         kind=kind,
@@ -261,7 +271,10 @@ def _change(
 
 
 def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
-    """Success and rewards of recorded episodes, separately for each phase. Failed episodes count."""
+    """Success and mean rewards of recorded episodes, for each phase that has them. Failed episodes count as well.
+
+    Figures are named after their phase if there are several.
+    """
     figures = store.figures()
     successes = [row for row in figures.success_counts() if row.phase != "check"]
     rewards = [row for row in figures.outcome_means(on_failure) if row.mean is not None and row.phase != "check"]
@@ -275,5 +288,6 @@ def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     for reward in rewards:
         assert reward.mean is not None
         name = f"{reward.name} of {reward.phase}" if several else str(reward.name)
-        what, mean = "mean reward of recorded episodes", Interval(mean=reward.mean, n=reward.episodes)
+        what = "mean reward of recorded episodes"
+        mean = Interval(mean=reward.mean, n=reward.episodes)
         yield Change(name=name, kind="recorded", what=what, last=mean, last_of=reward.phase)

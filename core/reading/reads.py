@@ -128,9 +128,14 @@ def _text(store: Store, id: str) -> str:
 
 
 def _quoted(text: str, answers: Sequence[_Answer], task_text: str, call: str, lines: list[_Line]) -> Iterator[int]:
-    """Steps of the answers that a message quotes. Its lines with a label are added to `lines`."""
-    if whole := _latest(answers, text):
-        yield whole.step
+    """Yield the steps of the answers that a message quotes: as its whole text, inside it, or behind a label (`Plan:
+    ...`).
+
+    Longer answers are looked for first and cut out of the text, so that a short answer is not found inside them. Short
+    answers and texts that the task itself contains prove nothing. Lines with a label are added to `lines`.
+    """
+    if quoted_answer := _latest(answers, text):
+        yield quoted_answer.step
         return
     by_text: dict[str, list[_Answer]] = defaultdict(list)
     for answer in answers:

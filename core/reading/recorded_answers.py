@@ -136,26 +136,26 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call
     that first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
     """
-    forks = {}
+    forks = {}  # by episode
     for episode in store.episodes():
         if episode.fork is not None and episode.id in outcomes:
             forks[episode.id] = episode.fork
-    trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
+    calls_of_trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
     steps: dict[str, int] = {}
-    for calls in trunks.values():
+    for calls in calls_of_trunks.values():
         steps.update((call.id, call.step) for call in calls)
 
     # The path of an episode: the answers that it shares with its trunk, in step order, then its new answers.
     paths = []
-    for id in dict.fromkeys((*trunks, *forks)):
+    for id in dict.fromkeys((*calls_of_trunks, *forks)):
         if id not in outcomes:
             continue
-        calls = trunks[id] if id in trunks else _answered(store, id)
+        calls = calls_of_trunks[id] if id in calls_of_trunks else _answered(store, id)
         shared = {call.replayed for call in calls if call.replayed}
         if fork := forks.get(id):
             # A failed branch may not have repeated all calls before the fork, but it shares them.
             fork_step = steps.get(fork.call, 0)
-            shared |= {call.id for call in trunks[fork.trunk] if call.step < fork_step}
+            shared |= {call.id for call in calls_of_trunks[fork.trunk] if call.step < fork_step}
         path = sorted(shared, key=lambda call: steps.get(call, 0))
         path += [call.id for call in calls if not call.replayed]
         if path:
@@ -198,13 +198,16 @@ def _reason(
 
 
 def _answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
-    """The chosen answer of a call with its messages: the application's own if `asked`, otherwise the messages that were
-    sent with edited prompts. None if a message was lost."""
+    """The chosen answer of a call with the messages and tools it answers; None if a message was lost.
+
+    They are the ones that the application asked with if `asked`, otherwise the ones that were sent, with edited
+    prompts.
+    """
     assert call.chosen is not None
-    offered = call.tools if asked else call.tools_out
+    tools_id = call.tools if asked else call.tools_out
     try:
         messages = [store.message(id) for id in (call.messages if asked else call.messages_out)]
-        tools = store.message(offered) if offered else None
+        tools = store.message(tools_id) if tools_id else None
     except RecordError:
         return None
     return RecordedAnswer(episode, call, messages, tools, call.candidates[call.chosen].message)

@@ -140,7 +140,9 @@ class OpenedRun:
         return self._cached("notes", _stamp(file), lambda: read_notes(file)) if file else {}
 
     def part(self, folder: str) -> OpenedRun | None:
-        """The records of an evaluation in this folder of the run; None if they cannot be read."""
+        """The records of an evaluation that is stored in this folder of the run, opened once. None if they cannot be
+        read.
+        """
         with_records = [evaluation.records for evaluation in self.evaluations if evaluation.records]
         path = next((records for records in with_records if Path(records).name == folder), "")
         if not path or Path(path).absolute() == self.path:
@@ -226,7 +228,8 @@ class OpenedRun:
         if not self.is_run:
             is_written = self._file is not None and is_held(self._file.with_name(f"{self._file.name}.lock"))
             return "recording" if is_written else "records"
-        end, lines = self.end, self.metrics
+        end = self.end
+        lines = self.metrics
         if self.now is not None:
             return "under way"
         if end is not None and end.kind == "failed":

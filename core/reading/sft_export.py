@@ -28,7 +28,11 @@ def write_supervised(
     min_reward: float | None = None,
     asked: bool = False,
 ) -> ExportCounts:
-    """Write a line `{"messages": [...], "tools": [...]}` for each answer of `recorded_answers` without a fault."""
+    """Write recorded answers as a data set for supervised fine-tuning: a JSON line with `messages` and `tools` for
+    each.
+
+    See `recorded_answers` for the choice of answers. An answer that cannot be used is counted by its fault.
+    """
     left_out: Counter[str] = Counter()
     lines = 0
     with whole_file(path) as file:

@@ -90,8 +90,11 @@ class _CheckpointTasks(msgspec.Struct):
 
 
 def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool]:
-    """How often an adaptive pool would draw each task next, relative to the average task, according to the newest
-    checkpoint; and whether the run has an adaptive pool."""
+    """How often an adaptive pool would draw each task in the next step, relative to the average task, and whether the
+    run has an adaptive pool.
+
+    The newest checkpoint has the rewards by task from which the pool computes it. Without one, no task has a value.
+    """
     if not run.is_run or run.folder is None:
         return {}, False
     try:
@@ -104,19 +107,20 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
     checkpoint = None if newest is None else read_if_typed(newest / CHECKPOINT, _CheckpointTasks)
     if checkpoint is None or not checkpoint.tasks:
         return {}, adaptive
-    places = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
+    task_indices = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
     trained_roles: set[str] = set()
     for policy in policies:
         if policy.kind in TRAINED:
             trained_roles.update(policy.roles)
-    relative = chances(places, checkpoint.tasks, trained_roles, EVEN_SHARE) * len(places)
-    return {name: float(relative[place]) for name, place in places.items()}, adaptive
+    relative = chances(task_indices, checkpoint.tasks, trained_roles, EVEN_SHARE) * len(task_indices)
+    return {name: float(relative[index]) for name, index in task_indices.items()}, adaptive
 
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
     """A page of tasks: the tasks after `after`, in the order of their ids or in an order of ORDERS. `kind` is one of
     KINDS, or empty for all."""
-    figures, on_failure = run.figures, run.config.on_failure
+    figures = run.figures
+    on_failure = run.config.on_failure
     measure, every = figures.outcomes_by_task(phase, on_failure)
     bounds: dict[str, tuple[float, float]] = {}
     for row in every:
@@ -147,7 +151,8 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     columns: list[tuple[int, int]] = []
     column_of: dict[int, int] = {}
     for start in range(0, len(steps), width):
-        first, last = steps[start], steps[start : start + width][-1]
+        first = steps[start]
+        last = steps[start : start + width][-1]
         column_of.update(dict.fromkeys(range(first, last + 1), len(columns)))
         columns.append((first, last))
 

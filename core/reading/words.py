@@ -23,7 +23,8 @@ def interval_text(interval: Interval | None, percent: bool = False) -> str:
 
 def change_text(change: Change) -> str:
     """`held-out success on test.jsonl: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64`."""
-    first, last = change.first, change.last
+    first = change.first
+    last = change.last
     ends = [(change.first_of, first, change.first_failed)] if first else []
     ends.append((change.last_of, last, change.last_failed))
     return f"{figure_name(change)}: {', '.join(_end(change, *end) for end in ends)}"

@@ -126,8 +126,12 @@ class PendingCall:
 
 
 def _key(message: Mapping[str, Any]) -> Hashable:
-    """The key of an assistant message: its content and tool calls, without optional fields that clients add or drop."""
-    content, tools = message.get("content") or None, message.get("tool_calls")
+    """The key by which an assistant message in a prompt is recognised as an earlier answer: its content and tool calls.
+
+    Optional fields that clients add or drop are ignored. The key of a short text is the text itself.
+    """
+    content = message.get("content") or None
+    tools = message.get("tool_calls")
     if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
         return (content,)
     functions = [tool.get("function") for tool in tools or []]
@@ -211,7 +215,12 @@ class CallRecords:
             return self._prompts.paths(role)
 
     def ended(self, call: PendingCall, answer: Answer | None, status: CallStatus, error: str | None) -> list[Record]:
-        """The records of a call: new messages, new segments of its prompt, itself, and its candidates' rewards."""
+        """The records of a call that has ended: new messages, new segments of its prompt, the call, and its candidates'
+        rewards.
+
+        Everything passes through the redactors first. Only the stored form gets ids, so that a hash reveals no hidden
+        text. The chosen answer is remembered, to find the calls that read it later.
+        """
         redacted = RedactedCall(
             messages=call.messages,
             tools=call.tools,
@@ -228,9 +237,13 @@ class CallRecords:
         grammar = sampling.get("grammar")
         records: list[Record] = []
         with self._lock:
-            names = self._addresses(call.sent, redacted.messages, records)
+            message_ids = self._addresses(call.sent, redacted.messages, records)
             tools = self._named(records, offered, [redacted.tools])[0] if offered else None
-            out = {} if redacted.out is None else sent_fields(call, names, redacted.out, partial(self._named, records))
+            sent = (
+                {}
+                if redacted.out is None
+                else sent_fields(call, message_ids, redacted.out, partial(self._named, records))
+            )
             if grammar:
                 sampling["grammar"] = self._named(records, [canonical({"grammar": grammar})], [grammar])[0]
             prompt = None
@@ -247,7 +260,7 @@ class CallRecords:
                     # `put` returns the number of entries that it removed to make room.
                     for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
                         self._warn("forgotten_output", _FORGOTTEN)
-        records.append(_call(call, redacted, status, names, tools, sampling, prompt, out))
+        records.append(_call(call, redacted, status, message_ids, tools, sampling, prompt, sent))
         texts = answer.feedback if answer else ()
         for i, components in enumerate(answer.rewards if answer else ()):
             text = texts[i] if texts else ""
@@ -281,8 +294,10 @@ class CallRecords:
         return (*addresses, *names)
 
     def _named(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
-        """The content addresses of bodies, which are passed with their JSON (`encoded`). Bodies that are not stored yet
-        are added to `records` as messages."""
+        """The content addresses of messages, tools or other bodies. `encoded` is the JSON of each body.
+
+        A body whose address is not known yet is added to `records`, so that each is stored once.
+        """
         names = []
         for raw, body in zip(encoded, bodies, strict=True):
             key = raw if len(raw) < _SHORT else address(raw)
@@ -360,9 +375,12 @@ class _Path(msgspec.Struct, eq=False):
     def segment(self) -> Segment:
         """Turn this path into a segment and set its `id`. Only the tokens after its base are hashed."""
         parent: str | None = None
-        added, digest = self.packed, ROOT
+        added = self.packed
+        digest = ROOT
         if self.base is not None and self.base.digest is not None:
-            parent, added, digest = self.base.id, self.packed[len(self.base.packed) :], self.base.digest
+            parent = self.base.id
+            added = self.packed[len(self.base.packed) :]
+            digest = self.base.digest
         self.digest = digest.copy()
         self.digest.update(added)
         self.id = self.digest.hexdigest()

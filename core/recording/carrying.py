@@ -39,7 +39,8 @@ def _carry_into_threads() -> None:
     """Patch threads and thread pools of the standard library. Once per process, by the cache."""
     from multiprocessing.pool import ThreadPool
 
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+    start = threading.Thread.start
+    submit = ThreadPoolExecutor.submit
 
     @functools.wraps(start)
     def start_in_context(self: threading.Thread) -> None:
@@ -47,7 +48,8 @@ def _carry_into_threads() -> None:
         # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
         in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
         if current_episode.get() is not None and not in_pool:
-            context, run = _with_callers(contextvars.copy_context()), self.run
+            context = _with_callers(contextvars.copy_context())
+            run = self.run
 
             def run_in_context() -> None:
                 del self.__dict__["run"]
@@ -117,6 +119,9 @@ def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Queue a job for another thread together with the present episode and role, which are context variables and
+        would otherwise be missing there.
+        """
         if current_episode.get() is None:
             return original(self, func, *args, **kwargs)
         context = _with_callers(contextvars.copy_context())

@@ -70,7 +70,9 @@ class Chance:
                 self._behind["wall"] = max(self._behind["wall"], round(at * 1e9) - wall_ns())
 
     def drawn(self, kind: str, place: str, draw: Callable[[], Any]) -> Any:
-        """The next value of `kind`, a JSON value: recorded, or new from `draw`."""
+        """A random value of this kind, asked for at this place in the code: the next recorded one, or a new one from
+        `draw`.
+        """
         with self._lock:
             queue = self._given.get((kind, place))
             value = queue.popleft().value if queue else draw()
@@ -78,7 +80,9 @@ class Chance:
         return value
 
     def clock(self, kind: str, place: str, real: int) -> int:
-        """The time of a clock in ns. `real` is its real time."""
+        """The time of a clock in ns, asked for at this place in the code: the next recorded time, or else the `real`
+        time, moved by as much as the last recorded one.
+        """
         with self._lock:
             queue = self._given.get((kind, place))
             if queue:
@@ -97,13 +101,17 @@ class Chance:
             self.dropped += 1
 
     def record(self) -> Message | None:
-        """The message to store; None if no value was asked for."""
+        """The message with the random values and times that the episode used, in order; None if it used none.
+
+        Each place in the code is stored once, and a value names its place by number.
+        """
         with self._lock:
             if not self._reads:
                 return None
             places = list(dict.fromkeys(read.place for read in self._reads))
-            number = {place: i for i, place in enumerate(places)}
-            body = {"places": places, "reads": [[r.kind, number[r.place], r.at, r.value] for r in self._reads]}
+            place_number = {place: i for i, place in enumerate(places)}
+            reads = [[read.kind, place_number[read.place], read.at, read.value] for read in self._reads]
+            body = {"places": places, "reads": reads}
         return Message(address(canonical(body)), body)
 
 

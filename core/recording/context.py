@@ -146,7 +146,8 @@ def _enclosing() -> CallerContext | None:
     A scope that the finders returned already when the current scope was created is around it. If an integration fails,
     the call loses its role, but the application still gets its answer.
     """
-    from_finders, scope = _found_scope(), current_scope.get()
+    from_finders = _found_scope()
+    scope = current_scope.get()
     if scope is None or (from_finders is not None and from_finders.scope_id != scope.found):
         return from_finders
     try:

@@ -125,7 +125,8 @@ def made_of(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Cal
     """
     error: Exception | None = None
     try:
-        built, out = Outgoing.of(read() or {}), call.rewritten
+        built = Outgoing.of(read() or {})
+        out = call.rewritten
         if out is not None and _texts(built) == _texts(out):
             return True
     except Exception as broken:  # noqa: BLE001 - the application must still get its answer
@@ -141,7 +142,9 @@ def _texts(out: Outgoing) -> tuple[Any, ...]:
 
 
 def _leave(call: Asked) -> None:
-    call.unedited, call.edits, call.rewritten = UNMATCHED, None, None
+    call.unedited = UNMATCHED
+    call.edits = None
+    call.rewritten = None
 
 
 StoreBodies = Callable[[list[bytes], list[Any]], tuple[str, ...]]
@@ -149,15 +152,18 @@ StoreBodies = Callable[[list[bytes], list[Any]], tuple[str, ...]]
 
 
 def sent_fields(call: Asked, asked: tuple[str, ...], stored: Outgoing, store_bodies: StoreBodies) -> dict[str, Any]:
-    """The fields of a call's record about the request that was sent, in the form in which it is `stored`. `asked` are
-    the ids of the messages in the application's request."""
+    """The fields of a call's record that tell its sent request from the application's, if prompts were edited.
+
+    Only what changed is stored: messages, tools, or the schema of the answer. `stored` is the sent request in the form
+    in which it may be stored (redacted), and `asked` are the ids of the application's messages.
+    """
     fields: dict[str, Any] = {}
-    out = call.rewritten
-    assert out is not None
+    sent = call.rewritten
+    assert sent is not None
 
     ids = list(asked)
     changed = []
-    for i, (new, old) in enumerate(zip(out.messages, call.messages, strict=True)):
+    for i, (new, old) in enumerate(zip(sent.messages, call.messages, strict=True)):
         if new is not old:
             changed.append(i)
     if changed:
@@ -166,10 +172,10 @@ def sent_fields(call: Asked, asked: tuple[str, ...], stored: Outgoing, store_bod
             ids[i] = id
         fields["sent"] = tuple(ids)
 
-    if stored.tools and any(new is not old for new, old in zip(out.tools or (), call.tools or (), strict=True)):
+    if stored.tools and any(new is not old for new, old in zip(sent.tools or (), call.tools or (), strict=True)):
         (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
 
-    form = out.params.get("response_format")
+    form = sent.params.get("response_format")
     if form is not call.params.get("response_format"):
         body = stored.params.get("response_format")
         (fields["sent_format"],) = store_bodies([canonical({"response_format": body})], [body])

@@ -210,7 +210,8 @@ class _Request:
 
     def stuck(self) -> bool:
         """Whether the loop's thread waits at the same place as at the previous check, so that the loop cannot start."""
-        before, self._seen = self._seen, _waiting(self._loop)
+        before = self._seen
+        self._seen = _waiting(self._loop)
         return self.answer.done() or (self._seen is not None and self._seen is before)
 
     def settle(self) -> concurrent.futures.Future[Answer | None]:
@@ -231,7 +232,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
     An error that is neither the sampler's nor a cancellation fails the whole episode, even if the application swallows
     it.
     """
-    status = reason_of(error)[0]
+    status, *_ = reason_of(error)
     code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
     if code == 500:
         fatal = error if isinstance(error, CotuneError) else None
@@ -268,8 +269,11 @@ async def _respond(call: LiveCall) -> Answer | None:
 
 
 def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
-    """The frame in which the application, on the loop's thread, waits for another thread, a process or a socket. None
-    if it works, if the loop is idle, or if cotune itself waits, for example for a write to the disk."""
+    """The frame of the application in which the event loop's thread waits for another thread, a process or a socket.
+
+    None if the application computes, if the loop is idle, or if cotune itself waits, for example for a write to the
+    disk.
+    """
     frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
     if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
         return None

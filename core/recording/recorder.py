@@ -79,7 +79,8 @@ class TurnCounter:
 
     def count_call(self, role: str) -> tuple[int, int]:
         """The step and turn of a call that starts now."""
-        step, turn = self.steps, self._turns.get(role, 0)
+        step = self.steps
+        turn = self._turns.get(role, 0)
         self.steps, self._turns[role] = step + 1, turn + 1
         return step, turn
 
@@ -153,10 +154,16 @@ class LiveCall(PendingCall):
 
     def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
         """End this copy of `call` in the same way, with the call's present messages and parameters."""
-        self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
-        self.streamed, self.attempts = call.streamed, call.attempts
+        self.messages = call.messages
+        self.tools = call.tools
+        self.model = call.model
+        self.params = call.params
+        self.streamed = call.streamed
+        self.attempts = call.attempts
         self.sent = list(map(SentMessage, call.messages))
-        self.prompts, self.unedited, self.rewritten = call.prompts, call.unedited, call.rewritten
+        self.prompts = call.prompts
+        self.unedited = call.unedited
+        self.rewritten = call.rewritten
         self.episode._end(self, answer, status, error)
 
 
@@ -338,7 +345,9 @@ class LiveEpisode:
             call.fail("cancelled", "the episode ended before the call did")
 
     def after_fork(self) -> None:
-        """In a forked child: replace the locks, and refuse calls. Only the parent records."""
+        """Stop recording in a forked child process, as only the parent records. Locks are replaced, because a thread
+        that held one does not exist in the child and would never release it.
+        """
         self.forked = self.ended = True
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
@@ -407,7 +416,8 @@ class LiveEpisode:
         if answer is not None and answer.policy is None and not call.ended:
             answer, fault = well_formed(answer)
             if fault and status == "ok":
-                status, error = "malformed", fault
+                status = "malformed"
+                error = fault
         with self._lock:
             if call.ended:
                 return

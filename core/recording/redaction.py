@@ -157,10 +157,12 @@ class Redaction:
         out = None if call.out is None else self._out(call.out)
         tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
         tokens_withheld = tokens_withheld or out != call.out
-        params, error = self.table(call.params), self.text(call.error)
-        formed = params != call.params or (tools is not None and self.changes(tools)) or out != call.out
-        shown = [stored for stored, _ in messages] if out is None else out.messages
-        answer = None if call.answer is None else self._answer(call.answer, formed, shown)
+        params = self.table(call.params)
+        error = self.text(call.error)
+        tools_changed = tools is not None and self.changes(tools)
+        grammar_changed = params != call.params or tools_changed or out != call.out
+        stored_messages = [stored for stored, _ in messages] if out is None else out.messages
+        answer = None if call.answer is None else self._answer(call.answer, grammar_changed, stored_messages)
         changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
         if changed and answer is not None:  # the likeliest tokens (`shown`) may reveal a hidden text
             bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
@@ -186,16 +188,17 @@ class Redaction:
             params=self.table(out.params),
         )
 
-    def _answer(self, answer: Answer, formed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
-        """The answer to store, to a prompt that is stored as `messages`. `formed` is whether a redactor changed the
-        parts of the request that define the grammar.
+    def _answer(self, answer: Answer, grammar_changed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
+        """The answer to store, for a prompt that is stored as `messages`.
 
-        Token ids cannot be trained on without their grammar, so they are withheld with it.
+        `grammar_changed` is whether a redactor changed tools or parameters, from which the answer's grammar was made.
+        The grammar is then withheld, and with it the token ids, as they cannot be trained on without it. The same holds
+        for images that are no longer in the stored messages.
         """
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):
-            keep = self.keep_token_ids or not (formed or sampling.get("grammar") != grammar)
+            keep = self.keep_token_ids or not (grammar_changed or sampling.get("grammar") != grammar)
             sampling["grammar"] = grammar if keep else WITHHELD
             if not keep:
                 candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)

@@ -45,7 +45,8 @@ def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRec
 
 def without_middle(text: str, most: int) -> tuple[str, int]:
     """A text, without its middle if it has more than `most` characters, and the number of characters left out."""
-    half, cut = most // 2, max(0, len(text) - most)
+    half = most // 2
+    cut = max(0, len(text) - most)
     if cut:
         text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"
     return text, cut

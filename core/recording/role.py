@@ -68,8 +68,9 @@ class role:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the role from the place that `__enter__` chose. A block that was not entered is ignored."""
-        override, token = self._override, self._token
+        """Remove the role from the caller that `__enter__` gave it to. Nothing happens if the block was not entered."""
+        override = self._override
+        token = self._token
         self._override = self._token = None
         if override is None:
             return
@@ -105,6 +106,7 @@ class role:
         elif inspect.isasyncgenfunction(fn):
 
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                """Run an asynchronous generator inside the role, from its first to its last step."""
                 with role(name):
                     generator = fn(*args, **kwargs)
                     # `yield from` does not exist in asynchronous generators: the loop passes on sent values, errors and
@@ -134,6 +136,9 @@ class role:
         else:
 
             def wrapper(*args: Any, **kwargs: Any) -> Any:
+                """Run a function inside the role. Raises WorkflowError if its work would only begin after the role has
+                ended.
+                """
                 with role(name):
                     result = fn(*args, **kwargs)
                 # Another decorator hides an async function or a generator: its calls come after the block, without the

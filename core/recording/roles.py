@@ -162,8 +162,9 @@ def place_here() -> str:
 def warn_of_shared(
     caller: CallerContext, first_agents: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
 ) -> None:
-    """Warn if another agent without a name has made calls of this role before. `first_agents` holds the first such
-    agent of each role, with its place."""
+    """Warn if several agents without a name make calls of one role: they would be trained as one. `first_agents` holds
+    the first agent of each role, with its line in the code.
+    """
     if caller.nameless is None:
         return
     agent, place = caller.nameless

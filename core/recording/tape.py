@@ -68,13 +68,14 @@ class Tape:
     """The tool results of one episode; safe from any thread."""
 
     def __init__(self) -> None:
+        """An empty record of the results of tools, for one episode."""
         self.frameworks = False
         """Whether the results of a framework's tools are recorded and returned too, not only of `cotune.recorded`."""
         self.keeps = True
         """Whether results are recorded at all. They are not in an episode without an end."""
         self._lock = threading.Lock()
-        self._kept: list[Given] = []
-        self._given: dict[tuple[str, str], deque[Given]] = {}
+        self._kept: list[Given] = []  # new results, to record
+        self._given: dict[tuple[str, str], deque[Given]] = {}  # recorded results to return, by tool and arguments
 
     def give(self, results: Sequence[Given]) -> None:
         """Return these results again to the same tool with the same arguments, in the order of their starts."""

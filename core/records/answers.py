@@ -103,13 +103,15 @@ def well_formed(answer: Answer) -> tuple[Answer, str | None]:
 def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
     """A candidate with only values that records can hold. Wrong values are replaced, and named in `faults`."""
     where = f"choices[{index}]." if index else ""
-    text, finish = candidate.text, candidate.finish_reason
+    text = candidate.text
+    finish = candidate.finish_reason
     if not isinstance(text, str):
         text = ""
     if not isinstance(finish, str):
         faults.append(f"{where}finish_reason is {_kind(finish)}")
         finish = "unknown"
-    token_ids, logprobs = candidate.token_ids, candidate.logprobs
+    token_ids = candidate.token_ids
+    logprobs = candidate.logprobs
     if not _are_ids(token_ids):
         faults.append(f"{where}token_ids are no token ids")
         token_ids = ()

@@ -26,10 +26,11 @@ def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -
     cause), comes from cotune's engines, store or set-up, or is an `Outage`. Otherwise it is the policy: bad output, a
     failed tool, a prompt that is too long, too many calls, a time-out.
     """
-    errors, outage_ids = list(chain(error)), {id(outage) for outage in outages}
-    if any(isinstance(each, ReplayDiverged) for each in errors):
+    errors = list(chain(error))
+    outage_ids = {id(outage) for outage in outages}
+    if any(isinstance(cause, ReplayDiverged) for cause in errors):
         return "divergence"
-    if any(id(each) in outage_ids or _is_infrastructure(each) for each in errors):
+    if any(id(cause) in outage_ids or _is_infrastructure(cause) for cause in errors):
         return "infrastructure"
     return "policy"
 

@@ -27,7 +27,8 @@ class LastId(ProcessState):
 
     def reset(self) -> None:
         """Start anew, with a new lock. A forked child must not continue from its parent's last id."""
-        self.lock, self.value = threading.Lock(), 0
+        self.lock = threading.Lock()
+        self.value = 0
 
 
 _last = LastId()

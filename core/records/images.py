@@ -37,9 +37,11 @@ def image_id(data: bytes) -> str:
 
 
 def split_images(body: Any) -> tuple[Any, list[Image]]:
-    """A message with references in place of its images, and the images. Without images it is the message itself.
+    """Take the images out of a message: returns the message with a reference in the place of each image, and the
+    images.
 
-    An image stays in the message too, if `join_images` would not restore its URL exactly (base64 with line breaks).
+    An image is stored once however many messages show it. If `join_images` could not restore its URL exactly (base64
+    with line breaks), it stays in the message as well.
     """
     if type(body) is not dict or type(body.get("content")) is not list:
         return body, []
@@ -57,17 +59,19 @@ def split_images(body: Any) -> tuple[Any, list[Image]]:
 
 
 def join_images(body: Any, image: Callable[[str], bytes | None]) -> Any:
-    """A stored message with its images as they were sent; `image` gives the bytes of a hash, None where they are lost,
-    whose reference stays."""
+    """Put the images back into a stored message, as they were sent. `image` returns the bytes for a hash.
+
+    The reference to a lost image, for which it returns None, stays in the message.
+    """
     if type(body) is not dict or type(body.get("content")) is not list:
         return body
 
-    def given(url: str) -> str:
+    def restored_url(url: str) -> str:
         match = _REFERENCE.fullmatch(url)
         data = image(match[2]) if match else None
         return url if match is None or data is None else data_url(Image(match[1], data))
 
-    return {**body, "content": [_changed(part, given) for part in body["content"]]}
+    return {**body, "content": [_changed(part, restored_url) for part in body["content"]]}
 
 
 def holds_images(messages: Iterable[Any]) -> bool:

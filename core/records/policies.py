@@ -90,8 +90,9 @@ class Policies(msgspec.Struct, frozen=True):
         return {role: name for role, name in self.roles.items() if self.specs[name].trained}
 
     def bases(self, own: str) -> dict[str, list[str]]:
-        """The base models with their policies. The run's model `own` comes first, even if no policy uses it. Policies
-        of kind provider have no base model."""
+        """The base models with the policies on them. The run's model `own` comes first, even if no policy is on it.
+        Policies of kind provider have no base model.
+        """
         bases: dict[str, list[str]] = {own: []}
         for spec in self.specs.values():
             if spec.kind != "provider":

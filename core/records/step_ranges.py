@@ -15,15 +15,19 @@ FIELD = "policy.train"
 
 @functools.lru_cache(256)
 def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
-    """The ranges in `text`, in order: first and last step, counted from 1 and included; the last step is None for a
-    range without an end. Raises ConfigError if the text is not a list of ranges, a range is empty, or two overlap."""
+    """Read ranges of training steps such as `1:20,40:`, in order: first and last step, counted from 1, both included.
+
+    A range without an end has None as its last step. Raises ConfigError if the text is not a list of ranges, a range is
+    empty, or two overlap.
+    """
     ranges: list[tuple[int, int | None]] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d{1,9})?\s*", part, re.ASCII)
         if match is None:
             remedy = "Ranges of steps are written as FIRST:LAST or FIRST:, with commas between: 1:20,40:"
             raise ConfigError(FIELD, text, f"has {part!r}, which is not a range of steps", remedy)
-        first, last = int(match[1]), int(match[2]) if match[2] else None
+        first = int(match[1])
+        last = int(match[2]) if match[2] else None
         if first < 1:
             raise ConfigError(FIELD, text, f"has {part.strip()!r}: steps count from 1", "Begin with step 1.")
         if last is not None and last < first:

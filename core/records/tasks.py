@@ -86,7 +86,9 @@ def task_digest(value: Any) -> str:
 
 
 def _named(value: Any) -> Task | None:
-    """The task of a value that names its id; None if the line number must be its id."""
+    """The task that a value of a tasks file describes with an id. None if it has no id: then the number of its line is
+    the id.
+    """
     if isinstance(value, Task):
         return value
     if isinstance(value, Mapping) and value.keys() == {"task_id", "input"}:

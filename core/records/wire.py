@@ -51,7 +51,8 @@ def storable_record(record: Record) -> Record:
                 replace(candidate, text=clean(candidate.text), message=_as_json(candidate.message))
                 for candidate in record.candidates
             )
-            params, sampling = _as_json(record.params), _as_json(record.sampling)
+            params = _as_json(record.params)
+            sampling = _as_json(record.sampling)
             return replace(record, params=params, sampling=sampling, candidates=candidates)
         case Episode():
             return replace(record, task=replace(record.task, input=_as_json(record.task.input)))

@@ -124,10 +124,13 @@ class _Shared(random.Random):
 
 
 def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
-    """The chance of the episode that runs here, and the place that asks for a value that the module `hook` has hooked.
+    """The values to repeat (`Chance`) of the episode that runs here, and the place in the code that asks for one of
+    them.
 
-    None outside frozen episodes, for the standard library, and for packages whose names begin with one of `besides`.
-    With `own`, only the application's own code gets a chance.
+    `hook` is the module whose function was called instead of, for example, `random.random`. Returns None outside frozen
+    episodes, for the standard library, and for packages whose names begin with one of `besides`: they use random
+    numbers and the clock for themselves, and must get real ones. With `own`, only the application's own code gets
+    recorded values.
     """
     live = current_episode.get()
     if live is None or live.chance is None or live.ended:

@@ -117,24 +117,35 @@ def _tool_difference(was: Sequence[Any], now: Sequence[Any]) -> str:
 
 
 def _value_difference(was: Any, now: Any) -> str:
-    """The first character at which two values differ, with the text around it, and whether it looks like a time or a
-    random number."""
-    old, new = _text(was), _text(now)
-    pairs = enumerate(zip(old, new, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
-    start = max(0, at - _BEFORE)
-    kind = next((name for name, form in _CHANCE.items() if _covers(form, old, at) and _covers(form, new, at)), "")
+    """The first character at which two values differ, with the text around it in both.
+
+    Times and random numbers are recognised by their form and named, because these values differ in every run and can be
+    frozen.
+    """
+    old = _text(was)
+    new = _text(now)
+    position = 0
+    shorter = min(len(old), len(new))
+    while position < shorter and old[position] == new[position]:
+        position += 1
+    start = max(0, position - _BEFORE)
+    kind = ""
+    for name, form in _CHANCE.items():
+        if _covers(form, old, position) and _covers(form, new, position):
+            kind = name
+            break
     seems = f"{LOOKS_LIKE}{kind})" if kind else ""
-    return f"character {at + 1}: recorded {_part(old, start, at)}, now {_part(new, start, at)}{seems}"
+    return f"character {position + 1}: recorded {_part(old, start, position)}, now {_part(new, start, position)}{seems}"
 
 
-def _covers(form: re.Pattern[str], text: str, at: int) -> bool:
+def _covers(form: re.Pattern[str], text: str, position: int) -> bool:
     """Whether a match of the form covers this character of the text."""
-    return any(match.start() <= at <= match.end() for match in form.finditer(text))
+    return any(match.start() <= position <= match.end() for match in form.finditer(text))
 
 
-def _part(text: str, start: int, at: int) -> str:
-    end = at + _SHOWN
+def _part(text: str, start: int, position: int) -> str:
+    """An excerpt of a text around a position, for a message."""
+    end = position + _SHOWN
     return repr(f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}")
 
 

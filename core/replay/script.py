@@ -81,21 +81,30 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_script(store: Store, episode: str) -> Script:
-    """The script of a recorded episode. Raises RecordError if the episode is unknown or records are missing."""
+    """Read everything that a replay of an episode needs: its requests and answers, results of tools, times and random
+    values.
+
+    Raises RecordError if the episode is unknown or records are missing.
+    """
     bodies: dict[str, Any] = {}
     calls = store.calls(episode)
     if not calls:
         raise RecordError(f"Episode {episode!r} has no recorded call.", "See the episodes with: cotune show.")
     for call in calls:
-        for id in (*call.messages, *([call.tools] if call.tools else [])):
+        ids = [*call.messages, call.tools] if call.tools else call.messages
+        for id in ids:
             if id not in bodies:
                 bodies[id] = store.message(id)
     ended = store.episode(episode)
+    results = []
+    for given in ended.results:
+        value = store.message(given.value)["result"]
+        results.append(Given(given.name, given.arguments, given.started, value))
     return Script(
         episode,
         tuple(_script_call(store, call) for call in calls),
         bodies,
-        tuple(Given(r.name, r.arguments, r.started, store.message(r.value)["result"]) for r in ended.results),
+        tuple(results),
         ended.started,
         stored_reads(store.message(ended.chance)) if ended.chance else (),
         ended.threads,

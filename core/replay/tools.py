@@ -49,8 +49,12 @@ def taped(
 
     @contextmanager
     def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
-        """One use of the tool. It is recorded in an episode, unless the tool itself calls the tool."""
-        live, at_work = current_episode.get(), tool_at_work.get().use
+        """One use of the tool, which is recorded if it happens in an episode.
+
+        A tool that calls itself is recorded once: a replay returns the result of the outer use without the inner one.
+        """
+        live = current_episode.get()
+        at_work = tool_at_work.get().use
         name = None if live is None else name_of(live, args, kwargs)
         if live is None or name is None or (at_work is not None and at_work.name == name):
             yield ToolUse("", "")

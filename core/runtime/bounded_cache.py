@@ -52,15 +52,17 @@ class BoundedCache(Generic[V]):
             return entry[0]
 
     def put(self, key: Hashable, value: V, size: int) -> int:
-        """Store a value of `size` bytes in place of an earlier one. The least recently used values are dropped to make
+        """Store a value of `size` bytes in place of an earlier one, and drop the least recently used values to make
         room.
 
-        Returns the number of values that were dropped; this value may be one of them.
+        Returns the number of dropped values. A value that would take more than a quarter of the cache is dropped
+        itself, so that it does not drive out all others.
         """
         with self._lock:
             earlier = self._entries.pop(key, None)
             if earlier is not None:
-                self.bytes -= earlier[1]
+                _, earlier_size = earlier
+                self.bytes -= earlier_size
             if size > self.size // 4:
                 return 1
             self._entries[key] = value, size
@@ -78,7 +80,8 @@ def bytes_of(value: Any, most: float = math.inf) -> int:
 
     Counting stops when there are more than `most`.
     """
-    total, pending = 0, [value]
+    total = 0
+    pending = [value]  # a list of parts to count instead of recursion, for values that are deeply nested
     while pending and total <= most:
         part = pending.pop()
         total += memoryview(part).nbytes if type(part) is msgspec.Raw else sys.getsizeof(part)

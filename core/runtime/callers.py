@@ -25,7 +25,8 @@ def functions_around(frame: FrameType | None) -> tuple[Function, ...]:
     started = started_by.get()
     functions: list[Function] = []
     while frame is not None:
-        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        code = frame.f_code
+        module = str(frame.f_globals.get("__name__"))
         if module == _OUTSIDE or (module == _LOOP and started is not None):
             break
         if code.co_name not in _NAMELESS and _is_own(code.co_filename, module):

@@ -95,7 +95,8 @@ class _Watch:
                 self._over.set()
 
     def extend(self, seconds: float) -> None:
-        self._ticked, self._interrupted = time.monotonic(), False
+        self._ticked = time.monotonic()
+        self._interrupted = False
         for limit in self._limits:
             if (when := limit.when()) is not None and not limit.expired():
                 limit.reschedule(when + seconds)
@@ -108,7 +109,8 @@ class _Watch:
         threading.Thread(target=check, name="cotune-watch", daemon=True).start()
 
     def _tick(self, over: threading.Event) -> None:
-        self._ticked, self._interrupted = time.monotonic(), False
+        self._ticked = time.monotonic()
+        self._interrupted = False
         if not over.is_set():
             asyncio.get_running_loop().call_later(INTERVAL, self._tick, over)
 

@@ -55,14 +55,19 @@ def end_process_after(seconds: float, message: str, status: int) -> None:
 
 
 def _end_without_threads(status: int) -> None:
-    """Wait a moment for the application's threads to end. Then end the process without them, and print their places."""
+    """Give the application's threads a moment to end. Then end the process without them, and print where they are.
+
+    Python would otherwise wait for them forever at the end of the process.
+    """
     deadline = time.monotonic() + (GRACE if status != INTERRUPTED else 0.1)
-    while left := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
+    while running := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
         if time.monotonic() > deadline:
             if status != INTERRUPTED:
                 frames = sys._current_frames()
-                where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
-                print_line(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+                where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in running[:3])
+                print_line(
+                    f"{len(running)} threads of the application still run, the process ends without them: {where}."
+                )
             # `_exit` skips them, and Python calls them only after all threads have ended.
             atexit._run_exitfuncs()
             _exit(status)

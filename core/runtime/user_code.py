@@ -78,7 +78,8 @@ class AppThread:
                 # The function forked, and this is the child: it must not run the rest of the run.
                 if os.getpid() != process:
                     end_child(error)
-                end, value = future.set_exception, error
+                end = future.set_exception
+                value = error
                 if isinstance(error, StopIteration) or not isinstance(error, Exception):  # a future rejects these
                     value = Stopped(phrase(error))
                     value.__cause__ = error
@@ -170,14 +171,18 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 def place(frame: FrameType | None) -> str:
-    """The place of a thread: file, line, function and source of the application's innermost frame, if any."""
-    inner = frame
+    """Where a thread is, as text: file, line, function and source of the innermost frame in the application's code.
+
+    If all of its frames are in libraries, the innermost of these.
+    """
+    innermost = frame
     while frame is not None and is_library(frame):
         frame = frame.f_back
-    frame = frame or inner
+    frame = frame or innermost
     if frame is None:
         return "an unknown place"
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    line = frame.f_lineno
     source = linecache.getline(file, line).strip()
     text = f"{file}:{line} in {frame.f_code.co_name}"
     return f"{text}: {source}" if source else text

@@ -169,7 +169,9 @@ class PolicyResponder:
 
         Raises RequestRefused, and counts it, if the request asks for something that is not supported.
         """
-        out, episode, chat = call.rewritten or call, call.episode, self.chat_of(call.role)
+        out = call.rewritten or call
+        episode = call.episode
+        chat = self.chat_of(call.role)
         requested = out.params
         try:
             # 1. The parameters.
@@ -206,12 +208,12 @@ class PolicyResponder:
                 more["most"] = longest - 1
             prompt = chat.render(out.messages, tools_shown(requested, out.tools), earlier=earlier, **more)
             if longest is not None:
-                room = longest - len(prompt)
-                if room < 1:  # earlier token ids may be more than the template's
+                tokens_left = longest - len(prompt)
+                if tokens_left < 1:  # earlier token ids may be more than the template's
                     raise PromptTooLong(
                         f"The prompt has {len(prompt)} tokens; the model takes {longest} with the reply."
                     )
-                params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+                params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, tokens_left))
             # 4. The form of the reply.
             if fixes_form(requested, out.tools):
                 params = msgspec.structs.replace(params, grammar=chat.grammar(requested, out.tools, prompt))
@@ -252,9 +254,15 @@ class PolicyResponder:
     def read(
         self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
     ) -> tuple[Candidate, ...]:
-        """The sampled candidates. Empties the list `completions`, so that the memory of long ones is freed early."""
-        chat, tools = self.chat_of(call.role), tools_shown(call.params, call.tools)
-        with_logprobs, with_ids = asks_logprobs(call.params), bool(call.params.get("return_token_ids"))
+        """Turn sampled tokens into candidates: text, message, tool calls and finish reason.
+
+        The list `completions` is emptied on the way, so that the memory of long ones is freed early.
+        """
+        chat = self.chat_of(call.role)
+        tools = tools_shown(call.params, call.tools)
+        with_logprobs = asks_logprobs(call.params)
+        with_ids = bool(call.params.get("return_token_ids"))
+        # Anthropic's API names the stop sequence that ended the answer; OpenAI's does not.
         names_stop = call.params.get("api") == "messages"
         candidates: list[Candidate] = []
         while completions:
@@ -263,7 +271,9 @@ class PolicyResponder:
             if drawn.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
                 ids = ids[:-1]
             text, message, finish = chat.parse(ids, params.stop, prompt=prompt, tools=tools)
-            if malformed := finish == "malformed":
+            malformed = finish == "malformed"
+            if malformed:
+                # The application gets a reason that its client knows; `malformed` stays in the records.
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
             candidate = Candidate(
                 index=len(candidates),
@@ -296,7 +306,8 @@ class PolicyResponder:
         self.scorer_errors.update(errors)
         if not errors:
             return tuple(results), None
-        first, count = next(iter(errors)), errors.total()
+        first = next(iter(errors))
+        count = errors.total()
         if count == len(scored):
             return (), first
         return tuple(results), f"{count} of {len(scored)} candidates have no reward: {first}"

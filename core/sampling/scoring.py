@@ -193,20 +193,27 @@ async def score(
     limit or bounds of its own). A candidate to which a group's scorer gave None has no components. A sync scorer runs
     in a pooled thread, so that it never blocks the loop. LLM calls of the scorer are not part of the episode.
     """
-    source, about = f"The scorer of role {role!r}", (call, call.task.input)
+    source = f"The scorer of role {role!r}"
+    arguments = (call, call.task.input)  # after the candidate
     if isinstance(scorer, OfGroup):
         limit = scorer.timeout * len(candidates)
-        of_group = await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
+        of_group = await compare(scorer.scorer, candidates, arguments, source, call.task.id, timeout=limit)
         return tuple(_within(scored, scorer.bounds, source) for scored in of_group)
-    fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
+    if isinstance(scorer, OfOne):
+        fn = scorer.scorer
+        limit = scorer.timeout
+        bounds = scorer.bounds
+    else:
+        fn = scorer
+        limit = LONGEST
+        bounds = None
     with setting(current_episode, None), setting(user_code, f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
-            work = [_called(fn, (candidate, *about), limit, source) for candidate in candidates]
+            work = [_called(fn, (candidate, *arguments), limit, source) for candidate in candidates]
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
             # One after another, so that a call never takes more than one thread of the shared pool.
-            values = [await _called(fn, (candidate, *about), limit, source) for candidate in candidates]
-    bounds = scorer.bounds if isinstance(scorer, OfOne) else None
+            values = [await _called(fn, (candidate, *arguments), limit, source) for candidate in candidates]
     return tuple(_within(_components(value, source), bounds, source) for value in values)
 
 

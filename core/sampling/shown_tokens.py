@@ -14,28 +14,30 @@ TextOf = Callable[[Sequence[int]], Sequence[TokenBytes]]
 def shown_tokens(
     completion: Completion, message: Mapping[str, Any], token_bytes: TextOf, whole: bool = False
 ) -> tuple[ShownToken, ...]:
-    """The tokens of the content of `message`, which was parsed from `completion`; with `whole`, of the whole reply.
+    """The tokens that an application gets which asked for log-probabilities: the ones in the content of `message`, with
+    text.
 
-    Reasoning, tool calls and the end of the turn are not content.
+    `message` was parsed from `completion`. Reasoning, tool calls and the end of the turn are not content; with `whole`,
+    the tokens of the whole reply are shown. Each token has its likeliest alternatives, if they were sampled.
     """
     texts = token_bytes(completion.token_ids)
-    places = list(range(len(texts)) if whole else _content_places(texts, message))
+    positions = list(range(len(texts)) if whole else _content_places(texts, message))
 
     # The bytes of all tokens in `top`, decoded once.
     text_of: dict[int, TokenBytes] = {}
     if completion.top:
         top_ids: set[int] = set()
-        for place in places:
-            top_ids.update(id for id, _ in completion.top[place])
+        for position in positions:
+            top_ids.update(id for id, _ in completion.top[position])
         if top_ids:
             text_of = dict(zip(top_ids, token_bytes(tuple(top_ids)), strict=True))
 
     shown = []
-    for place in places:
+    for position in positions:
         top: tuple[ShownToken, ...] = ()
         if completion.top:
-            top = tuple(_shown(text_of[id], logprob) for id, logprob in completion.top[place])
-        shown.append(_shown(texts[place], completion.logprobs[place], top))
+            top = tuple(_shown(text_of[id], logprob) for id, logprob in completion.top[position])
+        shown.append(_shown(texts[position], completion.logprobs[position], top))
     return tuple(shown)
 
 
@@ -47,24 +49,25 @@ def _shown(text: TokenBytes, logprob: float, top: tuple[ShownToken, ...] = ()) -
 
 
 def _content_places(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
-    """The places of the tokens that wrote the content. If the reply does not contain it literally, all tokens except
-    marks."""
+    """The positions of the tokens that make up the content. If the reply does not contain the content literally, they
+    are all tokens except marks.
+    """
     content = message.get("content")
     if not content:
         return ()
     # Marks are replaced with a byte that no text contains, so that the content is not found inside one.
     raws = [b"\xff" * len(text.raw) if text.mark else text.raw for text in texts]
-    begin, end = _content_range(b"".join(raws), str(content).encode(), message)
-    if begin < 0:
-        return [place for place, text in enumerate(texts) if not text.mark]
-    places = []
+    content_begin, content_end = _content_range(b"".join(raws), str(content).encode(), message)
+    if content_begin < 0:
+        return [position for position, text in enumerate(texts) if not text.mark]
+    positions = []
     token_begin = 0
-    for place, raw in enumerate(raws):
+    for position, raw in enumerate(raws):
         token_end = token_begin + len(raw)
-        if raw and token_end > begin and token_begin < end:
-            places.append(place)
+        if raw and token_end > content_begin and token_begin < content_end:
+            positions.append(position)
         token_begin = token_end
-    return places
+    return positions
 
 
 def _content_range(reply: bytes, content: bytes, message: Mapping[str, Any]) -> tuple[int, int]:

@@ -16,7 +16,9 @@ class LockHeldError(RunError):
 
 
 def is_held(path: Path) -> bool:
-    """Whether the process named in a lock file still runs. This does not take the lock."""
+    """Whether the process that a lock file names still runs. The lock itself is not touched. Signal 0 only asks whether
+    a process exists; PermissionError means that it does, but belongs to another user.
+    """
     try:
         os.kill(int(path.read_text()), 0)
     except PermissionError:

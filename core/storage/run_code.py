@@ -112,8 +112,11 @@ def remember(orders: FolderOrders) -> None:
 
 
 def is_trusted(orders: FolderOrders) -> bool:
-    """Whether this user gave or agreed to all of these orders, or named a parent folder in COTUNE_TRUST_FOLDERS (a list
-    of folders, like PATH)."""
+    """Whether the code and settings that a folder orders may be used without asking.
+
+    They may if this user gave or agreed to all of them, or named a parent folder in COTUNE_TRUST_FOLDERS (a list of
+    folders, like PATH).
+    """
     if not orders.named:
         return True
     if any(key in _trusted_here or (state_folder() / "trusted" / key).exists() for key in orders.keys):

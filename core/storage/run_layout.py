@@ -98,7 +98,7 @@ class RunDescription(msgspec.Struct, frozen=True):
 
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, if it is not the run's `model`."""
-        settings = self.config.own_of(policy)
+        settings = self.config.policy_table(policy)
         if settings is None:
             return None
         return settings.model or None
@@ -206,7 +206,7 @@ def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
 
 
 def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> Any:
-    """A configuration as plain data, in which `place` has replaced the address of each function."""
+    """A configuration as plain data, with the address of each function (`module:name`) replaced by `place(address)`."""
     if isinstance(value, Mapping):
         return {key: with_addresses(item, place, key) for key, item in value.items()}
     if isinstance(value, list | tuple):

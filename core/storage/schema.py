@@ -160,7 +160,8 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
     struct.error for a record that cannot be encoded.
     """
     rows: list[tuple[str, Row]] = []
-    size, now = 0, time.time()
+    size = 0
+    now = time.time()
     for record in records:
         row: Row
         if isinstance(record, CallRecord):
@@ -280,7 +281,9 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     lean = token_ids is None
     ids = () if token_ids is None else unpack_ids(token_ids)
     values: Any = array("f", logprobs) if lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
-    decoded, id_start, value_start = [], 0, 0
+    # The arrays hold the token ids and log-probabilities of all candidates, one after another.
+    decoded = []
+    id_start = value_start = 0
     for entry in _stored.decode(candidates):
         text, message, shown = entry.text, entry.message, entry.shown
         candidate_ids = ids[id_start : id_start + entry.tokens]

@@ -155,7 +155,7 @@ def _start_closer() -> None:
 
 
 def _close_unused() -> None:
-    """Close stores that have been unused for long enough, until there are no unused ones."""
+    """Close stores that have not been used for a while. Ends when no unused store is left."""
     while True:
         time.sleep(UNUSED_SECONDS)
         with _stores.lock:

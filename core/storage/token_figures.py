@@ -67,9 +67,10 @@ def read_token_figures(run: Path, step: int, later: int = 0) -> TokenFigures | N
         try:
             with np.load(file_of(run, number), allow_pickle=False) as stored:
                 ends = np.cumsum(stored["lengths"])[:-1]
-                gaps, entropies = np.split(stored["gaps"], ends), np.split(stored["entropies"], ends)
-                for id, its_gaps, its_entropies in zip(stored["ids"], gaps, entropies, strict=True):
-                    in_file[str(id)] = CandidateTokens(its_gaps, its_entropies)
+                gaps = np.split(stored["gaps"], ends)
+                entropies = np.split(stored["entropies"], ends)
+                for id, candidate_gaps, candidate_entropies in zip(stored["ids"], gaps, entropies, strict=True):
+                    in_file[str(id)] = CandidateTokens(candidate_gaps, candidate_entropies)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             continue  # a broken file adds none of its candidates
         candidates |= in_file

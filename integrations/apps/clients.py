@@ -61,7 +61,8 @@ class Client:
             leave_format(call, warn)
         if call.edits is None:
             return args, options
-        edit, edited = call.edits.text, (args, options)
+        edit = call.edits.text
+        edited = (args, options)
 
         def read() -> Mapping[str, Any] | None:
             nonlocal edited
@@ -79,6 +80,10 @@ class Client:
         """Wrap `original`, a method that returns the whole answer."""
 
         def run(*args: Any, **options: Any) -> Any:
+            """Make a call of the client, recorded if it is inside an episode.
+
+            The responder of the episode may answer instead of the provider. Edited prompts go to the provider only.
+            """
             # The request is built only inside an episode, therefore the lambda.
             call = open_call(lambda: self.request(*args, **options))
             if call is None:
@@ -97,6 +102,9 @@ class Client:
         """Wrap `original`, an asynchronous method that returns the whole answer."""
 
         async def run(*args: Any, **options: Any) -> Any:
+            """The same as `run` of a blocking call, for an awaited one: record it, and let the responder answer in
+            place of the provider.
+            """
             call = open_call(lambda: self.request(*args, **options))
             if call is None:
                 return await original(*args, **options)
@@ -114,6 +122,10 @@ class Client:
         """Wrap `original`, a method that returns the answer in parts."""
 
         def run(*args: Any, **options: Any) -> Iterator[Any]:
+            """Make a streamed call: yield its parts as they come, and record the answer that they add up to.
+
+            A stream that fails or is closed early is recorded with the parts so far.
+            """
             call = open_call(lambda: self.request(*args, **{**options, "stream": True}))
             if call is None:
                 yield from original(*args, **options)
@@ -139,6 +151,9 @@ class Client:
         """Wrap `original`, an asynchronous method that returns the answer in parts."""
 
         async def run(*args: Any, **options: Any) -> AsyncIterator[Any]:
+            """Make a streamed call in an async application: yield its parts as they come, and record the answer that
+            they add up to.
+            """
             call = open_call(lambda: self.request(*args, **{**options, "stream": True}))
             if call is not None and (answer := await ask_async(call, self.asking(call, options))) is not None:
                 for part in self.parts(call, answer):

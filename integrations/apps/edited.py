@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotune.prompts.chat_texts import Kind, Said, each, map_tool
+from cotune.prompts.chat_texts import Kind, ReplaceText, each, map_tool
 
 
 def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
-    """Spread the edited text `new` over the texts that were recorded as one, joined by `joint`.
+    """Divide an edited text among the texts of a message's blocks. They were recorded as one text, joined by `joint`,
+    and `new` replaces it.
 
-    Texts at the beginning and at the end that `new` repeats stay unchanged, so that a provider's prompt cache still has
-    them. The last of the other texts gets the remainder of `new`; the rest become empty.
+    Blocks at the beginning and at the end whose texts `new` repeats stay unchanged, so that a provider's prompt cache
+    still has them. The last of the other blocks gets the remainder of `new`, and those before it become empty.
     """
-    first, last = 0, len(texts)
-    start, end = 0, len(new)
+    # texts[:first] and texts[last:] stay; new[start:end] is for the texts between them.
+    first = 0
+    last = len(texts)
+    start = 0
+    end = len(new)
     while first < last - 1 and new.startswith(texts[first] + joint, start):
         start += len(texts[first] + joint)
         first += 1
@@ -29,7 +33,7 @@ def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
     return [*texts[:first], *between, *texts[last:]]
 
 
-def edited_blocks(blocks: Sequence[Any], kind: Kind, said: Said, joint: str | None) -> Any:
+def edited_blocks(blocks: Sequence[Any], kind: Kind, replace_text: ReplaceText, joint: str | None) -> Any:
     """The content of a message, as blocks, with edited texts; `blocks` itself if no text changes.
 
     If all blocks are texts and `joint` is not None, they are recorded, and so edited, as one text joined by it.
@@ -39,12 +43,12 @@ def edited_blocks(blocks: Sequence[Any], kind: Kind, said: Said, joint: str | No
     present = [text for text in texts if text is not None]
     edited: list[str | None]
     if joint is not None and len(present) == len(blocks):
-        whole = said(kind, "", joint.join(present))
+        whole = replace_text(kind, "", joint.join(present))
         edited = list(present if whole is None else spread(present, joint, whole))
     else:
         edited = []
         for text in texts:
-            new = None if text is None else said(kind, "", text)
+            new = None if text is None else replace_text(kind, "", text)
             edited.append(text if new is None else new)
     if edited == texts:
         return blocks
@@ -77,7 +81,7 @@ def _with_cache_mark(block: Any, mark: Any) -> Any:
     return {**block, "cache_control": mark}
 
 
-def edited_tools(tools: Any, said: Said, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
+def edited_tools(tools: Any, replace_text: ReplaceText, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
     """The tools of a client with edited texts; `tools` itself if no text changes.
 
     `chat` translates a tool to OpenAI's chat form. `described` and `schema` name the fields of the client's form that
@@ -85,8 +89,11 @@ def edited_tools(tools: Any, said: Said, chat: Callable[[Any], Any], described: 
     """
 
     def edited(tool: Any) -> Any:
+        """One tool of a client with its edited descriptions, in the client's own form. It is edited in chat form, so
+        only fields whose chat form changed are replaced.
+        """
         chat_tool = chat(tool)
-        edited_tool = map_tool(chat_tool, said)
+        edited_tool = map_tool(chat_tool, replace_text)
         if edited_tool is chat_tool:
             return tool
         before = chat_tool.get("function") or chat_tool

@@ -32,7 +32,9 @@ def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
 
 
 def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a method that the class itself defines, unless it is abstract or wrapped already."""
+    """Wrap a method that the class defines itself, not one it inherits. Abstract and already wrapped methods are
+    skipped.
+    """
     original = cls.__dict__.get(name)
     # A method may be reached twice, by its class and as a subclass: it must not be recorded twice.
     if callable(original) and not hasattr(original, _WRAPPED) and not getattr(original, "__isabstractmethod__", False):

@@ -91,6 +91,14 @@ class RayProcess:
         runtime_env: Mapping[str, Any] | None = None,
         host: type[Host] = Host,
     ) -> None:
+        """Describe an actor of Ray that holds one object. `start` creates it.
+
+        Args:
+            factory: import path of the function that makes the object, called with `kwargs` in the actor.
+            cpus, gpus: resources that Ray reserves for it.
+            runtime_env: environment of the actor's process, such as variables.
+            host: class of the actor.
+        """
         self._host = host
         self._made_by = factory, dict(kwargs or {})
         self._options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": CALLS}
@@ -150,7 +158,7 @@ def end_processes(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):
+    for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):  # first wait, then kill
         deadline = time.monotonic() + seconds
         while (processes := [process for process in processes if _is_running(process)]) and time.monotonic() < deadline:
             for process in processes if force else ():

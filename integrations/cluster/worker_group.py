@@ -77,6 +77,7 @@ class WorkerGroup:
     """
 
     def __init__(self, name: str, workers: Sequence[Any], placement_group: Any) -> None:
+        """A group of started workers, one for each rank, which are called together and end together."""
         self.name = name
         self.lost: str | None = None
         self._workers = list(workers)
@@ -234,23 +235,28 @@ class WorkerGroup:
 
 
 def _reserve(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:
+    """Reserve resources for `size` workers, on as few machines as possible, and return Ray's placement group.
+
+    The total of the cluster is checked first: a group that can never be placed would only wait until the time-out.
+    `setting` is the configuration's name for the number of workers. Raises an error that names the missing resources.
+    """
     import ray
 
-    wanted = {"CPU": float(cpus)}
+    resources = {"CPU": float(cpus)}
     if gpus:
-        wanted["GPU"] = float(gpus)
+        resources["GPU"] = float(gpus)
     total = ray.cluster_resources()
-    short = {}
-    for kind, amount in wanted.items():
+    missing = {}
+    for kind, amount in resources.items():
         if amount * size > total.get(kind, 0.0):
-            short[kind] = total.get(kind, 0.0)
-    if short:
-        raise _no_room(setting, size, wanted, f"it has {short}")
-    bundle = {kind: amount for kind, amount in wanted.items() if amount}
+            missing[kind] = total.get(kind, 0.0)
+    if missing:
+        raise _no_room(setting, size, resources, f"it has {missing}")
+    bundle = {kind: amount for kind, amount in resources.items() if amount}  # Ray refuses amounts of 0
     group = ray.util.placement_group([bundle] * size, strategy="PACK")
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
-        raise _no_room(setting, size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")
+        raise _no_room(setting, size, resources, f"{ray.available_resources()} were free after {timeout:.0f} s")
     return group
 
 

@@ -24,6 +24,14 @@ class Apps:
     """
 
     def __init__(self, token: str | None = None, tokens: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Know the applications by digests of their tokens.
+
+        Args:
+            token: token that may write for every application.
+            tokens: the tokens of each application, which may write only for it.
+
+        Raises ConfigError if one token is both.
+        """
         self._apps: dict[bytes, str | None] = {}
         for app, app_tokens in (tokens or {}).items():
             for app_token in app_tokens:

@@ -78,12 +78,14 @@ def read_batch(body: bytes) -> Batch:
 def _has_too_many(body: bytes) -> bool:
     """Whether a MessagePack body has more than `MOST_LISTS` of these values. Elements follow directly after the head of
     their list or map, so nested values need no recursion."""
-    at = count = 0
-    while at < len(body) and count <= MOST_LISTS:
-        first, after = body[at], at + 1
-        at += _SIZES[first]
+    position = count = 0
+    while position < len(body) and count <= MOST_LISTS:
+        # The first byte of a value names its type, and with it the size of its head.
+        first = body[position]
+        after_first = position + 1
+        position += _SIZES[first]
         if length := _LENGTHS.get(first):
-            at += int.from_bytes(body[after : after + length])
+            position += int.from_bytes(body[after_first : after_first + length])
         count += first not in _LIGHT
     return count > MOST_LISTS
 

@@ -42,6 +42,7 @@ class KeyUse:
     key, and an episode can take a row for each reward of its key."""
 
     def __init__(self, records: Iterable[Record], app: str, store: Store) -> None:
+        """Count what is stored for the keys that these records reward, to refuse rewards beyond the limits of a key."""
         app_prefix = key_target(app, "")
         rewarded: set[str] = set()
         new_episodes: Counter[str] = Counter()
@@ -84,7 +85,8 @@ class KeyUse:
                 cost = len(self._names.get(key_target(record.app, record.key), ()))
             if rows and rows + cost > MOST_EPISODES:
                 yield records[begin:at]
-                begin, rows = at, 0
+                begin = at
+                rows = 0
             rows += cost
         yield records[begin:]
 
@@ -97,7 +99,7 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
     """
     now = time.time()
     paths: dict[str, Digest] = {}
-    valid: list[Record] = []
+    accepted: list[Record] = []
     for record in records:
         match record:
             case Message():
@@ -105,8 +107,12 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
             case Segment():
                 fault = _of_segment(record, paths, path)
             case CallRecord():
-                fault = "" if ID.fullmatch(record.id) and ID.fullmatch(record.episode) else "invalid_id"
-                fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name") or _of_times(record)
+                if not (ID.fullmatch(record.id) and ID.fullmatch(record.episode)):
+                    fault = "invalid_id"
+                elif len(record.role) > _LONGEST_NAME:
+                    fault = "invalid_name"
+                else:
+                    fault = _of_times(record)
                 record = replace(record, app=app, started=_started(record, now))
             case Episode():
                 fault = "" if ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
@@ -114,9 +120,8 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
                 record = replace(record, app=app, started=_started(record, now))
             case RewardRecord():
                 fault = _of_reward(record, app)
-                fault = fault or (
-                    "" if math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD else "value"
-                )
+                if not fault and not (math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD):
+                    fault = "value"
             case FeedbackRecord():
                 fault = _of_reward(record, app)
         if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
@@ -127,8 +132,8 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
         if isinstance(record, RewardRecord | FeedbackRecord):
             # The latest reward is valid, so a time in the future would prevent all corrections.
             record = replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
-        valid.append(record)
-    return valid
+        accepted.append(record)
+    return accepted
 
 
 def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
@@ -162,7 +167,8 @@ def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
     """The reason to refuse a reward or feedback: a foreign or malformed target, or a bad name. Empty if it is
     accepted.
     """
-    target, app_prefix = record.target, key_target(app, "")
+    target = record.target
+    app_prefix = key_target(app, "")
     if target.startswith(KEY):
         if not target.startswith(app_prefix) or not 0 < len(target) - len(app_prefix) <= LONGEST_KEY:
             return "foreign"

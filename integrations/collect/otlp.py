@@ -71,8 +71,8 @@ class _MemorySink:
 
 
 def _from_protobuf(body: bytes) -> dict[str, Any]:
-    """An OTLP request in protobuf as the same dictionary that its JSON form has. Raises RequestError if it cannot be
-    read.
+    """Decode an OTLP request in protobuf to the dictionary that its JSON form would have, so that both are read by the
+    same code. Raises RequestError.
     """
     try:
         from google.protobuf.json_format import MessageToDict

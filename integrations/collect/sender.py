@@ -235,7 +235,8 @@ class Sender:
         while True:
             try:
                 parts = spool.take(BATCH_BYTES)
-                dropped, sampled = spool.dropped, self.sampled
+                dropped = spool.dropped
+                sampled = self.sampled
                 if not parts and not dropped and not sampled:
                     break
                 self._deliver(spool, parts, dropped, sampled)
@@ -256,19 +257,26 @@ class Sender:
                 log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
             if self._down:
                 log.warning("The collector %s takes records again.", self.url)
-            self._down, self._pause = "", PAUSE[0]
+            self._down = ""
+            self._pause = PAUSE[0]
             with self._sent:
                 self._sent.notify_all()
 
     def _deliver(self, spool: Spool, parts: Sequence[bytes], dropped: int, sampled: int) -> None:
-        """Send a batch. If the collector refuses it for ever, it is divided, so that only wrong records are lost."""
+        """Send a batch of records to the collector. `dropped` and `sampled` are the numbers of records left out before
+        it.
+
+        If the collector refuses the batch for good, it is divided, so that only the wrong records are lost. Raises
+        `_Undelivered` if it may be accepted later.
+        """
         status, text, pause = self._post(pack_batch(self.app, spool.name, parts, dropped, sampled))
         if status == 200:
             return
         if status in _NEVER and len(parts) > 1:
             half = len(parts) // 2
             self._deliver(spool, parts[:half], dropped, sampled)
-            self._deliver(spool, parts[half:], 0, 0)
+            # The counts were sent with the first half.
+            self._deliver(spool, parts[half:], dropped=0, sampled=0)
         elif status in _NEVER:
             self._reject(sum(_count(part) for part in parts), f"are refused by the collector: {text}")
         else:
@@ -353,7 +361,9 @@ def _parts(url: str) -> tuple[str, str, int | None, str]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        parts, port = urlsplit(""), None
+        # A port that is no number. An empty address fails the check below.
+        parts = urlsplit("")
+        port = None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError("collector", url, "is not the address of a collector", "For example: https://collector:4319")
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/")

@@ -90,6 +90,7 @@ class Collector:
     """A running collector with its store, its applications and its counts."""
 
     def __init__(self, store: Store, apps: Apps, limits: BodyLimits) -> None:
+        """The requests of a collector, which stores records of the applications `apps` in `store`."""
         self.store = store
         self.apps = apps
         self.limits = limits
@@ -103,14 +104,17 @@ class Collector:
         self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
 
     async def batch(self, request: Request) -> Response:
-        """POST /v1/batches."""
+        """POST /v1/batches: store the records of a batch, and answer how many were stored and why others were not."""
         raw, _ = await self._body(request, MEDIA_TYPE)
 
         def store() -> Response:
+            """Store the batch. It runs on a thread, as decoding and storing would block the event loop."""
             batch = _read(self._unpacked(request, raw))
             app = self.apps.app(request.scope, batch.app)
-            left_out = {name: n for name in ("dropped", "sampled") if (n := getattr(batch, name))}
-            done = self._stored(app, [record for part in batch.parts for record in part], left_out)
+            # Records that the sender left out, by reason.
+            left_out = {name: count for name in ("dropped", "sampled") if (count := getattr(batch, name))}
+            records = [record for part in batch.parts for record in part]
+            done = self._stored(app, records, left_out)
             self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
             self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
             return json_response(done.answer())
@@ -122,6 +126,7 @@ class Collector:
         raw, kind = await self._body(request, "application/json", PROTOBUF)
 
         def store() -> Response:
+            """Store the spans as records of episodes. Calls that could not be stored count as rejected spans."""
             spans, service = read_spans(self._unpacked(request, raw), kind, self.limits.max_values)
             left_out: Counter[str] = Counter()
             records = records_of(spans, left_out)
@@ -134,10 +139,11 @@ class Collector:
         return await self._aside(len(raw), store)
 
     async def feedback(self, request: Request) -> Response:
-        """POST /v1/feedback."""
+        """POST /v1/feedback: reward an episode after its end, by its id or by its key."""
         raw, _ = await self._body(request, "application/json")
 
         def store() -> Response:
+            """Check and store the rewards. A number is the reward `team`; values of null are left out."""
             body = decoded(self._unpacked(request, raw), GiveFeedback, self.limits.max_values)
             app = self.apps.app(request.scope, body.app)
             if bool(body.episode) == bool(body.key):
@@ -264,6 +270,10 @@ class Collector:
         router = application(routes)
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            """Answer a request, count it by path and status, and mark the answer as the collector's, so that a sender
+            can tell it from a proxy's.
+            """
+
             async def sent(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in paths else "other"

@@ -319,23 +319,32 @@ def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
 
 
 def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
-    """The part of a file from an unfinished or damaged frame to the next whole frame."""
+    """The part of a file from an unfinished or damaged frame to the next whole frame, with the number of records lost
+    in it.
+
+    The process may have ended while it wrote, so every offset is tried until a whole frame is found. The head of the
+    damaged frame tells the number of its records if it can be believed; otherwise one is counted.
+    """
     file.seek(start)
     data = memoryview(file.read(end - start))
-    at, budget = 1, _MOST_SUMMED
-    while at < len(data):
-        whole = _is_frame(data[at:])
-        if whole or budget < 0:
+    offset = 1
+    budget = _MOST_SUMMED  # bytes to compute checksums of, so that a damaged file cannot take minutes
+    while offset < len(data):
+        is_frame = _is_frame(data[offset:])
+        if is_frame or budget < 0:
             break
-        if whole is False:  # its length was possible, so its checksum was computed
-            budget -= _HEAD.unpack_from(data[at:])[0]
-        at += 1
-    at = at if budget >= 0 else len(data)
+        if is_frame is False:  # its length was possible, so its checksum was computed
+            length, *_ = _HEAD.unpack_from(data[offset:])
+            budget -= length
+        offset += 1
+    if budget < 0:
+        offset = len(data)
     length, records, _ = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, 0, 0)
     # The head is only credible if the next frame begins at its end, or if the file ends before.
-    is_credible = _HEAD.size + length == at or (at == len(data) < _HEAD.size + length)
+    frame_end = _HEAD.size + length
+    is_credible = frame_end == offset or (offset == len(data) < frame_end)
     lost = records if is_credible and 0 < records <= length else 1
-    return _Frame(None, lost, end if at == len(data) else start + at)
+    return _Frame(None, lost, end if offset == len(data) else start + offset)
 
 
 def _is_frame(data: memoryview) -> bool | None:

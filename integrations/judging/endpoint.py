@@ -73,6 +73,14 @@ class Endpoint:
         max_cost: float | None,
         settings: JudgeSettings,
     ) -> None:
+        """The endpoint of a model that judges.
+
+        Args:
+            judge: key under which costs and answers are counted.
+            name: the judge in messages.
+            price: price of a million prompt tokens, and of a million completion tokens.
+            max_cost: most that the requests of a run may cost.
+        """
         self._judge = judge
         self._name = name
         self._base_url = base_url
@@ -85,7 +93,11 @@ class Endpoint:
         self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
 
     async def ask(self, body: Mapping[str, Any], ledger: Ledger) -> str:
-        """The text of the answer to a chat request. Raises Passing, and JudgeError where another try would not help."""
+        """Send a chat request to the judge's model, and return the text of its answer.
+
+        Requests wait for a place among the concurrent ones, and reserve their cost before they are sent. Raises Passing
+        for an error that another try may not meet, JudgeError for one that it would.
+        """
         lane = self._lane()
         async with lane.gate:
             request = await self._reserve(body, ledger, lane)
@@ -152,7 +164,8 @@ class Endpoint:
         except (openai.OpenAIError, ValueError, TypeError) as error:
             raise Passing(f"the answer cannot be read ({type(error).__name__})") from None
         usage = getattr(reply, "usage", None)
-        prompt, written = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+        prompt = getattr(usage, "prompt_tokens", None)
+        written = getattr(usage, "completion_tokens", None)
         if isinstance(prompt, int) and isinstance(written, int):
             ledger.settle(request, prompt, written, money(self._price, prompt, written))
         else:

@@ -119,14 +119,18 @@ class Judge(Ranking):
         Raises JudgeError.
         """
         episode: LiveEpisode | None
-        if len(about) == 2:
-            call = about[0]
+        if len(about) == 2:  # the call and its task: `of` are candidates
+            call, _ = about
             shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
             entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in of]
-            kind, episode = "answers to one request", call.episode if isinstance(call, LiveCall) else None
-        else:
-            shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
-            kind, episode = "attempts at one task", judging.get().episode
+            kind = "answers to one request"
+            episode = call.episode if isinstance(call, LiveCall) else None
+        else:  # the task: `of` are episodes
+            (task,) = about
+            shared = canonical(task).decode()
+            entries = [episode.transcript for episode in of]
+            kind = "attempts at one task"
+            episode = judging.get().episode
         if len(entries) < 2:
             return [None] * len(entries)
         # Siblings with the same text are shown to the judge as one.
@@ -139,7 +143,8 @@ class Judge(Ranking):
         if len(distinct) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(entries)
 
-        ask, redaction = self._ask(episode), judging.get().redaction if episode is None else episode.redaction
+        ask = self._ask(episode)
+        redaction = judging.get().redaction if episode is None else episode.redaction
         questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
         passes = (self._verdict(each, ask, redaction) for each in questions)
         verdicts = await asyncio.gather(*passes, return_exceptions=True)
@@ -166,7 +171,7 @@ class Judge(Ranking):
         return feedback
 
     async def _verdict(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
-        """The judge's answer to a question, or its stored answer to the same question. Raises JudgeError."""
+        """Ask the judge a question, unless its answer to the same question is stored. Raises JudgeError."""
         ledger = self._ledger
         body = self._request(asked)
         key = address(canonical([self._place, body]))

@@ -59,8 +59,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, joint: Joint, number: int) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._bias, self._joint, self._number = layer.bias, joint, number
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self._bias = layer.bias
+        self._joint = joint
+        self._number = number
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._joint.part(self._number, x)

@@ -68,7 +68,8 @@ def _why_unseen() -> str:
     """Why torch does not see a GPU of NVIDIA."""
     import torch
 
-    version, built = torch.__version__, torch.version.cuda
+    version = torch.__version__
+    built = torch.version.cuda
     if built is None:
         return f"torch {version} is built without CUDA: install torch's build for CUDA."
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -48,5 +48,6 @@ class Joint:
             self._input, self._parts = x, self.parts(x)
         part = self._parts[number]
         if number == last:
-            self._input, self._parts = None, ()
+            self._input = None
+            self._parts = ()
         return part

@@ -37,7 +37,8 @@ def install() -> None:
     traveller.time_ns = wall_ns
     uuid._generate_time_safe = generate  # type: ignore[attr-defined]  # travelling takes it away
     for name in _COUNTERS:
-        originals, hooked = (getattr(time, name), getattr(time, f"{name}_ns")), _counter(name)
+        originals = (getattr(time, name), getattr(time, f"{name}_ns"))
+        hooked = _counter(name)
         setattr(time, name, hooked[0])
         setattr(time, f"{name}_ns", hooked[1])
         replace_everywhere(originals, hooked, own=True)

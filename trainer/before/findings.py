@@ -261,10 +261,16 @@ def _outcome_faults(
 def _every_time(
     errors: Sequence[CotuneError], calls: Sequence[CallRecord], failed: Sequence[CallRecord]
 ) -> CotuneError:
-    """Return the first error of a workflow that fails every time, with the causes that its calls show."""
-    first, raised_by = errors[0], errors[0].__cause__
-    cause, remedy = first.cause, first.remedy
-    if not calls:  # a mistake in the application, or a client that cotune does not see and that got no answer
+    """The first error of a workflow that fails in every episode, with the causes that its calls show.
+
+    It names the call that failed, unseen clients if no call was made, and the limit of tokens if most answers were cut.
+    """
+    first = errors[0]
+    raised_by = first.__cause__
+    cause = first.cause
+    remedy = first.remedy
+    if not calls:
+        # A mistake in the application, or a client that cotune does not see and that got no answer.
         cause += " It made no LLM call that cotune can see."
         mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
         if not mistake or any(isinstance(error, OSError) for error in chain(raised_by)):

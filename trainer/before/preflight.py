@@ -172,7 +172,7 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _lines(findings: Iterable[Finding]) -> list[str]:
-    """Return a line for each finding. Roles with the same finding share a line."""
+    """A line for each finding, with all roles that have it."""
     roles_of_text: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         roles_of_text.setdefault((finding.text, finding.remedy), []).append(finding.about)

@@ -99,16 +99,18 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
 
 
 def _belongs(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Where a field of this last name is known, or one of almost this name, as a sentence; else nothing."""
+    """For a setting that does not exist: a sentence on the place of a setting with this last name, or with almost this
+    name. Yields nothing if there is none.
+    """
     name = field.rpartition(".")[2]
-    known = list(_fields(kind))
+    settings = list(_fields(kind))
     if field in _ARGUMENTS:
         yield f"It is {_ARGUMENTS[field]}."
-    elif places := [place for place in known if place.rpartition(".")[2] == name]:
-        above = " (at the top of the file, above the first [table])" if name in places else ""
-        yield f"It belongs elsewhere: {' or '.join(places)}{above}."
-    elif near := _near(field, known):
-        yield did_you_mean(near)
+    elif same_name := [place for place in settings if place.rpartition(".")[2] == name]:
+        above = " (at the top of the file, above the first [table])" if name in same_name else ""
+        yield f"It belongs elsewhere: {' or '.join(same_name)}{above}."
+    elif similar_names := _near(field, settings):
+        yield did_you_mean(similar_names)
 
 
 def _near(field: str, known: Sequence[str]) -> list[str]:

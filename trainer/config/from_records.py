@@ -11,7 +11,9 @@ from cotune.storage.open_store import without_password
 
 
 def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSettings) -> None:
-    """Raises ConfigError for settings that a recipe does not have which learns from records, or which it has alone."""
+    """Check the settings of runs that learn from records: they have no effect for other recipes, and recipes that learn
+    from records need some of them. Raises ConfigError.
+    """
     if (shown := without_password(records.path)) != records.path:
         remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."
         raise ConfigError("records.path", shown, "has a password, which run.json would keep", remedy)

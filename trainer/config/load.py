@@ -56,7 +56,10 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
 
 
 def convert(table: Mapping[str, Any]) -> TrainConfig:
-    """TrainConfig from a plain table, with ConfigError for what does not fit."""
+    """The configuration of a run from a plain table, as a TOML file or run.json has it.
+
+    Raises ConfigError, which says how to correct a setting, also for settings that earlier versions had.
+    """
     if isinstance(table.get("cluster"), Mapping):
         table = {**table, "cluster": {"address": "local", **table["cluster"]}}
     if isinstance(table.get("records"), str | Path):
@@ -68,17 +71,20 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     if not table.get("model"):
         missing = "is missing: it is a model folder, a GGUF file or a Hugging Face id"
         raise ConfigError("model", table.get("model"), missing, "Pass --model.")
-    own = table.get("policy")
-    tables = [one for one in own if isinstance(one, Mapping)] if isinstance(own, list | tuple) else []
-    named = [("policy.recipe", f"of policy {one.get('name')} ", one.get("recipe")) for one in tables]
-    for field, of, name in [("recipe", "", table.get("recipe")), *named]:
+    # The recipes of the run and of single policies: field, subject of the error, name.
+    recipes = [("recipe", "", table.get("recipe"))]
+    policies = table.get("policy")
+    for policy in policies if isinstance(policies, list | tuple) else ():
+        if isinstance(policy, Mapping):
+            recipes.append(("policy.recipe", f"of policy {policy.get('name')} ", policy.get("recipe")))
+    for field, subject, name in recipes:
         if isinstance(name, Mapping):
             remedy = "What a run changes of it is in [rewards] and [loss], such as loss.clip_high."
-            raise ConfigError(field, dict(name), f"{of}is not the name of a recipe", remedy)
+            raise ConfigError(field, dict(name), f"{subject}is not the name of a recipe", remedy)
         known = {*RECIPES, *FROM_RECORDS}
         if isinstance(name, str) and name not in known and not is_own(name):
             remedy = "For a class of your own, name its file too: my_method.py:Ranked."
-            raise ConfigError(field, name, f"{of}is not one of {', '.join(sorted(known))}", remedy)
+            raise ConfigError(field, name, f"{subject}is not one of {', '.join(sorted(known))}", remedy)
     check_names(table, TrainConfig)
     try:
         config = msgspec.convert(table, TrainConfig)

@@ -28,26 +28,32 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_tool_formats(policies: Iterable[PolicyConfig], specs: Mapping[str, PolicySpec]) -> None:
-    """Raises ConfigError for a format of tool calls that is unknown, of no base of its own, or not the only one of its
-    base."""
-    first: dict[str, PolicyConfig] = {}
-    for one in policies:
-        model = specs[one.name].model
-        if not one.tool_format:
+    """Check the formats of tool calls that policies set. A format belongs to a base model, so all policies with this
+    base must have the same, and a policy with the run's base cannot set it. Raises ConfigError.
+    """
+    policy_of_model: dict[str, PolicyConfig] = {}
+    for policy in policies:
+        model = specs[policy.name].model
+        if not policy.tool_format:
             continue
         if model is None:
-            fault = f"is of a base model, and policy {one.name} has the run's"
-            raise ConfigError("policy.tool_format", one.tool_format, fault, "Set the run's `tool_format`.")
-        check_tool_format(one.tool_format, "policy.tool_format")
-        if (other := first.setdefault(model, one)).tool_format != one.tool_format:
-            fault = f"of policy {one.name} is not that of {other.name}, {other.tool_format!r}, which has the same base"
-            raise ConfigError("policy.tool_format", one.tool_format, fault, "Give both the same.")
+            fault = f"is of a base model, and policy {policy.name} has the run's"
+            raise ConfigError("policy.tool_format", policy.tool_format, fault, "Set the run's `tool_format`.")
+        check_tool_format(policy.tool_format, "policy.tool_format")
+        other = policy_of_model.setdefault(model, policy)
+        if other.tool_format != policy.tool_format:
+            fault = (
+                f"of policy {policy.name} is not that of {other.name}, {other.tool_format!r}, which has the same base"
+            )
+            raise ConfigError("policy.tool_format", policy.tool_format, fault, "Give both the same.")
 
 
 def check_policies(
     policies: Sequence[PolicyConfig], specs: Mapping[str, PolicySpec], recipe: str | None, steps: int
 ) -> None:
-    """Raises ConfigError for settings of policies that mean nothing where they stand, and for bad ranges of steps."""
+    """Check the settings of [[policy]] tables, and their ranges of steps. Raises ConfigError, also for a setting that
+    has no effect on its kind of policy.
+    """
     for one in policies:
         if one.model and one.kind == "provider":
             fault = f"is the base of {one.name}, which the provider answers"
@@ -75,14 +81,14 @@ def check_policies(
 
 
 def settings_of(config: TrainConfig, policy: str) -> PolicySettings:
-    """What a policy is trained with: what its [[policy]] table says, else what the run says."""
-    own = config.own_of(policy)
-    teacher = teacher_of(config, own)
-    if own is None:
+    """The settings that a policy is trained with: from its [[policy]] table, or else from the run."""
+    policy_table = config.policy_table(policy)
+    teacher = teacher_of(config, policy_table)
+    if policy_table is None:
         return PolicySettings(learner=config.learner, schedule=config.schedule, teacher=teacher)
-    lr = config.learner.lr if own.lr is None else own.lr
+    lr = config.learner.lr if policy_table.lr is None else policy_table.lr
     learner = msgspec.structs.replace(config.learner, lr=lr)
-    return PolicySettings(learner=learner, schedule=own.schedule or config.schedule, teacher=teacher)
+    return PolicySettings(learner=learner, schedule=policy_table.schedule or config.schedule, teacher=teacher)
 
 
 def shared_tool_format(config: TrainConfig) -> list[str]:

@@ -126,12 +126,13 @@ def with_bases(config: TrainConfig, policies: Policies) -> Policies:
 def join_policies(
     config: TrainConfig, policies: Policies, roles: Sequence[str], *, scored: Collection[str] | None = None
 ) -> Policies:
-    """`policies`, and after them those that the layout gives to `roles` that have none; `scored` as above.
+    """Add policies for `roles` that have none, by the run's layout (one adapter per role, one shared policy, ...).
 
-    None where [[policy]] tables name all policies, or `other_roles` leaves such roles to the provider.
+    Nothing is added if [[policy]] tables name all policies, or if `other_roles` leaves further roles to the provider.
+    With `scored`, only these roles get a policy.
     """
-    new = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
-    if not new or config.policy or config.other_roles == "provider":
+    new_roles = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
+    if not new_roles or config.policy or config.other_roles == "provider":
         return policies
-    more = policies_for(config.policies, new, config.lora.spec)
-    return Policies({**policies.specs, **more.specs}, {**policies.roles, **more.roles})
+    added = policies_for(config.policies, new_roles, config.lora.spec)
+    return Policies({**policies.specs, **added.specs}, {**policies.roles, **added.roles})

@@ -21,22 +21,25 @@ def teacher_of(config: TrainConfig, own: PolicyConfig | None) -> str:
 
 
 def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
-    """By teacher, the base models whose policies learn from it, each with the field that names it. `model` is the
-    run's."""
-    found: dict[str, dict[str, str]] = {}
-    for own in _learning(config):
-        if name := teacher_of(config, own):
-            field = "policy.teacher" if own and own.teacher else "distill.teacher"
-            found.setdefault(name, {})[(own.model if own else "") or model] = field
-    return found
+    """By teacher: the base models whose policies learn from it, each with the setting that names the teacher. `model`
+    is the base model of the run, for policies without one of their own.
+    """
+    bases_of_teacher: dict[str, dict[str, str]] = {}
+    for policy in _learning(config):
+        if name := teacher_of(config, policy):
+            field = "policy.teacher" if policy and policy.teacher else "distill.teacher"
+            bases_of_teacher.setdefault(name, {})[(policy.model if policy else "") or model] = field
+    return bases_of_teacher
 
 
 def check_teachers(config: TrainConfig, model: str) -> None:
     """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
     under another sampling temperature than it scores at."""
-    default, shared = config.distill.teacher, False
+    default = config.distill.teacher
+    shared = False
     for own in _learning(config):
-        taught, named = taught_by(config, own) == "teacher", own.teacher if own else ""
+        taught = taught_by(config, own) == "teacher"
+        named = own.teacher if own else ""
         if own and named and not taught:
             fault = f"has no effect: policy {own.name} does not learn from a teacher"
             raise ConfigError("policy.teacher", named, fault, 'Set recipe = "distill" for it, or leave this out.')
@@ -56,9 +59,11 @@ def check_teachers(config: TrainConfig, model: str) -> None:
             field = next(iter(bases.values()))
             raise ConfigError(field, name, "is an address without http:// or https://")
     for own in _learning(config):
-        field, temperature = "sampling.temperature", config.sampling.temperature
+        field = "sampling.temperature"
+        temperature = config.sampling.temperature
         if own is not None and own.temperature is not None:
-            field, temperature = "policy.temperature", own.temperature
+            field = "policy.temperature"
+            temperature = own.temperature
         if is_address(teacher_of(config, own)) and temperature != 1.0:
             raise ConfigError(
                 field,

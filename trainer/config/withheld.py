@@ -21,19 +21,24 @@ def written(config: TrainConfig) -> dict[str, Any]:
 
 
 def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as it was written, with the values of its environment variables: those that `changes` (dotted
-    names or nested tables) give, else those of this process. Raises ConfigError that names the ones which are missing.
+    """Fill the values of environment variables into a stored configuration, which names them only, as they may be
+    secrets.
+
+    A value comes from `changes` (dotted names or nested tables), otherwise from this process. Raises ConfigError that
+    names the missing ones.
     """
     filled: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(table))
-    given, missing = dict(leaves(changes)), []
+    changed_values = dict(leaves(changes))
+    missing = []
     for name, value in list(leaves(filled)):
         if not is_withheld(name) or value != WITHHELD:
             continue
         variable = name.rpartition(".")[2]
-        if (found := given.get(name, os.environ.get(variable))) is None:
+        secret = changed_values.get(name, os.environ.get(variable))
+        if secret is None:
             missing.append(variable)
         else:
-            assign(filled, name, found)
+            assign(filled, name, secret)
     if missing:
         names = ", ".join(missing)
         example = f"export {missing[0]}=..., or pass --set cluster.env.{missing[0]}=..."

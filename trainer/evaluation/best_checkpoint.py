@@ -72,11 +72,11 @@ def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress
         return better
 
     # Patience counts the evaluations after the newest of the best checkpoints.
-    last = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
-    since = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > last)
-    if since >= config.patience:
-        when = f"after step {last}" if last else "before the first step"
-        run.ended = f"{since} evaluations in a row were no better than the one {when}"
+    newest_best = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
+    n_later = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > newest_best)
+    if n_later >= config.patience:
+        when = f"after step {newest_best}" if newest_best else "before the first step"
+        run.ended = f"{n_later} evaluations in a row were no better than the one {when}"
     return False
 
 
@@ -85,13 +85,15 @@ def find_best(run: RolloutRun) -> list[str]:
 
     Writes `best.json` again if it names others. Returns a note for each best checkpoint that is gone.
     """
-    config, folder = run.config.evaluation, run.folder.checkpoints
+    config = run.config.evaluation
+    folder = run.folder.checkpoints
     if not (config.keep_best or config.patience):
         return []
     run.best = best_checkpoints = _best_checkpoints(run, read_metrics(run.folder.path))
     if not config.keep_best:
         return []
-    notes, stored = [], read_best(folder)
+    notes = []
+    stored = read_best(folder)
     for name, best in stored.items():
         if (folder / best.checkpoint).is_dir() and steps_of(Path(best.checkpoint)) <= run.state.steps:
             best_checkpoints.setdefault(name, best)
@@ -108,10 +110,10 @@ def find_best(run: RolloutRun) -> list[str]:
 
 
 def _best_checkpoints(run: RolloutRun, lines: Sequence[Mapping[str, Any]], current: str = "") -> dict[str, Best]:
-    """Return the best evaluation of each policy in these lines of metrics.jsonl; of equal ones, the earliest.
+    """The best held-out evaluation of each policy in these lines of metrics.jsonl. Of equal ones, the earliest.
 
-    In a run that starts from other policies (`init`), the evaluation before the first step takes part too. With
-    `keep_best`, only checkpoints that exist take part, and the `current` one, which is not written yet.
+    A run that starts from other policies (`init`) may be best before its first step. With `keep_best`, only evaluations
+    whose checkpoints exist count, and the one of the `current` checkpoint, which is not written yet.
     """
     evaluated = [(line["step"] + 1, line["held_out"]) for line in lines if line["held_out"]]
     games = [(steps, held_out) for steps, held_out in evaluated if is_game(held_out)]

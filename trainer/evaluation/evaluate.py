@@ -274,7 +274,8 @@ async def evaluate_modes(
         if lineup.policies is not None:
             player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
             if lineup.others is not None:
-                player.others, player.provider_roles = lineup.others.player, lineup.others.provider_roles
+                player.others = lineup.others.player
+                player.provider_roles = lineup.others.provider_roles
         if player and deployed_params and lineup.temperature == "app":
             player.defaults = deployed_params
         with on_mode(label) as on_episode:
@@ -285,8 +286,7 @@ async def evaluate_modes(
             # Today's model gets the application's own prompts: edited prompts belong to the side it is compared with.
             flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
             played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
-            by_intent = lineup.others is not None and lineup.others.by_intent
-            unlisted = {} if by_intent else played_mode.unlisted
+            unlisted = {} if lineup.others is not None and lineup.others.by_intent else played_mode.unlisted
             evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
     # All modes run before rewards are final: a failed episode gets the lowest reward of any mode.

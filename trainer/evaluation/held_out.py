@@ -164,7 +164,9 @@ def _store(
 
 
 def _figures(evaluation: EvaluatedMode, base: EvaluatedMode | None = None) -> dict[str, float]:
-    """Return the figures of an evaluation for metrics.jsonl, with the main ones of the `base` as `base_NAME`."""
+    """The figures of an evaluation for metrics.jsonl. The main figures of the evaluation before training are added as
+    `base_NAME`.
+    """
     figures = {"episodes": float(evaluation.episodes), "failed": float(evaluation.failures)}
     intervals = {"success": evaluation.success, "reward": evaluation.reward, "outcome": evaluation.outcome}
     for name, interval in intervals.items():

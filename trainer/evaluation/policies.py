@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy, best_policies, latest_policies, policies_at, untrained_policy
 from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.load import load_export
+from cotune.adapters.load import EngineModel, load_export
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.episodes.workflows import Workflow
 from cotune.errors import AdapterError, ConfigError
@@ -242,11 +242,13 @@ def _open_policies_of_export(folder: Path, model: Moved) -> EvaluatedPolicies:
     """Open the policies of an exported folder, with the roles that its manifest gives to each."""
     manifest = read_manifest(folder)
     export = load_export(folder, model, untrained=True)
-    engine_of = {policy.name: engine for engine in export.engines for policy in engine.policies}
+    engine_of_policy: dict[str, EngineModel] = {}
+    for opened in export.engines:
+        engine_of_policy.update((policy.name, opened) for policy in opened.policies)
     policies: list[TrainedPolicy] = []
     for policy in manifest.policies:
-        engine = engine_of.get(policy.name)
-        opened = TrainedPolicy(
+        engine = engine_of_policy.get(policy.name)
+        trained = TrainedPolicy(
             name=policy.name,
             kind=policy.kind,
             version=policy.version,
@@ -259,10 +261,13 @@ def _open_policies_of_export(folder: Path, model: Moved) -> EvaluatedPolicies:
             stayed=policy.stayed,
             step=policy.step,
         )
-        policies.append(opened)
-    base, tool_format = None, AUTO
+        policies.append(trained)
+    base = None
+    tool_format = AUTO
     if export.engines:
-        base, tool_format = str(export.engines[0].folder), export.engines[0].base.tool_format
+        first = export.engines[0]
+        base = str(first.folder)
+        tool_format = first.base.tool_format
     return EvaluatedPolicies(_require_base(base, folder), policies, manifest.other_roles, tool_format)
 
 

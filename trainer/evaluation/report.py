@@ -33,7 +33,8 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
     failed episodes if their shares differ. If one role's gain is another's loss, nothing is compared.
     """
     after, before = share_floor([after, before])
-    label, against = after.label, before.label
+    label = after.label
+    against = before.label
     if roles := after.opposed or before.opposed:
         verdict = (
             f"nothing to compare between {label} and {against}: the rewards of {', '.join(roles)} add up to "
@@ -189,9 +190,9 @@ def _assignments_table(report: EvaluationReport) -> Table:
     """A row for each assignment of models to roles, the best first, with its difference from the first one."""
     modes = report.evaluations
     roles = list(next(iter(report.assignments.values())))
-    measure, form = "reward", ".3f"
-    if any(mode.success for mode in modes.values()):
-        measure, form = "success", ".1%"
+    has_success = any(mode.success for mode in modes.values())
+    measure = "success" if has_success else "reward"
+    form = ".1%" if has_success else ".3f"
     differences = {c.label: getattr(c, measure) for c in report.comparisons if c.label in report.assignments}
     first = next(iter(report.assignments))
     title = f"All assignments{_sampled_at(modes.values())}, the best first, 95% intervals over tasks"
@@ -206,9 +207,11 @@ def _assignments_table(report: EvaluationReport) -> Table:
         difference = differences.get(label)
         assignment = report.assignments.get(label)
         if assignment:
-            players, kind = list(assignment.values()), kind_of(assignment)
-        else:  # today's model, or recorded episodes
-            players, kind = [label, *[""] * (len(roles) - 1)], ""
+            players = list(assignment.values())
+            kind = kind_of(assignment)
+        else:  # today's model, or recorded episodes: one name for all columns of roles
+            players = [label, *[""] * (len(roles) - 1)]
+            kind = ""
         table.add_row(
             *players,
             kind,
@@ -235,15 +238,16 @@ def _effects_table(report: EvaluationReport) -> Table:
 def _sampled_at(modes: Collection[EvaluatedMode]) -> str:
     """Name the temperature of all modes, or the temperature of each mode if they differ."""
 
-    def said(temperature: float | str) -> str:
+    def as_text(temperature: float | str) -> str:
         return "at the application's own temperature" if temperature == "app" else f"at temperature {temperature:g}"
 
     temperatures = {mode.label: mode.temperature for mode in modes if mode.temperature is not None}
     if not temperatures:
         return ""
     if len(set(temperatures.values())) == 1:
-        return f" {said(next(iter(temperatures.values())))}"
-    return f" ({', '.join(f'{label} {said(temperature)}' for label, temperature in temperatures.items())})"
+        return f" {as_text(next(iter(temperatures.values())))}"
+    by_mode = [f"{label} {as_text(temperature)}" for label, temperature in temperatures.items()]
+    return f" ({', '.join(by_mode)})"
 
 
 def _differences_table(report: EvaluationReport) -> Table:
@@ -333,7 +337,8 @@ def _use_table(report: EvaluationReport) -> Table:
         columns.append("cost>")
     table = grid("", *columns, title="Means per episode")
     for label, mode in report.evaluations.items():
-        use, n = mode.use, max(mode.episodes, 1)
+        use = mode.use
+        n = max(mode.episodes, 1)
         tokens = f"{use.prompt_tokens / n:.0f}+{use.completion_tokens / n:.0f}"
         cells = [f"{use.calls / n:.1f}", tokens, shown(use.seconds, ".3f")]
         if has_cost:

@@ -50,7 +50,8 @@ def summarise(
     label: str, sink: EvaluationSink, seconds: float, prices: Prices, goal: Goal | None = None
 ) -> EvaluatedMode:
     """Compute the figures of the episodes in a sink. Rewards are computed as `goal` says."""
-    goal, played = goal or Goal(), sink.played()
+    goal = goal or Goal()
+    played = sink.played()
 
     # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome.
     trained = worth(played, goal)

@@ -119,7 +119,7 @@ def _load_held_out(config: EvaluationConfig) -> list[Task]:
 
 
 def _hold_out(tasks: Sequence[Task], chosen: set[str], note: str) -> Split:
-    """Split the tasks into the `chosen` ones, by id, and the others."""
+    """Divide the tasks into held-out ones, whose ids are in `chosen`, and tasks to train on."""
     held_out = [task for task in tasks if task.id in chosen]
     return Split(
         tasks=[task for task in tasks if task.id not in chosen],
@@ -130,9 +130,11 @@ def _hold_out(tasks: Sequence[Task], chosen: set[str], note: str) -> Split:
 
 
 def _choose(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]:
-    """Choose about `wanted` ids by the hash of seed and id.
+    """Choose the ids of about `wanted` tasks to hold out, by a hash of seed and id, so that the same tasks are chosen
+    again.
 
-    Tasks with the same input stay together, and each level of a curriculum has tasks left to train on.
+    Tasks with the same input stay together, so that no held-out task is trained on, and each level of a curriculum has
+    tasks left.
     """
     tasks_of_input: dict[bytes, list[Task]] = {}
     for task in tasks:

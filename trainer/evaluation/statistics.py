@@ -52,9 +52,11 @@ def mean(
 
     # The added observations may move the interval off the mean of the values, so it is widened to contain that mean.
     half = float(stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(spread / (total - 1) / total)
-    low, high = min(centre, middle - half), max(centre, middle + half)
+    low = min(centre, middle - half)
+    high = max(centre, middle + half)
     if bounds is not None:
-        low, high = max(low, bounds[0]), min(high, bounds[1])
+        low = max(low, bounds[0])
+        high = min(high, bounds[1])
     return Interval(mean=centre, low=max(low, least), high=high, n=n)
 
 
@@ -170,7 +172,8 @@ def _inside(interval: Interval | None, bounds: tuple[float, float] | None) -> In
     """Cut an interval at these bounds. It still contains its mean, which rounding may put slightly outside of them."""
     if interval is None or interval.low is None or interval.high is None or bounds is None:
         return interval
-    low, high = max(interval.low, bounds[0]), min(interval.high, bounds[1])
+    low = max(interval.low, bounds[0])
+    high = min(interval.high, bounds[1])
     return Interval(mean=interval.mean, low=min(low, interval.mean), high=max(high, interval.mean), n=interval.n)
 
 

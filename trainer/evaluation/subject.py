@@ -193,18 +193,19 @@ def _contest_of(policies: EvaluatedPolicies) -> Callable[[Sequence[Mode], Temper
 def prompts_together(
     sources: Sequence[Source], chosen: Prompts | str | Path | None, *, any_prompts: bool = True
 ) -> Prompts | None:
-    """Return the edited prompts for policies of these sources: the `chosen` ones, else the ones of their training.
+    """The edited prompts to use with policies from several sources: the `chosen` ones, otherwise those that they were
+    trained with.
 
     Raises ConfigError if they were trained with different prompts and none are chosen; AdapterError as `prompts_for`
     does.
     """
-    places = [source.place for source in sources if source.kind != "model"]
+    folders = [source.place for source in sources if source.kind != "model"]
     if chosen is None:
-        agreed("prompts", {place: trained_with(place) for place in places}, prompts_named)
-        return prompts_for(places[0]) if places else None
+        agreed("prompts", {folder: trained_with(folder) for folder in folders}, prompts_named)
+        return prompts_for(folders[0]) if folders else None
     prompts = prompts_for(None, chosen)
-    for place in places:
-        prompts = prompts_for(place, chosen, any_prompts=any_prompts)
+    for folder in folders:
+        prompts = prompts_for(folder, chosen, any_prompts=any_prompts)
     return prompts
 
 
@@ -216,9 +217,9 @@ def agreed(field: str, values: Mapping[Any, T], describe: Callable[[T], str] = s
     if not values:
         return None
     (first, value), *others = values.items()
-    for place, other in others:
+    for name, other in others:
         if other != value:
-            fault = f"differs: {first} has {describe(value)}, {place} has {describe(other)}"
+            fault = f"differs: {first} has {describe(value)}, {name} has {describe(other)}"
             raise ConfigError(field, None, fault, f"Say which to use: --{field.replace('_', '-')}.")
     return value
 

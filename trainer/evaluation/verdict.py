@@ -39,7 +39,8 @@ def power_on_success(tasks: int, gained: float, lost: float) -> float:
     # Every outcome is a number of gains and a number of losses; the other tasks end the same way for both policies.
     gains, losses = np.meshgrid(np.arange(tasks + 1), np.arange(tasks + 1), indexing="ij")
     possible = gains + losses <= tasks
-    gains, losses = gains[possible], losses[possible]
+    gains = gains[possible]
+    losses = losses[possible]
     same = tasks - gains - losses
     # Multinomial probability of each outcome.
     ways = special.gammaln(tasks + 1) - special.gammaln(gains + 1) - special.gammaln(losses + 1)
@@ -108,7 +109,8 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
     """Return the number of tasks that shows the mean difference of the shared tasks in 4 of 5 evaluations, if further
     tasks differ as these do; None if the mean is 0."""
     differences = np.array(shared_differences(after, before))
-    n, centre = len(differences), float(np.mean(differences))
+    n = len(differences)
+    centre = float(np.mean(differences))
     if not centre:
         return None
     size = float(np.abs(differences).max())
@@ -121,7 +123,8 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
             tasks = max(tasks + 1, math.floor(tasks * 1.05))
         if tasks <= MOST_EXACT:
             return tasks
-        centre, size = centre / size, 1.0
+        centre = centre / size
+        size = 1.0
         return tasks_for_mean(float(np.std(differences / size)), centre) + math.ceil(1 / abs(centre))
 
     # The interval includes half an observation at each end of the range, whose weight falls with the number of tasks.
@@ -177,7 +180,8 @@ def verdict_on_reward(label: str, against: str, difference: Interval, enough: in
 def _clear_verdict(label: str, against: str, difference: Interval, size: str, scale: float, form: str) -> str:
     """Return the sentence on a difference whose interval does not contain 0, with the smaller end first; an empty text
     for any other difference."""
-    low, high = difference.low, difference.high
+    low = difference.low
+    high = difference.high
     if low is None or high is None or low <= 0 <= high:
         return ""
     word = "better"

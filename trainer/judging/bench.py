@@ -64,7 +64,11 @@ class Bench:
     async def _in_episode(
         self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task, attempt: int
     ) -> Opinion:
-        """Ask the judge once, in a recorded episode."""
+        """Ask the judge once, in an episode of its own, so that the calls of a judging role are recorded and can be
+        trained on.
+
+        Returns the judge's outcome for each finished episode, or its error for all of them.
+        """
         opinions: list[Opinion] = []
 
         async def compare_them(_: Any) -> None:

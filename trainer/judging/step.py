@@ -16,12 +16,13 @@ from cotune.trainer.run.run import RolloutRun
 
 
 def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
-    """Return the bench that asks the workflow's judge in a step. If the judge is a role, `responder` answers for it.
+    """The judge of whole episodes for one training step. If the judge is a role, `responder` answers for it.
 
-    If the judge is a role that is trained, it is asked about each task as often as the task has episodes, so that its
-    own episodes can be compared; otherwise once.
+    A judging role that is trained is asked about each task as often as the task has episodes, so that its own answers
+    can be compared; otherwise once.
     """
-    flow, plan = run.workflow, run.plan
+    flow = run.workflow
+    plan = run.plan
     compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
     return Bench(
         workflow=flow,

@@ -135,15 +135,19 @@ async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
     """
     if not run.state.new_roles:
         return
-    state, roles, before = run.state, run.state.new_roles, run.state.policies
-    state.new_roles, state.policies = (), run.joined(before, roles)
-    new = [name for name in state.policies.specs if name not in before.specs]
+    state = run.state
+    roles = state.new_roles
+    policies_before = state.policies
+    state.policies = run.joined(policies_before, roles)
+    state.new_roles = ()
+    new = [name for name in state.policies.specs if name not in policies_before.specs]
     with report.phase("new_roles"):
         if new:
             saved = load_checkpoint(run.folder.checkpoints)
             assert saved is not None
+            _, folder = saved
             await run.reopen_learner()
-            await asyncio.to_thread(run.learner.load, saved[1], new)
+            await asyncio.to_thread(run.learner.load, folder, new)
             if run.config.init:
                 for note in await begin_from(run, run.config.init, new):
                     report.progress.say(note)
@@ -151,7 +155,8 @@ async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
         if (name := state.policies.roles.get(role)) is not None:
             player = f"the policy {name}"
             if name in new:
-                kind, version = state.policies.specs[name].kind, state.versions.get(name, 0)
+                kind = state.policies.specs[name].kind
+                version = state.versions.get(name, 0)
                 player = f"a policy of its own ({kind}, version {version})"
             report.progress.say(
                 f"role {role!r}, first seen in step {state.steps}: {player} plays it from step {state.steps + 1} on"

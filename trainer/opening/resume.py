@@ -50,7 +50,8 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     new_values = dict(leaves(msgspec.to_builtins(new)))
     changed: dict[str, tuple[Any, Any]] = {}
     for name in {**old_values, **new_values}:
-        old_value, new_value = old_values.get(name), new_values.get(name)
+        old_value = old_values.get(name)
+        new_value = new_values.get(name)
         if old_value != new_value:
             changed[name] = (old_value, new_value)
 

@@ -165,7 +165,8 @@ class Evaluations:
     async def _episode(self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None) -> Episode:
         """Run one episode on a task with a candidate's prompts, have it scored, and count its calls. With `replay`, it
         repeats the beginning of a recorded episode."""
-        flow, responder = replace(self.workflow, prompts=prompts if prompts.id else None), self.responder
+        flow = replace(self.workflow, prompts=prompts if prompts.id else None)
+        responder = self.responder
         if replay is not None:
             flow, responder = repeating(flow, replay, responder)
         options = EpisodeOptions(
@@ -202,7 +203,8 @@ class Evaluations:
                 self._count_error("scorer_errors", score)
         has_outcome = again and bool(self.store.rewards([episode.id]).get(episode.id))
         if self.workflow.episode_judge is not None and episode.status == "ok" and not has_outcome:
-            judge, limit = self.workflow.episode_judge, self.options.episode_timeout
+            judge = self.workflow.episode_judge
+            limit = self.options.episode_timeout
             try:
                 async with asyncio.timeout(limit):
                     await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)

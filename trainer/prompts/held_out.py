@@ -37,7 +37,8 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        low, high = self.difference.low, self.difference.high
+        low = self.difference.low
+        high = self.difference.high
         if low is None or high is None or low <= 0 <= high:
             return "not shown"
         return "better" if low > 0 else "worse"
@@ -82,7 +83,8 @@ def compared(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked
         return None
     floor = min(0.0, *outcomes)
     unknown = {result.task for result in both if result.outcome is None and not result.error}
-    outcomes_before, outcomes_after = _outcomes(before, floor, unknown), _outcomes(after, floor, unknown)
+    outcomes_before = _outcomes(before, floor, unknown)
+    outcomes_after = _outcomes(after, floor, unknown)
     level = 1 - (1 - LEVEL) / asked
     difference = paired_difference(outcomes_after, outcomes_before, level)
     if difference is None:

@@ -201,7 +201,8 @@ async def _search_and_compare(
     problem: PromptProblem, tasks: SearchTasks, folder: PromptRun, choice: RoleChoice, notes: list[str], say: Say
 ) -> ImproveReport:
     """Search, compare the best prompts with the prompts before on the held-out tasks, and write the result."""
-    base, spending = problem.base, problem.evaluations.spending
+    base = problem.base
+    spending = problem.evaluations.spending
     held_out: HeldOut | None = None
     why = ""
     try:
@@ -298,8 +299,9 @@ def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
 
 
 async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:
-    """Return the parts that may change, from the application's own prompts or from earlier ones, with notes for the
-    user."""
+    """The parts of prompts that may change, from the application's own prompts or from edited ones, with notes for the
+    user.
+    """
     options = evaluations.options
     if folder.parts.exists():
         return read_prompts(folder.parts), []

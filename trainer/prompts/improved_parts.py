@@ -87,7 +87,8 @@ def guard_of(base: Prompts, tasks: SearchTasks, store: Store, options: ImproveOp
 
     It compares with all tasks, and with the runs from which a text was proposed.
     """
-    seen_texts, wording = Known(), Wording(base.parts)
+    seen_texts = Known()
+    wording = Wording(base.parts)
     for task in (*tasks.train, *tasks.validation, *tasks.held_out):
         seen_texts.task(task)
     for part in base.parts:

@@ -120,15 +120,18 @@ def load_options(
 def with_whole_places(options: ImproveOptions) -> ImproveOptions:
     """Return the options with absolute paths of existing files, so that a search can be resumed from any folder."""
 
-    def whole(place: str | None) -> str | None:
-        return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
+    def absolute(path: str | None) -> str | None:
+        # A Hugging Face id is no existing path, and stays.
+        if path and Path(path).expanduser().exists():
+            return str(Path(path).expanduser().resolve())
+        return path
 
     names = ["prompts_file", "run", "model"]
     if options.blame not in (FORKS, OFF):
         names.append("blame")
-    files: dict[str, Any] = {name: whole(getattr(options, name)) for name in names}
+    files: dict[str, Any] = {name: absolute(getattr(options, name)) for name in names}
     evaluation = options.evaluation
-    files["evaluation"] = msgspec.structs.replace(evaluation, tasks=whole(evaluation.tasks) or "")
+    files["evaluation"] = msgspec.structs.replace(evaluation, tasks=absolute(evaluation.tasks) or "")
     functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
     return msgspec.structs.replace(options, **files, **functions)
 
@@ -206,7 +209,8 @@ def read_search(path: str | Path) -> StoredSearch:
 
 def orders_of_search(path: str | Path) -> FolderOrders:
     """Return the code, addresses and key variables that the folder of a search names. Raises RunError."""
-    stored, present = _read_stored(path), read_search(path)
+    stored = _read_stored(path)
+    present = read_search(path)
     return FolderOrders(PromptRun(path).path, present.orders_with(present.app), stored.orders_with(stored.app))
 
 

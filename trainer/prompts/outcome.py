@@ -80,9 +80,11 @@ def described(
     folder: PromptRun,
 ) -> ImproveReport:
     """Return the report, with the prompts to write."""
-    best, first = problem.best(), problem.pool[0]
+    best = problem.best()
+    first = problem.pool[0]
     verdict: Verdict = "not shown" if held_out is None else held_out.verdict
-    options, spending = problem.evaluations.options, problem.evaluations.spending
+    options = problem.evaluations.options
+    spending = problem.evaluations.spending
     counts = dict(problem.evaluations.counts)
     if problem.unscored:
         counts["unscored"] = problem.unscored
@@ -181,21 +183,31 @@ def render(report: ImproveReport) -> Group:
 
 
 def verdict_text(report: ImproveReport) -> str:
-    """Return the verdict in one or two sentences."""
+    """The verdict of a search for prompts in one or two sentences: whether the new prompts are better on held-out
+    tasks.
+
+    The tasks by which candidates were chosen prove nothing, as the best of many candidates is lucky there.
+    """
     before, after = report.validation
     luck = (
         f"On the tasks to choose by the score went from {before:.3f} to {after:.3f}, which says little: the best of "
         f"{plural(report.candidates, 'candidate')} is mostly luck."
     )
-    held = report.held_out
-    if held is None:
+    held_out = report.held_out
+    if held_out is None:
         if not any(part.edited for part in report.prompts.parts) or before == after:
             return "No better prompts were found."
         return f"Not shown: there is no comparison on the held-out tasks. {luck}"
-    difference = shown(held.difference, "+.3f")
-    figures = f"{held.base:.3f} before, {held.best:.3f} after, difference {difference} on {held.tasks} tasks"
-    level = "95%" if held.asked <= 1 else f"{100 * held.level:.1f}%, as {held.asked} candidates were asked about"
+    difference = shown(held_out.difference, "+.3f")
+    figures = (
+        f"{held_out.base:.3f} before, {held_out.best:.3f} after, difference {difference} on {held_out.tasks} tasks"
+    )
+    level = (
+        "95%"
+        if held_out.asked <= 1
+        else f"{100 * held_out.level:.1f}%, as {held_out.asked} candidates were asked about"
+    )
     words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
-    tokens = f"Tokens of prompts a run: {held.prompt_tokens[0]:.0f} -> {held.prompt_tokens[1]:.0f}."
-    left_out = f" Left out: {plural(held.unknown, 'task')} without a known outcome." if held.unknown else ""
+    tokens = f"Tokens of prompts a run: {held_out.prompt_tokens[0]:.0f} -> {held_out.prompt_tokens[1]:.0f}."
+    left_out = f" Left out: {plural(held_out.unknown, 'task')} without a known outcome." if held_out.unknown else ""
     return f"{words[report.verdict]} on held-out tasks: {figures} ({level}).{left_out} {tokens}"

@@ -192,15 +192,15 @@ class PromptProblem:
         store = self.evaluations.store
         fence = self.reflection.fence(part.name, text, [result.episode for result in results])
         decisive = decisive_failures(store, self.lost, part)
-        shown = examples(store, part, results, self.wording, fence, shown=SHOWN, decisive=decisive)
-        if not shown:
+        shown_examples = examples(store, part, results, self.wording, fence, shown=SHOWN, decisive=decisive)
+        if not shown_examples:
             self.refused["not_called"] += 1
             return None
         values = slot_values(store, part, results)
-        most = longest(part)
+        longest_text = longest(part)
         places = [self.places[role] for role in part.roles if role in self.places]
-        asked = request(part, text, values, shown, self.wording, fence, most, places)
-        reply = await self.reflection.ask(asked, part.name)
+        messages = request(part, text, values, shown_examples, self.wording, fence, longest_text, places)
+        reply = await self.reflection.ask(messages, part.name)
         if reply is None:
             self.refused["no_answer"] += 1
             return None

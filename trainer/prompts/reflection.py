@@ -136,8 +136,12 @@ class Reflection:
         self.spending.require_room()
 
         async def reflect(_: Any) -> dict[str, float | None]:
+            """Ask the reflection model, as the call of a role of its own, so that it is recorded and its
+            cost counted.
+            """
             with role(ROLE):
-                model, url = self.options.reflection or ROLE, self.options.reflection_url
+                model = self.options.reflection or ROLE
+                url = self.options.reflection_url
                 url = url or (_NOWHERE if self.responder else None)
                 variable = None if self.responder else self.options.reflection_key_env
                 await ask_chat(model, messages, url, {}, variable)

@@ -115,7 +115,8 @@ async def _analyse(
     evaluations: Evaluations, base: Prompts, tasks: SearchTasks, say: Callable[[str], None]
 ) -> Blame | None:
     """Run the analysis within its share of the limits; None if these allow no call, or no run has an outcome."""
-    options, spending = evaluations.options, evaluations.spending
+    options = evaluations.options
+    spending = evaluations.spending
     # The runs for the held-out tasks stay reserved, at the mean size of the runs so far.
     max_calls = min(
         SHARE * options.max_calls, options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode

@@ -86,10 +86,10 @@ def examples(
 
 def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
     """Explain to the reflection model that this answer lost its run, with the answer of the best repeated run."""
-    by = f", by {failure.loss} of 100" if failure.loss else ""
+    difference = f", by {failure.loss} of 100" if failure.loss else ""
     lines = [
         "This run was made before the text was changed for the first time. This answer decided it: runs that are "
-        f"repeated from before the answer succeed more often than runs that are repeated from after it{by}."
+        f"repeated from before the answer succeed more often than runs that are repeated from after it{difference}."
     ]
     if failure.redraw:
         lines.append(f"Another answer to this very request, in the best of the repeated runs:\n{fence(failure.redraw)}")
@@ -97,19 +97,24 @@ def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
 
 
 def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPart) -> list[DecisiveFailure]:
-    """Return the failures that a call with this part decided, those with the largest loss."""
-    of_part = [one for one in lost if one.role in part.roles and one.call is not None]
-    of_part.sort(key=lambda one: -(one.loss.mean if one.loss else 0.0))
+    """The failed episodes that a call with this part decided, the largest loss first, at most `MOST_DECISIVE`.
+
+    Each has the answer that was drawn instead and the episode that followed from it, if there was one.
+    """
+    decided_by_part = [episode for episode in lost if episode.role in part.roles and episode.call is not None]
+    decided_by_part.sort(key=lambda episode: -(episode.loss.mean if episode.loss else 0.0))
     failures = []
-    for one in of_part[:MOST_DECISIVE]:
-        assert one.call is not None
-        redraw, redraw_result = "", None
-        if one.redraw_call:
-            call = store.figures().call(one.redraw_call)
-            redraw, redraw_result = said_by(call), read_result(store, store.episode(call.episode))
-        result = read_result(store, store.episode(one.episode))
-        loss = "" if one.loss is None else loss_points(one.loss)
-        failures.append(DecisiveFailure(result, one.call, loss, redraw, redraw_result))
+    for episode in decided_by_part[:MOST_DECISIVE]:
+        assert episode.call is not None
+        redraw = ""
+        redraw_result = None
+        if episode.redraw_call:
+            call = store.figures().call(episode.redraw_call)
+            redraw = said_by(call)
+            redraw_result = read_result(store, store.episode(call.episode))
+        result = read_result(store, store.episode(episode.episode))
+        loss = "" if episode.loss is None else loss_points(episode.loss)
+        failures.append(DecisiveFailure(result, episode.call, loss, redraw, redraw_result))
     return failures
 
 
@@ -199,16 +204,23 @@ def _values(store: Store, part: PromptPart, call: CallRecord) -> tuple[str, ...]
 
 
 def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence) -> str:
-    """Return a call with its answer, its scores, comments and errors as text."""
-    call, result = ranked.call, ranked.result
+    """One call as text for the reflection model: its slots, messages, answer, scores, comments and errors, and how
+    other answers to the same request did.
+
+    Texts of the application are fenced, so that instructions in them are not taken for the user's.
+    """
+    call = ranked.call
+    result = ranked.result
     assert call.chosen is not None
     target = candidate_id(call.id, call.chosen)
     lines = [f"{wording.mark(slot)} was:\n{fence(value)}" for slot, value in enumerate(ranked.values, 1)]
     messages = [store.message(id) for id in call.messages]
-    others = [message for message in messages if message.get("role") not in ("system", "developer")]
-    if others:
+    further_messages = [message for message in messages if message.get("role") not in ("system", "developer")]
+    if further_messages:
         lines.append("Messages after the instructions:")
-        lines += [f"[{message.get('role', 'message')}]\n{fence(shown_message(message))}" for message in others]
+        lines += [
+            f"[{message.get('role', 'message')}]\n{fence(shown_message(message))}" for message in further_messages
+        ]
     lines.append(f"The role answered:\n{fence(_said(call.candidates[call.chosen]))}")
     rewards = store.rewards([target]).get(target)
     if rewards:
@@ -235,13 +247,13 @@ def _contrast(store: Store, call: CallRecord, fence: Fence) -> list[str]:
                 answers.append((_said(candidate), sum(rewards.values())))
     if len(answers) < 2:
         return []
-    worst = min(answers, key=lambda answer: answer[1])
-    best = max(answers, key=lambda answer: answer[1])
-    if worst[1] == best[1]:
+    worst, worst_score = min(answers, key=lambda answer: answer[1])
+    best, best_score = max(answers, key=lambda answer: answer[1])
+    if worst_score == best_score:
         return []
     return [
-        f"Other answers to this very request: one that came to {best[1]:g}\n{fence(best[0])}",
-        f"and one that came to {worst[1]:g}\n{fence(worst[0])}",
+        f"Other answers to this very request: one that came to {best_score:g}\n{fence(best)}",
+        f"and one that came to {worst_score:g}\n{fence(worst)}",
     ]
 
 

@@ -64,7 +64,8 @@ class Spending:
         """Add a call's tokens and cost to its role. A call without a price or without token counts is counted as
         unpriced."""
         spent = self.by_role.setdefault(call.role, Spent())
-        prompt, completion = call.prompt_length, call.answer_length
+        prompt = call.prompt_length
+        completion = call.answer_length
         spent.calls += 1
         spent.prompt_tokens += prompt
         spent.completion_tokens += completion
@@ -92,7 +93,10 @@ class Spending:
 
     @property
     def limit(self) -> str:
-        """The limit that one more episode could pass, in words; empty if there is room."""
+        """The setting whose limit one more episode could exceed, in words; empty if none.
+
+        Episodes that are running and the reserve for the held-out tasks count as if they were spent.
+        """
         further = self.running + self.reserve + 1
         if self.calls + further * self.calls_per_episode > self.max_calls:
             return f"max_calls = {self.max_calls}"

@@ -36,7 +36,8 @@ def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTa
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{options.seed} {task.id}".encode()).digest())
     notes: list[str] = []
     if options.held_out_tasks:
-        held_out, for_search = load_tasks(options.held_out_tasks), ranked
+        held_out = load_tasks(options.held_out_tasks)
+        for_search = ranked
         notes += overlap(tasks, held_out)
     else:
         third = len(ranked) // 3

@@ -78,7 +78,8 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     left_out: Counter[str] = Counter()
     noted: Counter[str] = Counter()
     tasks: dict[str, str] = {}
-    rows, learned = Rows(), Counter[str]()
+    rows = Rows()
+    learned = Counter[str]()
     unwritten = Unwritten()
     episodes = learned_from(store, left_out)
     answers = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
@@ -89,7 +90,8 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     for answer in answers:
         if answer.episode.id != episode:
             rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
-            episode, turns_of_role = answer.episode.id, {}
+            episode = answer.episode.id
+            turns_of_role = {}
         row = _row(readers(answer.call.role), answer, noted)
         if isinstance(row, str):
             left_out[row] += 1
@@ -155,11 +157,13 @@ def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
 
 def _row(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
     """Return the row of an answer, or the reason why there is none."""
-    call, chat = answer.call, reader.chat
+    call = answer.call
+    chat = reader.chat
     assert call.chosen is not None
     if answer.fault is not None:
         return answer.fault
-    tools, options = tools_shown(call.params, answer.tools), template_options(call.params)
+    tools = tools_shown(call.params, answer.tools)
+    options = template_options(call.params)
     encoded = encode_answer(chat, answer.messages, tools, answer.answer, options)
     if isinstance(encoded, str):
         return encoded

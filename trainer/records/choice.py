@@ -65,8 +65,8 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
 
 
 def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
-    """Return the position in the store up to which the last run in the same folder has learned, and its name; None if
-    there is no such run.
+    """The position in the store up to which the last run in the same folder has learned, and its name; None if there is
+    none.
 
     Runs that failed or were stopped do not count: their episodes are still to be learned.
     """
@@ -76,11 +76,13 @@ def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple
             continue
         try:
             with OpenedRun(path) as run:
-                finished, described = run.state == "finished", run.description
+                finished = run.state == "finished"
+                described = run.description
         except CotuneError:
             continue
-        records, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
-        same = held.get("store") == store_place and records.get("app", "") == settings.app
-        if same and finished and "until" in held:
-            finished_runs.append((tuple(held["until"]), path.name))
+        records = described.get("config", {}).get("records") or {}
+        range_ = described.get("held") or {}  # the range of episodes that the run learned from
+        is_same = range_.get("store") == store_place and records.get("app", "") == settings.app
+        if is_same and finished and "until" in range_:
+            finished_runs.append((tuple(range_["until"]), path.name))
     return max(finished_runs, default=None)

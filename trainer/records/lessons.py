@@ -139,9 +139,9 @@ def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
     if len(tasks) < FEWEST:
         return episodes, [], f"no held-out loss: {len(tasks)} tasks are too few to hold one out (from {FEWEST} on)"
     random.Random(f"held out {seed}").shuffle(tasks)
-    out = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
-    held_out = [episode for episode in episodes if recorded.tasks[episode] in out]
-    return [episode for episode in episodes if recorded.tasks[episode] not in out], held_out, ""
+    held_out_tasks = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
+    held_out = [episode for episode in episodes if recorded.tasks[episode] in held_out_tasks]
+    return [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks], held_out, ""
 
 
 def total(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:

@@ -72,11 +72,13 @@ async def _held_out_losses(run: RecordsRun) -> dict[str, dict[str, float]]:
         if policy not in run.held_out:
             continue
         losses[policy] = await asyncio.to_thread(run.learner.loss, policy, run.held_out[policy])
-        best, loss = run.state.best.get(policy), losses[policy]["loss"]
+        best = run.state.best.get(policy)
+        loss = losses[policy]["loss"]
         if best is None or loss < best.loss:
             run.state.best[policy] = BestLoss(loss, steps)
             await asyncio.to_thread(_keep_best_weights, run, policy)
         else:
+            # A policy ends its training after `PATIENCE` evaluations without an improvement.
             run.state.best[policy] = msgspec.structs.replace(best, since=best.since + 1)
     return losses
 
@@ -111,7 +113,7 @@ def _metrics(
     held_out: Mapping[str, Mapping[str, float]],
     seconds: Mapping[str, float],
 ) -> StepMetrics:
-    """The figures of a step. No sampler takes part in it, so figures of rollouts are 0 or empty."""
+    """The figures of a training step on records. No sampler takes part, so figures of rollouts are 0 or empty."""
     first_step = run.state.steps == 0
     row_count = sum(len(rows_of_policy) for rows_of_policy in rows.values())
     tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())

@@ -74,7 +74,8 @@ def read_pairs(
     """
     left_out: Counter[str] = Counter()
     unwritten = Unwritten()
-    rows, learned = Rows(), Counter[str]()
+    rows = Rows()
+    learned = Counter[str]()
     tasks: dict[str, str] = {}
     for answers in _by_prompt(store, left_out, on_failure, labels).values():
         ranked = sorted(answers, key=lambda answer: answer.worth)
@@ -126,7 +127,8 @@ def _by_prompt(
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
             all_rewards = store.rewards(ids)
             for id, candidate in zip(ids, call.candidates, strict=True):
-                rewards, chosen = all_rewards.get(id), candidate.index == call.chosen
+                rewards = all_rewards.get(id)
+                chosen = candidate.index == call.chosen
                 if labels is not None:
                     rewards = {"label": labels[id]} if id in labels else None
                     if rewards is None:
@@ -190,8 +192,8 @@ def _rows(store: Store, reader: Reader, best: _StoredAnswer, worst: _StoredAnswe
         images = chat.images(messages)
     except (RecordError, RequestRefused) as error:
         return "lost_message" if isinstance(error, RecordError) else "unrenderable"
-    prompt = pair[0][0]
-    if pair[1][0] != prompt:
+    (prompt, _), (worst_prompt, _) = pair
+    if worst_prompt != prompt:
         return "other_prompt"
     if len(prompt) + max(len(answer_ids) for _, answer_ids in pair) > reader.longest:
         return "too_long"
@@ -217,7 +219,8 @@ Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | None:
     """Return prompt and answer as they were sampled, if they are recorded and fit this model's tokenizer."""
-    call, ids = answer.call, answer.candidate.token_ids
+    call = answer.call
+    ids = answer.candidate.token_ids
     if call.prompt is None or not ids or max(ids) >= len(chat.tokenizer):
         return None
     try:
@@ -225,8 +228,9 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | N
         tools = store.message(call.tools_out) if call.tools_out else None
     except RecordError:
         return None
-    read = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)[0]
-    return (prompt, ids) if read == answer.candidate.text else None
+    # Another tokenizer may know the ids too, but reads another text in them.
+    text, *_ = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)
+    return (prompt, ids) if text == answer.candidate.text else None
 
 
 def _encoded(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | str:

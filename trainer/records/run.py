@@ -183,7 +183,8 @@ def _check_same(folder: RunFolder, recorded: Recorded) -> None:
     """Write the records' digest to run.json. Raises RunError if it has the digest of other records."""
     described = folder.described
     held = described.get("held") or {}
-    digest, episodes = recorded.digest, len(recorded.rows)
+    digest = recorded.digest
+    episodes = len(recorded.rows)
     if "records" not in held:
         folder.describe_as({**described, "held": {**held, "records": digest, "episodes": episodes}})
     elif held["records"] != digest:

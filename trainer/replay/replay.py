@@ -124,7 +124,8 @@ async def _replay(
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
-        who, policies = "", None
+        who = ""
+        policies = None
         if has_new_calls:
             trained = _policies(run, options)
             if trained:
@@ -154,7 +155,8 @@ async def _replay(
         async def run_again(index: int, number: int) -> None:
             """Run the plan at `index` once, as its repetition `number`, and store the result in `ended`."""
             old, replay = plans[index]
-            sink, flow = _RecordList(store), workflow
+            sink = _RecordList(store)
+            flow = workflow
             responder: Responder | None = policies
             if replay is not None:
                 flow, responder = repeating(workflow, replay, responder)

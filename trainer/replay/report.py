@@ -33,7 +33,8 @@ def render(report: ReplayReport) -> Group:
 
 def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
     """Show the calls of a recorded episode next to the calls of its repetitions, then how all of them ended."""
-    old, fork = repetition.old, repetition.fork
+    old = repetition.old
+    fork = repetition.fork
     repeated = len(old.calls) if fork is None else fork
     sources = f"{plural(repeated, 'call')} from the record" + (f", then {who}" if who and fork is not None else "")
     yield Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {sources}\n")
@@ -99,7 +100,8 @@ def _many_episodes(report: ReplayReport) -> Iterable[RenderableType]:
         components.update(old.rewards)
     if components:
         means = grid("mean outcome", "old>", "new>")
-        all_old, all_new = [old for old, _ in pairs], [new for _, new in pairs]
+        all_old = [old for old, _ in pairs]
+        all_new = [new for _, new in pairs]
         for name in sorted(components):
             means.add_row(name, _mean_cell(all_old, name), _mean_cell(all_new, name))
         yield Text("")

@@ -133,12 +133,12 @@ class _Logger(threading.Thread):
 def named(line: Mapping[str, Any]) -> dict[str, float]:
     """Name the figures of a step for trackers: the most important ones under `1_main`, which every tool shows first,
     counts of the step under `step`, and the others by their path in metrics.jsonl."""
-    main = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
+    main_figures = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
     for role, figures in line["roles"].items():
-        main[f"{MAIN}/2_reward/{role}"] = figures.get("reward")
-        main[f"{MAIN}/3_entropy/{role}"] = figures.get("entropy")
-        main[f"{MAIN}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
-    all_figures = {name: value for name, value in main.items() if value is not None}
+        main_figures[f"{MAIN}/2_reward/{role}"] = figures.get("reward")
+        main_figures[f"{MAIN}/3_entropy/{role}"] = figures.get("entropy")
+        main_figures[f"{MAIN}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
+    all_figures = {name: value for name, value in main_figures.items() if value is not None}
     for name, value in flat(line):
         all_figures[name if "/" in name else f"step/{name}"] = value
     return all_figures
@@ -188,7 +188,8 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
 
 def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
     """Open the run in a tool: the tracker's run that loggers.json names, or a new one, which gets the configuration."""
-    described, file = read_run_json(path), path / "loggers.json"
+    described = read_run_json(path)
+    file = path / "loggers.json"
     run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
     tracker_id = json.loads(file.read_text()).get(tool) if file.is_file() else None
     tracker = Tracker(tool, config.project, path, run, known=tracker_id, done=done)
@@ -207,5 +208,6 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
 
 def _row(step: int, episode: Episode) -> list[Any]:
     task_input = json.dumps(episode.task.input, default=str)[:LONGEST]
-    metrics, error = json.dumps(dict(episode.metrics)), (episode.error or "")[:LONGEST]
+    metrics = json.dumps(dict(episode.metrics))
+    error = (episode.error or "")[:LONGEST]
     return [step, episode.task.id, task_input, episode.status, episode.calls, metrics, error]

@@ -38,7 +38,12 @@ def step_seconds(seconds: Mapping[str, float]) -> float:
 
 
 def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
-    """Return the fields of `StepMetrics` for tokens and their rates. The rollout has sampled `sampled` tokens."""
+    """The fields of `StepMetrics` about tokens and their rates. `sampled` is the number of tokens that the rollouts
+    sampled.
+
+    The learner computes tokens that rows share only once, so it counts computed (distinct) tokens apart from all
+    tokens.
+    """
     computed = sum(figures.get("computed_tokens", 0.0) for figures in updates.values())
     rollout = seconds.get("rollout", 0.0)
     return {

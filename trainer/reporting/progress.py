@@ -115,7 +115,9 @@ class Progress:
         self.activity.advance("evaluate")
 
     def episode(self, episode: Episode) -> None:
-        """Count an episode that has ended. If it failed, show the cause, up to `CAUSES` different ones."""
+        """Count an ended episode for the progress line. Show the error of a failed one, up to `CAUSES` different
+        errors.
+        """
         self._bars.advance(self._episodes)
         self.activity.advance("rollout")
         if self.loggers is not None:
@@ -137,7 +139,9 @@ class Progress:
                 self.say(f"scorer failed on {plural(count, 'candidate')}, not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step that is done."""
+        """Show the figures of a finished step, and how long the run will still take. A terminal gets bars and a table,
+        a log one line.
+        """
         if self.loggers is not None:
             self.loggers.step(metrics)
         self._bars.update(self._steps, completed=metrics.step + 1)
@@ -157,7 +161,8 @@ class Progress:
 def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[..., None]]:
     """Show a bar over episodes, or without a terminal a line every `SILENCE` seconds. Yields the function that advances
     it, by one or by `count`."""
-    done, last_line = 0, time.monotonic()
+    done = 0
+    last_line = time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)
 
@@ -248,7 +253,8 @@ def reward_parts(metrics: StepMetrics) -> list[str]:
 def held_out_text(figures: Mapping[str, float]) -> str:
     """Return success and rewards of an evaluation on held-out tasks, with their intervals and counts; an empty text
     without any."""
-    episodes, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
+    episodes = figures.get("episodes", 0.0)
+    failed = figures.get("failed", 0.0)
     parts: list[str] = []
     for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN)):
         # An outcome that is a bool is the success, so it is shown once.

@@ -63,7 +63,8 @@ def sum_up(
 ) -> RunSummary:
     """Sum up the run in a folder."""
     with OpenedRun(run) as opened:
-        lines, headline = opened.metrics, opened.headline
+        lines = opened.metrics
+        headline = opened.headline
     left_out: Counter[str] = Counter()
     for line in lines:
         left_out.update(line["left_out"])

@@ -46,7 +46,10 @@ def answering(
     config = run.config
     names = {role: policy.name for role, policy in policies.items()}
     # In an evaluation the untrained model plays a role at the temperature of the role's policy, so that both compare.
-    sampled_as = {**run.state.policies.roles, **{role: name for role, name in names.items() if config.own_of(name)}}
+    sampled_as = {
+        **run.state.policies.roles,
+        **{role: name for role, name in names.items() if config.policy_table(name)},
+    }
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
@@ -96,7 +99,9 @@ def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tupl
 
 
 def _is_complete(store: Store, episode: Episode) -> bool:
-    """Return whether all calls of an episode are on record, with the prompts and rewards of the answered ones."""
+    """Whether the store has all calls of an episode, with the prompts and rewards of the answered ones. Only then can
+    the episode be reused after an interruption.
+    """
     calls = store.calls(episode.id)
     if any(call.status == "ok" and call.error for call in calls):
         return False

@@ -43,7 +43,8 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
     choice is always the same for the same episode."""
     if not trunk.is_outcome:
         return Forks((), 0, Budget())
-    calls, step = run.store.calls(trunk.id), trunk.training_step
+    calls = run.store.calls(trunk.id)
+    step = trunk.training_step
     if step is None:
         step = run.state.steps
     frozen = run.frozen(step)  # a fork at a call of a frozen policy would train no policy

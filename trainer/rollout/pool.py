@@ -101,12 +101,13 @@ class WorkerPool:
     async def open(self) -> None:
         """Start all workers, and return when each of them is ready. Raises ConfigError, WorkflowError."""
         starting = (self._start() for _ in range(self._config.rollout_workers))
-        first = await asyncio.gather(*starting, return_exceptions=True)
-        up = [process for process in first if isinstance(process, RayProcess)]
-        if errors := [error for error in first if isinstance(error, BaseException)]:
-            await asyncio.gather(*(process.kill() for process in up))
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        processes = [result for result in results if isinstance(result, RayProcess)]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await asyncio.gather(*(process.kill() for process in processes))
             raise self._not_started(errors[0])
-        for number, process in enumerate(up):
+        for number, process in enumerate(processes):
             self._spawn(self._keep(number, process))
 
     def submit(self, request: EpisodeRequest) -> Job:
@@ -171,7 +172,8 @@ class WorkerPool:
                 await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE))
                 failures += 1
                 continue
-            process, failures = None, 0
+            process = None
+            failures = 0
             self._workers.append(worker)
             self._dispatch()
             loss = await self._watch(worker)
@@ -246,7 +248,8 @@ class WorkerPool:
         limit: float | None
         culprit = worker.running.get(heartbeat.culprit or "")
         if culprit is not None:
-            limit, seconds = culprit.request.options.timeout, time.monotonic() - culprit.started
+            limit = culprit.request.options.timeout
+            seconds = time.monotonic() - culprit.started
             text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
         else:  # the blocking code is not known: the shortest time-out of all its episodes counts
             limits = [job.request.options.timeout for job in worker.running.values()]
@@ -285,7 +288,9 @@ class WorkerPool:
         self.deliver(worker, job, result)
 
     def deliver(self, worker: _Worker, job: Job, result: EpisodeResult | EpisodeLost) -> None:
-        """Take the result of a worker. A second result, and the result of a worker that was given up, are dropped."""
+        """Take the result of a worker. A second result for the same job is dropped, as is a result from a worker that
+        was given up.
+        """
         if worker.gone.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
             self.counters["results_dropped"] += 1
             return

@@ -54,7 +54,8 @@ def _marked(mark: str) -> list[int]:
 
 def _main() -> None:
     """Wait for the worker in the arguments to end, then kill every process with its mark."""
-    worker, mark = int(sys.argv[1]), sys.argv[2]
+    worker = int(sys.argv[1])
+    mark = sys.argv[2]
     # Detach from the worker: in a session of its own, and orphaned by the end of its parent, this process gets no
     # signal of the terminal and is not among the children that Ray kills.
     os.setsid()

@@ -79,14 +79,17 @@ class JobQueue:
         self._jobs.clear()
 
     def after_loss(self, jobs: Sequence[Job], culprit: str | None) -> tuple[list[Job], list[Job]]:
-        """Queue the jobs of a lost worker again, before the others; return those, and those that have failed.
+        """Decide about the jobs of a worker that has died. Returns the jobs that are queued again, before all others,
+        and the jobs that have failed.
 
-        A known culprit fails at once. A job that was alone fails when it was lost more than `RETRIES` times.
+        A job that is known to have ended the worker (`culprit`) fails at once. A job that ran alone fails when its
+        worker was lost more than `RETRIES` times: it is probably the cause.
         """
         failed = [job for job in jobs if job.request.id == culprit]
         rerun = [job for job in jobs if job not in failed]
         for job in rerun:
-            job.losses += not failed
+            if not failed:  # the cause is unknown: it may be this job
+                job.losses += 1
         if len(jobs) == 1 and jobs[0].losses > RETRIES:
             return [], list(jobs)
         self._jobs.extendleft(reversed(rerun))

@@ -38,39 +38,40 @@ async def refill_step(
     run: RolloutRun,
     progress: Progress,
     step: int,
-    own: Sequence[Episode],
+    first_episodes: Sequence[Episode],
     run_tasks: RunTasks,
     compare: Compare,
     needed: asyncio.Event,
 ) -> RolledOut:
     """Add further tasks to a step until enough groups have different rewards or the budget is spent. Returns the
-    episodes of the step's first tasks (`own`) and of the added ones.
+    episodes of the step's first tasks (`first_episodes`) and of the added ones.
 
     In mode async, late tasks are waited for until the step is `needed`. Their episodes are counted as late.
     """
-    config, per_task = run.config, run.plan.episodes_per_task
+    config = run.config
+    episodes_per_task = run.plan.episodes_per_task
     players = run.trained_roles(step)
     roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(players[role]))]
-    refill = Refill(config.refill, run.state.drawn[step], roles, await compare(own))
+    refill = Refill(config.refill, run.state.drawn[step], roles, await compare(first_episodes))
 
     async def run_drawn(task_ids: Collection[str]) -> list[Episode]:
-        progress.further(len(task_ids) * per_task)
+        progress.further(len(task_ids) * episodes_per_task)
         return await run_tasks(task_ids)
 
     at_once = max(1, config.episodes_at_once // config.largest_k) if config.mode == "async" else None
-    added, late_tasks = await run_refill(refill, own, run_drawn, compare, at_once, needed)
+    added, late_tasks = await run_refill(refill, first_episodes, run_drawn, compare, at_once, needed)
     run.store.flush()
 
-    late = 0
+    n_late = 0
     if late_tasks:
-        ended = {episode.id for episode in (*own, *added)}
+        ended = {episode.id for episode in (*first_episodes, *added)}
         for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
-            late += episode.task.id in late_tasks and episode.id not in ended
+            n_late += episode.task.id in late_tasks and episode.id not in ended
     return RolledOut(
-        episodes=[*own, *added],
+        episodes=[*first_episodes, *added],
         refill=refill,
         refilled=len(added),
-        late=late,
+        late=n_late,
         late_tasks=sorted(set(late_tasks)),
     )
 
@@ -89,9 +90,9 @@ async def run_refill(
     `own` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups differ.
 
     Without `at_once`, all drawn tasks are waited for before more are drawn, so the draws do not depend on time. With
-    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Training sets `needed`
-    when it waits for this step. Until then the refill also waits for tasks that still run and are not required any
-    more: without them, slow tasks would be missing more often than others.
+    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Until training sets
+    `needed`, as it waits for this step, tasks that are not required any more are waited for too: slow tasks would
+    otherwise be missing more often than others.
     """
     known_ids = {episode.id for episode in own}
     added: list[Episode] = []
@@ -100,8 +101,10 @@ async def run_refill(
     waiting_for_need: asyncio.Task[Literal[True]] | None = None
 
     async def take(ended: Collection[asyncio.Task[list[Episode]]]) -> None:
+        """Take the episodes of jobs that have ended, and count the groups that they make."""
         for job in ended:
-            task_ids, episodes = running.pop(job), job.result()
+            task_ids = running.pop(job)
+            episodes = job.result()
             new = [episode for episode in episodes if episode.id not in known_ids]
             known_ids.update(episode.id for episode in new)
             added.extend(new)

@@ -123,7 +123,8 @@ class RolloutWorker:
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode on the episodes' loop and pack its records."""
         current_run.set(RunContext(folder=self._run_folder, request=request.id))
-        sink, policy_responder = _Records(), None
+        sink = _Records()
+        policy_responder = None
         if request.responder is not None:  # a responder for this episode alone, so that its counts are too
             policy_responder = request.responder.responder(self._sampler, self._chats, self._workflow)
         workflow: Workflow = self._workflow

@@ -91,7 +91,8 @@ def save_checkpoint(
     Then remove older checkpoints except the newest `KEPT_CHECKPOINTS`, the `best` ones and the ones named in `spare`.
     """
     target = folder / checkpoint_name(checkpoint.steps)
-    partial, replaced = folder / f".{target.name}.partial", _name_while_removed(target)
+    partial = folder / f".{target.name}.partial"
+    replaced = _name_while_removed(target)
     for stale in (partial, replaced):
         if stale.exists():
             shutil.rmtree(stale)
@@ -192,7 +193,8 @@ def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> s
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
     """Describe each policy for the export, readable without torch."""
-    policies, metrics = checkpoint.policies, checkpoint.metrics
+    policies = checkpoint.policies
+    metrics = checkpoint.metrics
     trained = policies.trained
     saved: list[SavedPolicy] = []
     for spec in policies.specs.values():

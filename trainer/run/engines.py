@@ -107,7 +107,8 @@ async def start_engines(config: TrainConfig, engine_set: EngineSet, url: str = "
 async def server_urls(config: TrainConfig) -> dict[str, str]:
     """Return the address of the server of each base model. A single server is only checked when it is opened. Raises
     ConfigError."""
-    urls, bases = engine_urls(config.engine), list(config.bases)
+    urls = engine_urls(config.engine)
+    bases = list(config.bases)
     if not urls:
         return {}
     if len(urls) != len(bases):

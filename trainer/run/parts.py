@@ -19,7 +19,7 @@ def where_it_runs(config: TrainConfig) -> str:
 
 
 def _sampler(config: TrainConfig) -> str:
-    """Describe the sampler: its engine, its place and its precision."""
+    """Describe the sampler for the user: engine, device and precision."""
     cluster = config.cluster
     if engine_kind(config).by_url:
         return f"sampler: vLLM at {config.engine}"

@@ -120,7 +120,8 @@ def with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
 async def largest_gap(run: RolloutRun) -> float:
     """Return the largest mean gap between sampler and learner, in nats a token, measured with one untrained policy of
     each base model."""
-    gaps, policies = [], run.state.policies
+    gaps = []
+    policies = run.state.policies
     for names in policies.bases(run.config.model).values():
         if trained := [name for name in names if policies.specs[name].trained]:
             name = trained[0]
@@ -133,7 +134,9 @@ async def largest_gap(run: RolloutRun) -> float:
 async def check_precision(run: RolloutRun) -> str:
     """Compare sampler and learner in bfloat16 before the first step. If they are too far apart, the run continues in
     float32. Returns a note for the user."""
-    gap, bound, device = await largest_gap(run), run.config.probe_bound, learner_device(run.config)
+    gap = await largest_gap(run)
+    bound = run.config.probe_bound
+    device = learner_device(run.config)
     measured = f"sampler and learner differ by {gap:.2g} nats a token (probe_bound is {bound:g})"
     if gap <= bound:
         keep_precision(run.folder, Precision(dtype="bfloat16", device=device, gap=gap))
@@ -152,7 +155,9 @@ async def check_precision(run: RolloutRun) -> str:
 
 def gap_remedy(config: TrainConfig) -> str:
     """Return settings that reduce the gap between sampler and learner on this machine, the most effective first."""
-    learner, engine, device = config.learner, config.engine, learner_device(config)
+    learner = config.learner
+    engine = config.engine
+    device = learner_device(config)
     remedies = []
     # In bfloat16 samplers: 0.0376 nats with rounded logits on both sides, 0.0289 with float32 logits (SmolLM2-135M).
     if engine_kind(config).by_url:

@@ -63,11 +63,14 @@ class TaskSchedule(Generic[Item]):
         return 0
 
     def _draw(self, count: int) -> list[int]:
-        """Take the places of the next `count` tasks from the pass, and begin a new pass if it runs out."""
+        """Draw the indices of the next `count` tasks from the present pass over all tasks. At its end, a new pass
+        begins with tasks that this draw does not have yet.
+        """
         # All tasks once, in their original order; the pass is left as it is.
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
-        drawn, self._rest_of_pass = self._rest_of_pass[:count], self._rest_of_pass[count:]
+        drawn = self._rest_of_pass[:count]
+        self._rest_of_pass = self._rest_of_pass[count:]
         if len(drawn) < count:
             # The pass is over: begin the next one with tasks that this step does not have yet.
             order = np.random.default_rng([self._seed, self._passes]).permutation(len(self._tasks)).tolist()

@@ -22,7 +22,8 @@ def line(value: Any) -> str:
 def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
     ids = store.figures().episode_ids(filters, limit)[::-1]
-    rewards, feedback = store.rewards(ids), store.feedback(ids)
+    rewards = store.rewards(ids)
+    feedback = store.feedback(ids)
     for id in ids:
         try:
             episode = msgspec.to_builtins(store.episode(id))
@@ -41,14 +42,20 @@ def episode_as_json(store: Store, id: str) -> str:
         if not calls:
             raise
         episode = {"id": id, "status": "unfinished"}
-    rewards, feedback = store.rewards([id])[id], store.feedback([id])[id]
+    rewards = store.rewards([id])[id]
+    feedback = store.feedback([id])[id]
     details = [_call(store, call) for call in calls]
     return line({**episode, "rewards": rewards, "feedback": feedback, "calls": details})
 
 
 def _call(store: Store, call: CallRecord) -> dict[str, Any]:
+    """A call as plain data, with its messages and candidates instead of their ids.
+
+    Token ids and log-probabilities are left out: they are long, and their number (`tokens`) is enough for a reader.
+    """
     ids = [candidate_id(call.id, c.index) for c in call.candidates]
-    rewards, feedback = store.rewards(ids), store.feedback(ids)
+    rewards = store.rewards(ids)
+    feedback = store.feedback(ids)
     candidates = []
     for id, candidate in zip(ids, call.candidates, strict=True):
         fields = msgspec.to_builtins(msgspec.structs.replace(candidate, token_ids=(), logprobs=(), shown=None))

@@ -71,6 +71,10 @@ def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool 
 
 
 def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
+    """The first lines of an episode's tree: task, status, rewards, start and input.
+
+    An episode that was interrupted has calls in the records but no row of its own.
+    """
     line = Text.assemble(("episode ", "bold"), (id, NAME))
     try:
         episode: Episode = store.episode(id)
@@ -94,6 +98,9 @@ def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
 
 
 def _call_line(call: CallRecord, by_id: Mapping[str, CallRecord]) -> Text:
+    """The line of a call in an episode's tree: its role and turn, the calls whose output it read, tokens, time and
+    policy.
+    """
     line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
     steps_read = sorted(by_id[parent].step for parent in call.parents if parent in by_id)
     if steps_read:
@@ -114,21 +121,26 @@ def _call_line(call: CallRecord, by_id: Mapping[str, CallRecord]) -> Text:
 
 
 def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
-    """The last message of the prompt (with `full` the whole prompt), an error, and every candidate."""
+    """The lines below a call: the last message of its prompt, an error, and every candidate with its rewards.
+
+    With `full`, they are the whole prompt and whole texts. A message that was edited before it was sent is shown in
+    both forms.
+    """
     last = len(call.messages) - 1
-    for place, id in enumerate(call.messages):
-        if not full and place < last:
+    for position, id in enumerate(call.messages):
+        if not full and position < last:
             continue
         yield _line(Text(f"< {_asked(store, id, full)}", style=QUIET), full)
-        if place in call.changed:
-            sent = _asked(store, call.changed[place], full)
+        if position in call.changed:
+            sent = _asked(store, call.changed[position], full)
             yield _line(Text(f"< sent instead, by edited prompts: {sent}"), full)
     for attempt in call.attempts:
         yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
         yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
     ids = [candidate_id(call.id, c.index) for c in call.candidates]
-    rewards, feedback = store.rewards(ids), store.feedback(ids)
+    rewards = store.rewards(ids)
+    feedback = store.feedback(ids)
     for target, candidate in zip(ids, call.candidates, strict=True):
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
@@ -160,14 +172,14 @@ def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:
 
 
 def _whole(message: Any) -> str:
-    """A whole message, with its role."""
+    """A message as text, not shortened: its role, its content, and its other fields (such as tool calls) as JSON."""
     if not isinstance(message, Mapping):
         return json.dumps(message, ensure_ascii=False, indent=2)
     text = content_text(message.get("content"))
-    others = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+    further_fields = {key: value for key, value in message.items() if key not in ("role", "content") and value}
     parts = [text] if text else []
-    if others:
-        parts.append(json.dumps(others, ensure_ascii=False, indent=2))
+    if further_fields:
+        parts.append(json.dumps(further_fields, ensure_ascii=False, indent=2))
     return f"{message.get('role', 'message')}: " + "\n".join(parts)
 
 
@@ -176,5 +188,6 @@ def _line(text: Text, full: bool) -> Text:
 
 
 def _short(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text

@@ -38,6 +38,9 @@ def first_page_parts(page: FirstPage) -> Iterator[RenderableType]:
 
 
 def _failed_task(task: FailedTask) -> Iterator[Text]:
+    """The lines of one failed task: how it failed, then one line each for question, answer, expected answer
+    and error.
+    """
     head = Text.assemble((task.task, NAME))
     if task.runs > 1 and task.success is not None:
         head.append(f"  solved in {figure(task.success, True)} of {task.runs} runs", style=QUIET)
@@ -56,5 +59,6 @@ def _failed_task(task: FailedTask) -> Iterator[Text]:
 
 
 def _one_line(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text

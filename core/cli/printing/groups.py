@@ -18,7 +18,9 @@ from cotune.tables import BAD, QUIET, grid, plural, warn
 
 
 def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
-    """Groups of the latest `limit` training steps; without training, of the recorded episodes."""
+    """Show how candidates were grouped in the latest `limit` training steps, and why candidates were left out. Records
+    without training steps are grouped as the recipe would group them.
+    """
     steps = run.figures.steps("train")
     shown = [step_groups(run, step) for step in steps[-limit:]] or [step_groups(run, None)]
     if not steps:
@@ -32,7 +34,8 @@ def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
         ("groups ", "bold"), f"of {source}\n", (f"{shown[0].recipe}; key {', '.join(shown[0].key)}\n", QUIET)
     )
     yield _table(by_role_and_turn(chain.from_iterable(step.groups for step in shown)))
-    trained, candidates = sum(step.trained for step in shown), sum(step.candidates for step in shown)
+    trained = sum(step.trained for step in shown)
+    candidates = sum(step.candidates for step in shown)
     yield Text(f"\n{trained:,} of {plural(candidates, 'candidate')} trained on; left out:\n", style="bold")
     left_out: Counter[str] = Counter()
     for step in shown:
@@ -43,12 +46,17 @@ def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
 
 
 def _table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType:
+    """A table with a row for each role and turn: the number and sizes of its groups, their rewards, the share of groups
+    whose rewards do not differ, and the number of groups trained on.
+    """
     table = grid(
         "role", "turn>", "groups>", "candidates>", "size>", "mean reward>", "spread>", "no spread>", "trained>"
     )
     for (role, turn), cell in groups.items():
-        count, low, high = len(cell.sizes), min(cell.sizes), max(cell.sizes)
-        size = str(low) if low == high else f"{low}-{high}"
+        count = len(cell.sizes)
+        smallest = min(cell.sizes)
+        largest = max(cell.sizes)
+        size = str(smallest) if smallest == largest else f"{smallest}-{largest}"
         table.add_row(
             Text(role),
             "all" if turn is None else str(turn),

@@ -63,6 +63,9 @@ def _same(a: argparse.Namespace) -> list[str]:
 
 
 def _train(a: argparse.Namespace, status: int) -> list[Words]:
+    """After training: resume a run that stopped; look at one that never updated a policy; else evaluate, export, view
+    it.
+    """
     summary = getattr(a, "result", None)
     if summary is None:  # it explained its columns
         return []
@@ -81,13 +84,18 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _eval(a: argparse.Namespace, status: int) -> list[Words]:
+    """After an evaluation: export or serve a source that is better than its base, beyond doubt; else look for the
+    reason.
+
+    Better beyond doubt means that the lower end of the interval of the first comparison is above 0.
+    """
     report = a.result
     if report.broken:
         return [["cotune", "show", _near(report.stored), "--status", "error"]] if report.stored else []
     trained = is_run(a.run)
-    first = next(iter(report.comparisons), None)
-    shown = first and (first.success or first.reward or first.outcome)
-    if shown and (shown.low or 0.0) > 0:
+    comparison = next(iter(report.comparisons), None)
+    difference = comparison and (comparison.success or comparison.reward or comparison.outcome)
+    if difference and (difference.low or 0.0) > 0:
         return [["cotune", "export", a.run, "--out", "adapters/"] if trained else ["cotune", "serve", a.run]]
     return [["cotune", "show", a.run, "--steps", "--explain"]] if trained else []
 
@@ -102,6 +110,7 @@ def _trace(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _replay(a: argparse.Namespace, status: int) -> list[Words]:
+    """After a replay: show the new records, or else an episode whose repetition failed or that was replayed alone."""
     report = a.result
     if a.out:
         return [["cotune", "show", a.out]]
@@ -113,6 +122,9 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _blame(a: argparse.Namespace, status: int) -> list[Words]:
+    """After an attribution of fault: mend the role at fault, by its prompt or by training. Without a --reference
+    nothing was swapped, so name one. Otherwise look at the runs.
+    """
     result = getattr(a, "result", None)
     if result is None or a.json:
         return []
@@ -152,6 +164,7 @@ def _sft(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _show(a: argparse.Namespace, status: int) -> list[Words]:
+    """After a list of runs: show the newest. After an episode: replay it. After a run: view it in the browser."""
     if a.json or a.html:
         return []
     if newest := getattr(a, "result", None):  # it listed a folder of runs

@@ -120,7 +120,9 @@ def _lines(problems: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]
 def _episodes(
     store: Store, unfinished: Sequence[tuple[str, int]], filters: EpisodeFilters, limit: int
 ) -> Iterable[RenderableType]:
-    """The latest episodes that match, newest last, then the `unfinished` ones with their numbers of calls."""
+    """A table of the latest episodes that match the filters, the newest last, then of the `unfinished` ones, which have
+    calls but no end.
+    """
     filtered = filters != EVERYTHING
     total = store.figures().episode_count(filters)
     ids = store.figures().episode_ids(filters, limit)
@@ -130,7 +132,8 @@ def _episodes(
     if not ids and (filtered or not unfinished):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
-    rewards, texts = store.rewards(ids), exchanges(store, ids)
+    rewards = store.rewards(ids)
+    texts = exchanges(store, ids)
     for id in reversed(ids):
         if exchange := texts.get(id):
             table.below[table.row_count] = exchange_lines(exchange)
@@ -166,7 +169,8 @@ def _short(id: str) -> Text:
 
 def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
     """A run that learns from records: the records, its losses, and the answers left out."""
-    lines, about = run.metrics, facts(run)
+    lines = run.metrics
+    about = facts(run)
     yield Text.assemble(("run ", "bold"), f"{run.path}: recipe {about.recipe}, learns from {recorded.path}")
     steps = f"{about.steps or 0} {'step' if about.steps == '1' else 'steps'}"
     trained_on = f"{plural(sum(line['rows'] for line in lines), 'row')} trained on" if lines else "no figures yet"

@@ -29,10 +29,10 @@ _WORDS = re.compile(r"\s|\S+")
 
 def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False) -> Group:
     """Roles with their parts of these kinds, examples of the values of slots, and the number of calls left out."""
-    wording = Wording(one.part for one in found.parts)
+    wording = Wording(found_part.part for found_part in found.parts)
     calls = sum(role.calls for role in found.roles)
-    head = [found.workflow, plural(calls, "call"), plural(len(found.roles), "role"), ", ".join(found.models)]
-    lines: list[RenderableType] = [Text(" · ".join(filter(None, head)), style="bold")]
+    summary = [found.workflow, plural(calls, "call"), plural(len(found.roles), "role"), ", ".join(found.models)]
+    lines: list[RenderableType] = [Text(" · ".join(filter(None, summary)), style="bold")]
     for role in found.roles:
         lines += ["", *_role(role, found, kinds, wording, full)]
     if found.left_out:
@@ -48,6 +48,10 @@ _ENOUGH = "more than are needed"
 def _role(
     role: FoundRole, found: FoundParts, kinds: Sequence[Kind], wording: Wording, full: bool
 ) -> Iterable[RenderableType]:
+    """The lines of a role: its calls and tasks, its parts of these kinds, and hints at parts that are not shown.
+
+    A part that several roles share is shown below the first of them, and only mentioned at the others.
+    """
     yield Text(role.name, style=f"bold {NAME}").append(
         f"  {plural(role.calls, 'call')} of {plural(role.tasks, 'task')}", style=f"not bold {QUIET}"
     )
@@ -70,6 +74,9 @@ def _role(
 
 
 def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iterable[RenderableType]:
+    """The lines of a part: its name and length, whether it can be edited, its text, and examples of its
+    slots' values.
+    """
     part = found_part.part
     line = Text("  ").append(part.name, style="bold")
     about = [plural(part.now.constant, "character")]
@@ -87,12 +94,14 @@ def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) 
     yield Padding(_template(part.now, wording, full), (0, 0, 0, 4))
     for slot, values in zip(part.old.slots, found_part.examples, strict=True):
         for number, value in enumerate(values):
-            mark = wording.mark(slot) if not number else " " * len(wording.mark(slot))
+            # Only the first example of a slot has its mark; the others are aligned below.
+            mark = wording.mark(slot) if number == 0 else " " * len(wording.mark(slot))
             example = Text("      ").append(mark, style=NAME).append(" ")
             yield example.append(snippet(value, _VALUE) if value.strip() else "(empty)", style=QUIET)
 
 
 def _template(template: Template, wording: Wording, full: bool) -> Text:
+    """The text of a template with marks for its slots. Without `full`, a long text is cut after a few lines."""
     text = Text()
     for piece in template.pieces:
         text.append(piece) if isinstance(piece, str) else text.append(wording.mark(piece), style=NAME)
@@ -153,7 +162,7 @@ def parts_as_json(found: FoundParts) -> dict[str, Any]:
 
 
 def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
-    """The changes of parts: old lines against new ones, with changed words in bold."""
+    """Show the changes of prompt parts as a diff: old lines, then new ones, with changed words in bold."""
     wording = Wording(PromptPart(name="", roles=(), kind="user", old=old, new=new) for _, old, new in pairs)
     lines: list[RenderableType] = []
     for part, old, new in pairs:
@@ -170,21 +179,26 @@ def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
 
 
 def _changed(old: str, new: str) -> Iterable[tuple[str, Text]]:
-    """The lines of a diff, each with its sign. A long run of equal lines is shortened."""
-    a, b = old.splitlines(), new.splitlines()
-    for tag, i, to_i, j, to_j in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+    """The lines of a diff between two texts, each with its sign. Of a long run of equal lines, only the first two and
+    the last are shown.
+    """
+    old_lines = old.splitlines()
+    new_lines = new.splitlines()
+    matcher = SequenceMatcher(None, old_lines, new_lines, autojunk=False)
+    for tag, old_start, old_end, new_start, new_end in matcher.get_opcodes():
         if tag == "equal":
-            equal = a[i:to_i]
+            equal = old_lines[old_start:old_end]
             if len(equal) > 4:
                 equal = [*equal[:2], f"… {plural(len(equal) - 3, 'equal line')}", equal[-1]]
             for line in equal:
                 yield " ", Text(line, style=QUIET)
             continue
-        removed, added = "\n".join(a[i:to_i]), "\n".join(b[j:to_j])
-        if to_i > i:
+        removed = "\n".join(old_lines[old_start:old_end])
+        added = "\n".join(new_lines[new_start:new_end])
+        if old_end > old_start:
             for text in _marked(removed, added, BAD):
                 yield "-", text
-        if to_j > j:
+        if new_end > new_start:
             for text in _marked(added, removed, GOOD):
                 yield "+", text
 

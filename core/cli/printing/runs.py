@@ -18,7 +18,7 @@ _STATE_STYLES = {"finished": GOOD, "under way": "yellow", "recording": "yellow",
 def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
     """A table of the runs, then the path, workflow and date of each, then the verdicts. Closes the runs."""
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
-    places: list[Text] = []
+    sources: list[Text] = []
     verdicts: list[Text] = []
     for run in runs:
         about = facts(run)
@@ -26,12 +26,12 @@ def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
         state = Text(run.state, style=_STATE_STYLES.get(run.state, ""))
         figure = change_text(headline.changes[0]) if headline.changes else ""
         table.add_row(Text(run.name, style=NAME), state, *cells((about.recipe, about.steps, about.episodes, figure)))
-        place = " · ".join(filter(None, (str(run.path), about.workflow, about.created)))
+        source = " · ".join(filter(None, (str(run.path), about.workflow, about.created)))
         # Not wrapped, so that a path can be copied from the terminal.
-        places.append(Text.assemble((run.name, NAME), f": {place}", no_wrap=True, overflow="ignore"))
+        sources.append(Text.assemble((run.name, NAME), f": {source}", no_wrap=True, overflow="ignore"))
         if headline.verdict:
             verdicts.append(Text.assemble((run.name, NAME), f": {headline.verdict}"))
         run.close()
     if verdicts:
         verdicts.insert(0, Text(""))
-    return Group(table, "", *places, *verdicts)
+    return Group(table, "", *sources, *verdicts)

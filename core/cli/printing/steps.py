@@ -45,10 +45,11 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
         curves = grid("curve", "of", "first>", "last>", "steps")
         all_charts = charts([run])
         for chart in all_charts:
-            for place, line in enumerate(chart.series):
+            for series_number, line in enumerate(chart.series):
                 values = [value for value in line.values if value is not None]
-                title = Text(chart.title if place == 0 else "", style="bold")
-                first, last = figure(values[0], chart.percent), figure(values[-1], chart.percent)
+                title = Text(chart.title if series_number == 0 else "", style="bold")
+                first = figure(values[0], chart.percent)
+                last = figure(values[-1], chart.percent)
                 curves.add_row(title, *cells((line.label, first, last)), Text(sparkline(line.values), style=NAME))
         parts: list[RenderableType] = [curves, "", *_steps(run, limit)]
         if explain:
@@ -58,9 +59,10 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
 
 
 def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
+    """A table of the latest `limit` training steps, with the figures that at least one of them has."""
     lines = run.metrics[-limit:]
-    latest = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
-    yield Text(f"{latest}{plural(len(run.metrics), 'step')}\n", style="bold")
+    which = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
+    yield Text(f"{which}{plural(len(run.metrics), 'step')}\n", style="bold")
     columns = _columns(lines)
     any_failed = any(line.get("failed", 0) for line in lines)
     any_left_out = any(sum(line["left_out"].values()) for line in lines)
@@ -71,12 +73,12 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     if any_left_out:
         titles.append("left out")
     table = grid("step>", *(f"{title}>" for title in titles), "seconds>")
-    for place, line in enumerate(lines):
+    for row_number, line in enumerate(lines):
         row: list[Any] = [line["step"] + 1]
         if any_failed:
             row.append(warn(line.get("failed", 0)))
         for title, values in columns.items():
-            value = values[place]
+            value = values[row_number]
             row.append("" if value is None else figure(value, title in _SHARES))
         row.append(line.get("rows", 0))
         if any_left_out:

@@ -19,6 +19,10 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Show how the texts of prompts were changed: between two files, or in one file from the application's own texts.
+
+    Two files are compared part by part. Parts that only the first has are named.
+    """
     from cotune.cli.printing.prompts import shown_diff
     from cotune.prompts.file import read_prompts
 

@@ -25,6 +25,7 @@ EXAMPLE = "cotune prompts edit runs/traced --part writer.system"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune prompts edit`."""
     from cotune.cli.prompts.sources import SOURCE
 
     command.add_argument("source", metavar="PROMPTS", help=SOURCE)
@@ -40,6 +41,9 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Change the text of one part and write the file of prompts. With --app, compare both texts by running the
+    application.
+    """
     from cotune.cli.printing.prompts import shown_diff
     from cotune.cli.prompts.sources import part_named, source
     from cotune.prompts.file import prompts_path, write_prompts
@@ -52,8 +56,12 @@ def run(a: argparse.Namespace) -> int:
     if recorded is not None and file.is_file():
         raise ConfigError("--out", str(file), "exists already", f"Edit it: cotune prompts edit {file} --part ...")
     part = part_named(prompts, a.part)
-    reasons = [found.why for found in recorded.parts if found.part == part] if recorded else []
-    if reason := next(filter(None, reasons), "") or why_not(part.kind, part.old, part.support.tasks):
+    reason = why_not(part.kind, part.old, part.support.tasks)
+    for found_part in recorded.parts if recorded else ():
+        if found_part.part == part and found_part.why:
+            reason = found_part.why  # the records know more than the file: a part may match another part's texts
+            break
+    if reason:
         raise ConfigError("--part", part.name, f"cannot be edited: {reason}", "Record more tasks that differ.")
     before = part.now
     new = part.old if a.undo else _new_text(a, part, prompts)
@@ -62,8 +70,8 @@ def run(a: argparse.Namespace) -> int:
         tell(f"{part.name} is as it was; nothing is written")
         return 0
     changed = msgspec.structs.replace(part, new=None if new == part.old else new)
-    parts = tuple(changed if each is part else each for each in prompts.parts)
-    # The stored evaluation is of the old texts.
+    parts = tuple(changed if other is part else other for other in prompts.parts)
+    # The stored evaluation is of the old texts, so it is dropped.
     after = msgspec.structs.replace(prompts, parts=parts, evaluation={})
     write_prompts(file, after)
     terminal().print(shown_diff([(changed, before, new)]))
@@ -90,7 +98,11 @@ def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path)
 
 
 def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:
-    """The new text, with every slot. Raises ConfigError."""
+    """The new text of a part, with every slot: from --text, or from the user's editor. Raises ConfigError.
+
+    A text that cannot be used is shown to the user, who may edit it again. The draft stays on disk until a text is
+    accepted, so that no work is lost.
+    """
     wording = Wording(prompts.parts)
     old = wording.text(part.now)
     if a.text:
@@ -115,7 +127,11 @@ def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Temp
 
 
 def _read(part: PromptPart, wording: Wording, text: str, old: str, where: str) -> Template:
-    """The template of a text, without the line end that editors add."""
+    """The template of a text that the user wrote. `where` names its file. Raises ConfigError if it is empty or lacks a
+    slot.
+
+    Editors add a line end to a file; it is removed unless the `old` text ended with one.
+    """
     if text.endswith("\n") and not old.endswith("\n"):
         text = text.removesuffix("\n").removesuffix("\r")
     new = wording.template(text)
@@ -135,6 +151,7 @@ def _text_of(path: Path) -> str:
 
 
 def _open_editor(path: Path) -> None:
+    """Open a file in the user's editor (VISUAL, EDITOR, or vi) and wait until it is closed. Raises ConfigError."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     try:
         process = subprocess.run([*shlex.split(editor), str(path)], check=False)

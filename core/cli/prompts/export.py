@@ -21,6 +21,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Write the edited parts of prompts as Markdown pages, for people to read and copy into their application."""
     from cotune.prompts.file import read_prompts
     from cotune.prompts.markdown import pages
     from cotune.storage.whole_file import whole_file

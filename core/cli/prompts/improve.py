@@ -27,6 +27,9 @@ NOT_SHOWN = 3
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune prompts improve`. Fields of ImproveOptions become flags; --set reaches
+    all others.
+    """
     from cotune.cli.prompts.agreement import add_yes
     from cotune.trainer.prompts.options import ImproveOptions
 
@@ -52,6 +55,12 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Search for better texts of prompts, or with --resume continue a search.
+
+    The search pays for calls of models, so it asks before it begins, unless the user set a limit. Orders that a resumed
+    folder holds, such as code to load, must come from the user or be trusted (`check_trusted`). Exit status: 0 if the
+    new texts are better on held-out tasks.
+    """
     tell(f"loading {a.workflow or a.out} ...")
     from cotune.cli.prompts.agreement import agreed
     from cotune.storage.run_code import FOLDER, check_trusted
@@ -62,7 +71,9 @@ def run(a: argparse.Namespace) -> int:
     fields = {**fields_of(a), **settings(a.set)}
     if a.price:
         fields["prices"] = prices(a.price)
-    workflow, tasks, table = a.workflow, a.tasks, {}
+    workflow = a.workflow
+    tasks = a.tasks
+    stored_options = {}
     trusted = False
     if a.resume:
         search = read_search(a.out)
@@ -71,11 +82,13 @@ def run(a: argparse.Namespace) -> int:
             set_by_user.add("workflow")
         orders = orders_of_search(a.out)
         trusted = check_trusted(orders, orders.named.keys() - set_by_user - {FOLDER})
-        workflow, tasks, table = workflow or search.app, tasks or search.tasks, search.options
+        workflow = workflow or search.app
+        tasks = tasks or search.tasks
+        stored_options = search.options
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
-    options = load_options(a.config, fields, table)
+    options = load_options(a.config, fields, stored_options)
     limited = trusted or not LIMITS.isdisjoint(named_options(a.config, fields))
     if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
         tell("nothing is asked")

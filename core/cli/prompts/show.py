@@ -18,6 +18,7 @@ _KINDS = ("system", "user", "assistant", "tool", "format")
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune prompts show`."""
     command.add_argument(
         "source", help=f"run folder, records file or prompts.json; or {APP}, which is recorded in {RECORDED} first"
     )
@@ -36,6 +37,10 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Show the parts of the prompts in a file or in records. An application is run and recorded first.
+
+    Exit status: 1 if no part can be edited.
+    """
     from cotune.cli.printing.prompts import found_of, parts_as_json, shown_parts
     from cotune.cli.prompts.sources import found_in, has_prompts, provenance
     from cotune.prompts.file import read_prompts, write_prompts

@@ -12,6 +12,9 @@ FORMS = ("list", "score", "judge", "sft", "prune", "delete", "copy", "upgrade")
 
 
 def arguments(command: Parser) -> None:
+    """Add the subcommands of `cotune records`: those that list, use, and change a store, in the order of the
+    help page.
+    """
     forms = command.add_subparsers(dest="subcommand", required=True, metavar=" | ".join(FORMS))
     upkeep.add_list(forms)
     for name, module in (("score", score), ("judge", judge), ("sft", sft)):

@@ -16,6 +16,7 @@ EXAMPLE = "cotune records judge runs/r1 --labels labels.jsonl"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune records judge`."""
     text = f"{RECORDS}; with --labels, loads the scorers of the application that it names, or of --app"
     command.add_argument("run", metavar="RUN", help=text)
     command.add_argument(
@@ -35,6 +36,9 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Compare the application's scorers with people's labels, or with --to-label write the file for people to
+    fill in.
+    """
     if (a.labels is None) == (a.to_label is None):
         fault = "is missing" if a.labels is None else "cannot be used with --to-label"
         raise ConfigError("--labels", a.labels, fault, "Pass one of --labels and --to-label.")

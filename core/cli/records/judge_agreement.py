@@ -65,9 +65,13 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
 
 
 def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[float, int]:
-    """Of one group: in how many pairs that people tell apart the rewards prefer the same member (a tie counts as a
-    half), and how many such pairs there are."""
-    alike, pairs = 0.0, 0
+    """Compare the order of one group's members by people's labels and by the scorer's rewards, pair by pair.
+
+    Returns in how many pairs both prefer the same member, and the number of pairs. Equal rewards count as half a pair.
+    Pairs with equal labels are left out: people have no preference there.
+    """
+    alike = 0.0
+    pairs = 0
     for first, second in combinations(range(len(labels)), 2):
         people = labels[first] - labels[second]
         judge = rewards[first] - rewards[second]
@@ -123,8 +127,14 @@ def _compare(
     scores: Mapping[str, Scored | WorkflowError],
     source: str,
 ) -> Agreement:
+    """Compare labels and rewards within each group, and add up the pairs. `source` is the file of labels, for errors.
+
+    Members without a reward and groups of one are counted by reason. Raises ConfigError if no pair is left.
+    """
     left_out: Counter[str] = Counter()
-    compared, alike, pairs = 0, 0.0, 0
+    compared_groups = 0
+    alike = 0.0
+    pairs = 0
     for members in groups:
         rewarded: dict[str, float] = {}
         for member in members:
@@ -135,8 +145,8 @@ def _compare(
                 rewarded[member] = sum(score.rewards.values())
         if len(members) < 2:
             left_out["alone in its group"] += 1
-        alike_here, pairs_here = count_pairs([label_of[one] for one in rewarded], list(rewarded.values()))
-        compared += pairs_here > 0
+        alike_here, pairs_here = count_pairs([label_of[member] for member in rewarded], list(rewarded.values()))
+        compared_groups += pairs_here > 0
         alike += alike_here
         pairs += pairs_here
     if not pairs:
@@ -144,4 +154,4 @@ def _compare(
         need = "a call needs two candidates, or a task two episodes, with different labels"
         fault = f"leaves nothing to compare: {need} ({why})"
         raise ConfigError("labels", source, fault, EXAMPLE)
-    return Agreement(groups=compared, pairs=pairs, alike=alike, left_out=dict(left_out))
+    return Agreement(groups=compared_groups, pairs=pairs, alike=alike, left_out=dict(left_out))

@@ -27,6 +27,7 @@ EXAMPLE = "cotune records score runs/traced app:solve --write"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune records score`."""
     command.add_argument("run", metavar="RUN", help=RECORDS)
     command.add_argument("workflow", help=APP)
     command.add_argument("--role", help="calls of this role only, and no episodes")
@@ -39,6 +40,12 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Score recorded candidates and episodes again with the workflow's present scorers, and compare with the old
+    rewards.
+
+    Nothing is stored without --write. Groups that were trained on keep their rewards, so that figures of training stay
+    true.
+    """
     flow = load_workflow(a.workflow)
     if not flow.scorers and flow.episode_judge is None:
         remedy = f"Add @{flow.name}.scorer(role) or @{flow.name}.judge."
@@ -54,7 +61,8 @@ def run(a: argparse.Namespace) -> int:
     with open_store(a.run, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, role=a.role, write=a.write))
         store.flush()
-        refused, lost = store.health.refused, store.health.lost
+        refused = store.health.refused
+        lost = store.health.lost
     terminal().print(_table(rescored))
     if refused:
         tell(f"{plural(refused, 'reward')} of groups that were trained on stay as they were")
@@ -67,6 +75,9 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _table(rescored: Rescoring) -> Group:
+    """A table with a row for each role: its candidates and rewards before and now, and in how many groups another
+    candidate is the best. Below it, the most common errors and roles without a scorer.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -76,8 +87,8 @@ def _table(rescored: Rescoring) -> Group:
         table.add_row(role, *numbers, _means(counts.before, counts.had), _means(counts.after, counts.have))
     lines = [f"{count} x {text}" for text, count in rescored.errors.most_common(5)]
     if rescored.without_scorer:
-        calls_of = sorted(rescored.without_scorer.items())
-        roles = ", ".join(f"{role} ({plural(count, 'call')})" for role, count in calls_of)
+        calls_by_role = sorted(rescored.without_scorer.items())
+        roles = ", ".join(f"{role} ({plural(count, 'call')})" for role, count in calls_by_role)
         lines.append(f"no scorer: {roles}")
     return Group(table, *map(Text, lines))
 

@@ -13,6 +13,7 @@ EXAMPLE = "cotune records sft runs/r1 --out sft.jsonl --role writer --min-reward
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune records sft`."""
     command.add_argument("run", metavar="RUN", help=RECORDS)
     command.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
     command.add_argument("--role", help="calls of this role only")
@@ -30,6 +31,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Write recorded answers as a data set for supervised fine-tuning. Exit status: 1 if no answer could be used."""
     from cotune.reading.sft_export import write_supervised
     from cotune.storage.open_store import open_store
 

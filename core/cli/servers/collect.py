@@ -13,6 +13,7 @@ EXTRA = "collect"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune collect`."""
     from cotune.integrations.web.http.limits import BodyLimits
 
     command.add_argument(
@@ -29,6 +30,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Start the collector: a server that stores the records which applications send."""
     from cotune.integrations.collect.apps import Apps, read_tokens
     from cotune.integrations.collect.server import collect
     from cotune.integrations.web.http.limits import BodyLimits

@@ -13,6 +13,7 @@ EXTRA = "gateway"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune gateway`."""
     from cotune.integrations.web.http.limits import Limits
 
     command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
@@ -59,6 +60,10 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Start the gateway: a proxy for model providers that records the calls which pass through it.
+
+    Keys of providers come from the environment only, because arguments of a process are visible to other users.
+    """
     from cotune.episodes.workflows import load_roles
     from cotune.integrations.web.gateway.server import serve
     from cotune.integrations.web.gateway.settings import GatewayConfig, Split

@@ -23,6 +23,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
+    """Add the arguments of `cotune serve`."""
     from cotune.integrations.web.http.limits import BodyLimits
 
     command.add_argument("source", metavar="DIR", help="export, or model: folder, GGUF file or Hugging Face id")
@@ -53,6 +54,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Serve an export or a run with OpenAI's API, a model name for each role."""
     tell(f"loading {a.source} ...")
     from cotune.adapters.serving import serve
     from cotune.recording.redaction import load_redactor

@@ -25,6 +25,7 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    """Start the viewer: pages about runs, for the browser."""
     from cotune.integrations.web.viewer.server import view
     from cotune.integrations.web.viewer.viewer import KnownField
 
@@ -43,15 +44,20 @@ def documented_fields() -> Iterator[tuple[str, str, str]]:
 
 
 def _fields(table: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Name (with `prefix`), default and documentation of each field of a table of the configuration, then of its
+    tables.
+
+    The order of the reference: required fields first, and nested tables after the plain fields.
+    """
     texts = documentation(table)
-    inner: list[tuple[str, type[msgspec.Struct]]] = []
+    nested_tables: list[tuple[str, type[msgspec.Struct]]] = []
     for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            inner.append((f"{prefix}{field.encode_name}.", field.type))
+            nested_tables.append((f"{prefix}{field.encode_name}.", field.type))
             continue
-        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        value = None if value is msgspec.NODEFAULT else value
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        value = None if default is msgspec.NODEFAULT else default  # a required field has no default
         text = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
         yield prefix + field.encode_name, text or "–", texts.get(field.name, "")
-    for name, kind in inner:
-        yield from _fields(kind, name)
+    for nested_prefix, nested_table in nested_tables:
+        yield from _fields(nested_table, nested_prefix)

@@ -191,7 +191,8 @@ class Transactions:
                 stored[row[0], row[1]] = list(row)
         for new in rows:
             name = (new[0], new[1])
-            older, newer = latest.get(name) or stored.get(name), new
+            older = latest.get(name) or stored.get(name)
+            newer = new
             if older is not None and newer[time] < older[time]:
                 older, newer = newer, older
             if older is not None and older[time] != newer[time]:
@@ -202,13 +203,18 @@ class Transactions:
         return [row for name, row in latest.items() if row != stored.get(name)]
 
     def _admit(self, rows: list[list[Any]]) -> list[list[Any]]:
-        """Rows of rewards, or of their texts, whose group has not been consumed. `consumed` may name the target itself,
-        or the call if the target is a candidate."""
-        names: set[str] = set()
-        for row in rows:
-            names.update((row[0], row[0].rpartition(".")[0]))
+        """The rows of rewards, or of their texts, that may still be stored: their group has not been trained on.
+
+        The table `consumed` names what was trained on: the target itself, or the call if the target is one of its
+        candidates.
+        """
+        names_of_rows: list[set[str]] = []
+        for target, *_ in rows:
+            call, _, _ = target.rpartition(".")
+            names_of_rows.append({target, call})
+        names = set().union(*names_of_rows)
         closed = {name for (name,) in among(self._db.execute, "SELECT target FROM consumed", "target", names)}
-        return [row for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed]
+        return [row for row, own_names in zip(rows, names_of_rows, strict=True) if closed.isdisjoint(own_names)]
 
     def release(self, step: int) -> None:
         """Forget which groups this training step and later ones have consumed."""

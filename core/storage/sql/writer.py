@@ -268,8 +268,10 @@ class Writer:
         self._forked = self._closing = True
 
     def _refusal(self, full: bool = True) -> str | None:
-        """The reason why nothing can be queued, after one wait for room; None if there is room. With `full` False, a
-        full queue is no reason: an act may overfill it."""
+        """The reason why a record cannot be queued now; None if it can. A full queue is waited for once.
+
+        With `full` False, a full queue is no reason: an act (a change of the store) may overfill it.
+        """
         if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
             has_room = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
             self._stalled = not has_room

@@ -12,7 +12,7 @@ from cotune.integrations.apps.openai.completions import grow, number, sent
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
-from cotune.prompts.chat_texts import Said, each, map_format, map_message
+from cotune.prompts.chat_texts import ReplaceText, each, map_format, map_message
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Usage
@@ -74,13 +74,14 @@ def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 
 
 def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The three events of one content block: its start without content, one delta with all of it, and its stop."""
+    """The events of a stream for one content block: start, one delta with the whole content, and stop."""
     kind = block["type"]
     if kind == "tool_use":
         empty: dict[str, Any] = {"input": {}}
         delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
     else:
-        empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        empty = {kind: ""}
+        delta = {"type": f"{kind}_delta", kind: block[kind]}
     yield {"type": "content_block_start", "content_block": {**block, **empty}}
     yield {"type": "content_block_delta", "delta": delta}
     yield {"type": "content_block_stop"}
@@ -123,7 +124,8 @@ class MessageStream:
         elif kind == "content_block_start":
             self._blocks[number(event, "index")] = dict(event["content_block"])
         elif kind == "content_block_delta":
-            index, delta = number(event, "index"), event["delta"]
+            index = number(event, "index")
+            delta = event["delta"]
             if index not in self._blocks and delta.get("type") in _GROWING:
                 # Some servers leave out the event that announces a text, and clients accept that.
                 text_field = _GROWING[delta["type"]]
@@ -158,8 +160,10 @@ class MessageStream:
             block = dict(self._blocks[index])
             partial = block.pop("partial", None)
             content.append({**block, "input": partial} if partial else block)
-        ended = {} if whole or self._message.get("stop_reason") else {"stop_reason": "interrupted"}
-        return {**self._message, "content": content, **ended}
+        message = {**self._message, "content": content}
+        if not whole and not message.get("stop_reason"):
+            message["stop_reason"] = "interrupted"
+        return message
 
 
 def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
@@ -228,7 +232,7 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     return body, " and ".join(reasons)
 
 
-def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
     """A request with its edited prompts; the same object if nothing changes.
 
     The blocks of a system text are recorded as one text, but stay blocks here: unchanged blocks keep their place in the
@@ -237,26 +241,26 @@ def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
     changed: dict[str, Any] = {}
     system = asked.get("system")
     if isinstance(system, str) and system:
-        new = said("system", "", system)
+        new = replace_text("system", "", system)
         if new is not None:
             changed["system"] = new
     elif system:
-        blocks = edited_blocks(system, "system", said, "")
+        blocks = edited_blocks(system, "system", replace_text, "")
         if blocks is not system:
             changed["system"] = blocks
     messages = asked.get("messages") or ()
-    edited_messages = each(messages, lambda message: map_message(message, said))
+    edited_messages = each(messages, lambda message: map_message(message, replace_text))
     if edited_messages is not messages:
         changed["messages"] = edited_messages
     if tools := asked.get("tools"):
-        new_tools = edited_tools(tools, said, _tool, "description", "input_schema")
+        new_tools = edited_tools(tools, replace_text, _tool, "description", "input_schema")
         if new_tools is not tools:
             changed["tools"] = new_tools
     output = asked.get("output_config") or {}
     for name, holder in (("output_config", output), ("output_format", {"format": asked.get("output_format")})):
         if form := holder.get("format"):
             named = {"name": "output", "schema": form.get("schema")}
-            if (new := map_format(named, said)) is not named:
+            if (new := map_format(named, replace_text)) is not named:
                 form = {**form, "schema": new["schema"]}
                 changed[name] = {**holder, "format": form} if name == "output_config" else form
     return {**asked, **changed} if changed else asked
@@ -367,7 +371,9 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as a chat function. A tool that the provider runs stays as it is, and `hosted_tools` reports it."""
+    """A tool in the form of a chat function. A tool that runs at the provider is unchanged, and `hosted_tools` reports
+    it.
+    """
     if tool.get("type") not in _PLAIN_TOOL:
         return dict(tool)
     function = {

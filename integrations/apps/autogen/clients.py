@@ -65,8 +65,10 @@ class Lineage:
                 del self._outputs[next(iter(self._outputs))]
 
     def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
-        """Outputs that LLM messages contain. If several answers are equal, the newest ones are taken, as many as there
-        are in the messages."""
+        """The earlier outputs that the messages of a request contain. They are the calls whose answers this call reads.
+
+        If several outputs are equal, the newest count, as many as occur in the messages.
+        """
         counts: Counter[Any] = Counter()
         for message in messages:
             counts.update(_keys_of(message))
@@ -138,7 +140,7 @@ class ClientAttribute:
     """The attribute `_model_client`. It is read as a proxy inside an episode; the object stores the client itself."""
 
     def __get__(self, owner: Any, cls: type) -> Any:
-        """The client itself outside an episode, and a proxy that names `owner` as the caller inside one."""
+        """Return the client, or inside an episode a proxy that makes `owner` the caller of its calls."""
         if owner is None:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute '_model_client'")
         attributes = vars(owner)

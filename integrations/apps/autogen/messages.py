@@ -18,7 +18,7 @@ from autogen_core.models import (
 from cotune.integrations.apps.clients import json_schema
 from cotune.integrations.apps.edited import edited_blocks
 from cotune.json_values import plain_json
-from cotune.prompts.chat_texts import Kind, Said, map_tool
+from cotune.prompts.chat_texts import Kind, ReplaceText, map_tool
 from cotune.records.answers import Answer, counts
 from cotune.records.structs import Candidate
 
@@ -27,7 +27,8 @@ _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter
 
 def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model client's method as the body of a chat request."""
-    choice, form = options.get("tool_choice", "auto"), options.get("json_output") or None
+    choice = options.get("tool_choice", "auto")
+    form = options.get("json_output") or None
     if not isinstance(choice, str):
         choice = {"type": "function", "function": {"name": choice.name}}
     if form is not None:
@@ -51,26 +52,26 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
     return {key: plain_json(value) for key, value in body.items() if value is not None}
 
 
-def edited_message(message: Any, said: Said) -> Any:
+def edited_message(message: Any, replace_text: ReplaceText) -> Any:
     """The message, or a copy of it with edited texts."""
     kind: Kind = "system" if isinstance(message, SystemMessage) else "user"
     if not isinstance(message, SystemMessage | UserMessage):
         return message
     content: Any = message.content
     if isinstance(content, str):
-        new: Any = said(kind, "", content)
+        new: Any = replace_text(kind, "", content)
     else:
-        blocks = edited_blocks(content, kind, said, None)
+        blocks = edited_blocks(content, kind, replace_text, None)
         new = None if blocks is content else blocks
     return message if new is None else message.model_copy(update={"content": new})
 
 
-def edited_tools(tools: Sequence[Any], said: Said) -> list[Any]:
+def edited_tools(tools: Sequence[Any], replace_text: ReplaceText) -> list[Any]:
     """The tools. A tool with edited texts is replaced by its schema."""
     edited = []
     for tool in tools:
         schema = tool if isinstance(tool, Mapping) else tool.schema
-        new = map_tool(schema, said)
+        new = map_tool(schema, replace_text)
         edited.append(tool if new is schema else new)
     return edited
 

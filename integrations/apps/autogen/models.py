@@ -23,7 +23,7 @@ from cotune.integrations.apps.autogen.messages import (
 )
 from cotune.integrations.apps.clients import Arguments, Client
 from cotune.integrations.apps.patching import cache_left_aside, each_subclass, replace_method
-from cotune.prompts.chat_texts import Said
+from cotune.prompts.chat_texts import ReplaceText
 from cotune.recording.context import current_episode
 from cotune.recording.model_calls import answer
 from cotune.recording.recorder import LiveCall
@@ -102,10 +102,10 @@ def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer
     return None if token is None else token.link_future(asyncio.ensure_future(answer(call)))
 
 
-def _edited(said: Said, client: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+def _edited(replace_text: ReplaceText, client: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
     if options.get("tools"):
-        options["tools"] = edited_tools(options["tools"], said)
-    return (client, [edited_message(message, said) for message in messages], *args), options
+        options["tools"] = edited_tools(options["tools"], replace_text)
+    return (client, [edited_message(message, replace_text) for message in messages], *args), options
 
 
 _CLIENT = Client(

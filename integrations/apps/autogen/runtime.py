@@ -94,6 +94,7 @@ def _on_message(original: Any) -> Any:
     """Wrap the method that receives a message: the agent runs in the episode and scope of that message."""
 
     async def on_message(self: Any, message: Any, ctx: Any) -> Any:
+        """Handle a message inside the role of its agent, and inside the episode that sent it."""
         # The members of a team have the team's id as their key.
         team = at_work.teams.get(self.id.key)
         if team is not None:
@@ -151,7 +152,9 @@ def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:
 def _has_returned(
     episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: dict[str, Any]
 ) -> None:
-    """Remember that a tool's result comes from the last call of the agents that ran in it."""
+    """Remember that the result of a tool comes from the last call of the agents that ran inside the tool. A call that
+    reads the result then has this call as its parent.
+    """
     call_id = options.get("call_id") or (args[2] if len(args) > 2 else None)
     if call_id and scope.last_output:
         lineage_of(episode).answered(call_id, scope.last_output)

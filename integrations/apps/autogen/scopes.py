@@ -111,7 +111,10 @@ def in_scope(
     """
 
     def wrapper(original: Any) -> Any:
+        """Hook a method that runs an agent or a team: its calls get the role, and its results are reported."""
+
         def run(self: Any, *args: Any, **options: Any) -> Any:
+            """Run the agent or team inside its scope. Outside of an episode, nothing changes."""
             episode = current_episode.get()
             # The call only creates the coroutine or the generator: its code runs later, inside the scope.
             work = original(self, *args, **options)

@@ -32,7 +32,9 @@ def install() -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """A function that runs a team or an agent on a task, each time a copy of it; None for any other object."""
+    """A function that runs a team or an agent on a task, or None for another object. Each run gets a copy, as teams
+    keep the messages of earlier runs.
+    """
     if not isinstance(app, ChatAgent | Team):
         return None
 

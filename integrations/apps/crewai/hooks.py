@@ -121,6 +121,9 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
     names = [name for name in inspect.signature(original).parameters if name != "self"]
 
     def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
+        """The context in which a method of CrewAI runs: the role of its agent or step; None if it belongs to
+        no role.
+        """
         # `strict=False`: the call may leave out parameters with defaults.
         scope = scope_of(self, {**dict(zip(names, args, strict=False)), **kwargs})
         episode = current_episode.get()

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from cotune.integrations.apps.clients import json_schema
 from cotune.json_values import plain_json
-from cotune.prompts.chat_texts import Said, map_message, map_tool
+from cotune.prompts.chat_texts import ReplaceText, map_message, map_tool
 from cotune.records.answers import MALFORMED, Answer
 from cotune.records.structs import Candidate, Usage
 
@@ -19,13 +19,17 @@ _OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "
 
 
 def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model's `call` as the body of a chat request."""
+    """The chat request that a call of CrewAI's `LLM` stands for, in OpenAI's form. `asked` are the arguments of the
+    call.
+
+    Options of the model object are parameters of the request, because they apply to every call.
+    """
     messages = asked.get("messages") or []
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     chat_messages = []
     for message in messages:
-        chat_messages.append({part: plain_json(message[part]) for part in _PARTS if message.get(part) is not None})
+        chat_messages.append({field: plain_json(message[field]) for field in _PARTS if message.get(field) is not None})
     body = {
         "model": model.model,
         "messages": chat_messages,
@@ -38,14 +42,19 @@ def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-def edited_arguments(asked: Mapping[str, Any], said: Said) -> dict[str, Any]:
-    """The arguments of a model's `call` with edited prompts."""
-    messages, tools = asked.get("messages") or [], asked.get("tools")
+def edited_arguments(asked: Mapping[str, Any], replace_text: ReplaceText) -> dict[str, Any]:
+    """The arguments of a call of CrewAI's `LLM` with edited prompts. Its messages may also be a single text: the
+    user's.
+    """
+    messages = asked.get("messages") or []
+    tools = asked.get("tools")
     if isinstance(messages, str):
-        new = said("user", "", messages)
+        new = replace_text("user", "", messages)
         return {**asked, "messages": messages if new is None else new}
-    changed = {**asked, "messages": [map_message(message, said) for message in messages]}
-    return {**changed, "tools": [map_tool(tool, said) for tool in tools]} if tools else changed
+    changed = {**asked, "messages": [map_message(message, replace_text) for message in messages]}
+    if tools:
+        changed["tools"] = [map_tool(tool, replace_text) for tool in tools]
+    return changed
 
 
 def answer_of(value: Any) -> Answer:
@@ -83,8 +92,8 @@ def returned(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
     elif candidate.tool_calls:
         return [dict(tool) for tool in candidate.tool_calls]
     text = candidate.message.get("content") or ""
-    wanted = asked.get("response_model")
-    return model._validate_structured_output(text, wanted) if wanted is not None else text
+    response_model = asked.get("response_model")
+    return model._validate_structured_output(text, response_model) if response_model is not None else text
 
 
 def _run_tool(model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
@@ -114,7 +123,8 @@ def _tool_call(index: int, value: Any) -> dict[str, Any]:
         # Providers have different names for this field.
         arguments = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
     else:
-        name, arguments = function.name, function.arguments
+        name = function.name
+        arguments = function.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps(plain_json(arguments or {}))
     return {

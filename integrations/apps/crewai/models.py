@@ -16,7 +16,7 @@ from cotune.integrations.apps.clients import Arguments, Client
 from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, returned
 from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling_model, outside_call, part_scope
 from cotune.integrations.apps.patching import each_subclass, inside, replace_method
-from cotune.prompts.chat_texts import Said
+from cotune.prompts.chat_texts import ReplaceText
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
 from cotune.runtime.user_code import setting
 
@@ -51,8 +51,8 @@ def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None
     return request_of(model, _asked(args, options))
 
 
-def _edited(said: Said, model: Any, /, *args: Any, **options: Any) -> Arguments:
-    edited = edited_arguments(_asked(args, options), said)
+def _edited(replace_text: ReplaceText, model: Any, /, *args: Any, **options: Any) -> Arguments:
+    edited = edited_arguments(_asked(args, options), replace_text)
     # Positional arguments stay positional: a class may name its parameters differently.
     positional = [edited.pop(name) for name in _ARGUMENTS[: len(args)]]
     return (model, *positional, *args[len(positional) :]), edited

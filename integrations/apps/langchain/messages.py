@@ -15,7 +15,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from cotune.errors import error_text
 from cotune.integrations.apps.edited import edited_blocks, edited_tools
 from cotune.json_values import plain_json
-from cotune.prompts.chat_texts import Kind, Said, map_format, map_tool
+from cotune.prompts.chat_texts import Kind, ReplaceText, map_format, map_tool
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
@@ -41,35 +41,35 @@ def request_of(
     return {key: value for key, value in body.items() if value is not None}
 
 
-def edited_message(message: Any, said: Said) -> Any:
+def edited_message(message: Any, replace_text: ReplaceText) -> Any:
     """The message, or a copy of it with edited texts."""
     kind = _KINDS.get(message.role if message.type == "chat" else message.type)
     if kind is None:
         return message
     content = message.content
     if isinstance(content, str):
-        new = said(kind, "", content)
+        new = replace_text(kind, "", content)
     else:
-        blocks = edited_blocks(content, kind, said, "\n")
+        blocks = edited_blocks(content, kind, replace_text, "\n")
         new = None if blocks is content else blocks
     return message if new is None else message.model_copy(update={"content": new})
 
 
-def edited_options(options: Mapping[str, Any], said: Said) -> dict[str, Any]:
+def edited_options(options: Mapping[str, Any], replace_text: ReplaceText) -> dict[str, Any]:
     """The options of a model's method with edited texts of tools and response format."""
     changed = dict(options)
     if tools := options.get("tools"):
-        changed["tools"] = [_edited_tool(tool, said) for tool in tools]
+        changed["tools"] = [_edited_tool(tool, replace_text) for tool in tools]
     if (form := options.get("response_format")) is not None:
-        changed["response_format"] = map_format(form, said)
+        changed["response_format"] = map_format(form, replace_text)
     return changed
 
 
-def _edited_tool(tool: Any, said: Said) -> Any:
+def _edited_tool(tool: Any, replace_text: ReplaceText) -> Any:
     if isinstance(tool, Mapping) and "input_schema" in tool:
-        return edited_tools([tool], said, _tool, "description", "input_schema")[0]
+        return edited_tools([tool], replace_text, _tool, "description", "input_schema")[0]
     openai_tool = tool if isinstance(tool, Mapping) else _tool(tool)
-    edited = map_tool(openai_tool, said)
+    edited = map_tool(openai_tool, replace_text)
     return tool if edited is openai_tool else edited
 
 
@@ -139,7 +139,8 @@ def _candidate(index: int, generation: Any) -> Candidate:
     """One answer of a model as a candidate. An answer that LangChain cannot convert is marked as malformed."""
     answer = generation.message
     try:
-        message, text = plain_json(convert_to_openai_messages(answer)), str(answer.text)
+        message = plain_json(convert_to_openai_messages(answer))
+        text = str(answer.text)
     except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
         text = answer.content if isinstance(getattr(answer, "content", None), str) else ""
         message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {answer!r}"}}
@@ -156,7 +157,8 @@ def _candidate(index: int, generation: Any) -> Candidate:
 
 def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
     """The fields that a message and a chunk have in common."""
-    prompt_tokens, written_tokens = answer.usage.prompt_tokens, len(candidate.token_ids)
+    prompt_tokens = answer.usage.prompt_tokens
+    written_tokens = len(candidate.token_ids)
     additional = {}
     for name, value in candidate.message.items():
         if name not in ("role", "content", "tool_calls") and value is not None:

@@ -20,7 +20,7 @@ from cotune.integrations.apps.langchain.messages import (
     result_of,
 )
 from cotune.integrations.apps.patching import each_subclass
-from cotune.prompts.chat_texts import Said
+from cotune.prompts.chat_texts import ReplaceText
 from cotune.records.answers import Answer
 
 
@@ -44,8 +44,10 @@ def _begun(chunks: list[Any]) -> Answer | None:
     return msgspec.structs.replace(answer, candidates=tuple(cut))
 
 
-def _edited(said: Said, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
-    return (model, [edited_message(message, said) for message in messages], *args), edited_options(options, said)
+def _edited(replace_text: ReplaceText, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+    return (model, [edited_message(message, replace_text) for message in messages], *args), edited_options(
+        options, replace_text
+    )
 
 
 _CLIENT = Client(

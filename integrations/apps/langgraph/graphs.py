@@ -29,7 +29,8 @@ def install() -> None:
     from langgraph.pregel.main import Pregel
 
     require_hooks("langgraph", Pregel, "stream", "astream")
-    stream, astream = Pregel.stream, Pregel.astream
+    stream = Pregel.stream
+    astream = Pregel.astream
 
     @functools.wraps(stream)
     def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
@@ -45,7 +46,8 @@ def install() -> None:
         parts = astream(self, input, config, **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
-    Pregel.stream, Pregel.astream = named_stream, named_astream
+    Pregel.stream = named_stream
+    Pregel.astream = named_astream
     for name in _OF_THREADS:
         if (original := getattr(Pregel, name, None)) is not None:
             setattr(Pregel, name, _in_branch_thread(original))
@@ -75,7 +77,11 @@ class _Astarted(AsyncGenerator[Any, Any]):
         return self._parts.__anext__() if self._graph is None else self._first()
 
     async def _first(self) -> Any:
-        graph, self._graph = self._graph, None
+        """The first part of the stream. The graph starts its run with it, so this is when the run learns which graph it
+        is.
+        """
+        graph = self._graph
+        self._graph = None
         starts(graph)
         try:
             return await self._parts.__anext__()
@@ -108,7 +114,8 @@ def _branch_config(graph: Any, config: Any) -> Any:
 
 def _watch_thread(graph: Any, config: Any) -> None:
     """Warn of episodes that share a thread: each would read the messages of the others."""
-    live, saver = current_episode.get(), graph.checkpointer
+    live = current_episode.get()
+    saver = graph.checkpointer
     if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
         return
     if was_used_by_another(saver, live.id, _thread(graph, config)):

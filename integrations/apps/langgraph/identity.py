@@ -88,6 +88,9 @@ def _observed_start(original: Any, observe: Observer) -> Any:
     """Wrap a method that starts a run, or one for each prompt of a chat model. `observe` is called after it."""
 
     def started(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Observe the runs that a callback manager has started. An error here is counted and never reaches the
+        application.
+        """
         episode = current_episode.get()
         if episode is None:
             return result
@@ -116,6 +119,7 @@ def _observed_end(original: Any, observe: Observer) -> Any:
     """Wrap a method that ends a run. `observe` is called before it, also if no handler is notified of the end."""
 
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
+        """Observe the end of a run, then do what the original method does."""
         episode = current_episode.get()
         if episode is not None:
             try:
@@ -235,14 +239,16 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     if scope is not None:
         # A scope belongs to another framework, such as a crew's agent. It names the caller if it was entered inside
         # the node that the model runs in. If the node was entered later, the node is closer to the call.
-        here, model_node = _node_scope(), _node_of(model_run)
+        here = _node_scope()
+        model_node = _node_of(model_run)
         node_here = here.scope_id if here else None
         if node_here == model_node and model_node in (None, scope.found):
             caller = scope.caller()
     if caller is None:
         role, nameless_agent = named(model_run)
         caller = CallerContext(role, NAME, state=model_run.state, nameless=nameless_agent)
-    caller.read, caller.output = (*caller.read, *read), f"lc_run--{run.run_id}"
+    caller.read = (*caller.read, *read)
+    caller.output = f"lc_run--{run.run_id}"
     caller.thread = _thread(var_child_runnable_config.get())
     runs.callers[run.run_id.int] = caller
     current_caller.set(caller)

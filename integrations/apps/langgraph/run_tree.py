@@ -43,7 +43,8 @@ class GraphRun(msgspec.Struct):
         cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], inputs: Any, middleware: Any = None
     ) -> GraphRun:
         """The first run in a namespace is a node. Any other is a graph or a runnable of another kind."""
-        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
+        space = metadata.get(_SPACE) or ""
+        agent = metadata.get("lc_agent_name")
         node = metadata.get("langgraph_node")
         if space and parent is None:
             parent = _from_namespace(space, agent, whole=name != node)
@@ -55,14 +56,18 @@ class GraphRun(msgspec.Struct):
     def tool(
         cls, parent: GraphRun | None, name: str | None, metadata: Mapping[str, Any], middleware: Any = None
     ) -> GraphRun:
-        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
+        space = metadata.get(_SPACE) or ""
+        agent = metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         return cls(parent, "tool", name or "tool", space, agent, None, getattr(parent, "state", None), middleware)
 
     @classmethod
     def model(cls, parent: GraphRun | None, metadata: Mapping[str, Any], middleware: Any = None) -> GraphRun:
-        """A model call. The metadata name its node if the node is the model itself, or if the runs are unknown."""
-        space, agent = metadata.get(_SPACE) or "", metadata.get("lc_agent_name")
+        """A run of a model. The metadata name its node if the model is the node, or if the enclosing runs
+        are unknown.
+        """
+        space = metadata.get(_SPACE) or ""
+        agent = metadata.get("lc_agent_name")
         parent = parent or _from_namespace(space, agent)
         if space and parent is not None and parent.space != space:
             parent = cls(parent, "node", str(metadata.get("langgraph_node") or ""), space, agent)
@@ -179,7 +184,7 @@ def router_words(graph: Any) -> Iterator[str]:
 
 
 def _words(constant: Any) -> Iterator[str]:
-    """Short texts in code, or in a constant of it."""
+    """Short texts among the constants of a code object, also of the functions inside it."""
     constants = constant.co_consts if isinstance(constant, CodeType) else constant
     if isinstance(constants, tuple | frozenset):
         for inner in sorted(constants, key=str):
@@ -199,14 +204,15 @@ def _node(run: GraphRun, name: str) -> GraphRun:
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
-    """Nodes whose runs are unknown because the application replaced its callbacks, from their namespace.
+    """The runs of nodes around a call, read from its namespace, for an application that replaced its callbacks so that
+    its runs are unknown.
 
     A namespace is `node:id|node:id`, with numbers for parallel graphs of one node. Without `whole`, the innermost node
     is left out.
     """
-    parts = space.split("|") if space else []
+    nodes = space.split("|") if space else []
     run: GraphRun | None = None
-    for end in range(1, len(parts) + whole):
-        if not parts[end - 1].isdigit():
-            run = GraphRun(run, "node", parts[end - 1].partition(":")[0], "|".join(parts[:end]), agent)
+    for end in range(1, len(nodes) + whole):
+        if not nodes[end - 1].isdigit():
+            run = GraphRun(run, "node", nodes[end - 1].partition(":")[0], "|".join(nodes[:end]), agent)
     return run

@@ -88,7 +88,9 @@ def _get_model(original: Any) -> Any:
 
     @functools.wraps(original)
     def get_model(agent: Any, *args: Any, **options: Any) -> Any:
-        model, episode = original(agent, *args, **options), current_episode.get()
+        """The model of an agent, wrapped so that its calls get the role of the agent."""
+        model = original(agent, *args, **options)
+        episode = current_episode.get()
         if episode is None:
             return model
         if episode.parts is not None:

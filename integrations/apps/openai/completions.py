@@ -24,7 +24,10 @@ def sent(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """The request, and a text that names its features that only a provider can serve; empty if a policy can."""
+    """The request, and a text that names those of its features that only a provider can serve, not a policy of the run.
+
+    The text is empty if a policy can serve the request.
+    """
     reasons = []
     if tools := asked.get("tools"):
         kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
@@ -43,7 +46,8 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
 
     It has the model name of the request. Raises SamplerError if there are fewer candidates than `n`.
     """
-    params, count = call.params, int(call.params.get("n") or 1)
+    params = call.params
+    count = int(params.get("n") or 1)
     if len(answer.candidates) < count:
         raise SamplerError(
             f"The application asked for n = {count} choices and {len(answer.candidates)} were sampled.",
@@ -51,9 +55,9 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
         )
     choices: list[dict[str, Any]] = []
     written = 0
-    first = answer.candidates[answer.chosen]
+    chosen = answer.candidates[answer.chosen]
     others = answer.candidates[: answer.chosen] + answer.candidates[answer.chosen + 1 :]
-    for candidate in (first, *others)[:count]:
+    for candidate in (chosen, *others)[:count]:
         message = {"role": "assistant", "content": None, **candidate.message}
         reason = candidate.finish_reason
         choice = {"index": len(choices), "message": message, "finish_reason": reason, "logprobs": None}
@@ -64,7 +68,8 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
         choices.append(choice)
         written += len(candidate.token_ids)
     # The application pays for the choices that it gets.
-    prompt, written = answer.usage.prompt_tokens, written or answer.usage.completion_tokens
+    prompt = answer.usage.prompt_tokens
+    written = written or answer.usage.completion_tokens
     completion = {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
@@ -148,11 +153,14 @@ def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a stream for one choice: the role, then the content, then each tool call, then the finish reason."""
-    index, message = choice["index"], choice["message"]
+    index = choice["index"]
+    message = choice["message"]
     first = {"role": "assistant", "content": "" if message.get("content") is not None else None}
     yield {"index": index, "delta": first, "finish_reason": None}
-    fields = {k: v for k, v in message.items() if k not in ("role", "tool_calls") and v is not None}
-    extra = {k: choice[k] for k in ("logprobs", "token_ids") if choice.get(k) is not None}
+    fields = {
+        name: value for name, value in message.items() if name not in ("role", "tool_calls") and value is not None
+    }
+    extra = {name: choice[name] for name in ("logprobs", "token_ids") if choice.get(name) is not None}
     if fields or extra:
         yield {"index": index, "delta": fields, "finish_reason": None, **extra}
     for position, tool in enumerate(message.get("tool_calls") or []):
@@ -302,7 +310,9 @@ class _ToolCalls:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a piece of a call. Raises ValueError or TypeError for a mistyped one."""
-        index, id, function = number(part, "index"), part.get("id"), part.get("function") or {}
+        index = number(part, "index")
+        id = part.get("id")
+        function = part.get("function") or {}
         count = self._counts.get(index, 0)
         last = self._calls.get((index, count - 1))
         same_id = self._by_id.get((index, id)) if id else None

@@ -16,7 +16,7 @@ from cotune.integrations.apps.openai import responses as openai_responses
 from cotune.integrations.apps.openai.completions import events
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.splice import spliced
-from cotune.prompts.chat_texts import Said, map_body
+from cotune.prompts.chat_texts import ReplaceText, map_body
 from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
@@ -68,7 +68,7 @@ class Form:
     answer: Callable[[Any], Answer]
     """The answer in a body. Raises ValueError for a malformed body, ProviderFailed for one that reports a failure."""
     stream: Callable[[], Stream]
-    rewrite: Callable[[Mapping[str, Any], Said], Mapping[str, Any]]
+    rewrite: Callable[[Mapping[str, Any], ReplaceText], Mapping[str, Any]]
     """The request with its edited prompts; the same object if nothing changes."""
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None] | None = None
     """Remember a body for later requests that refer to it; None if the interface has no references."""
@@ -156,7 +156,8 @@ def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
     The last event of a Responses stream holds the complete answer. The client takes it from there, so faults in earlier
     events do not matter. For any other stream the first fault is raised, after all events.
     """
-    stream, done, ended = form.stream(), False, False
+    stream = form.stream()
+    done = ended = False
     fault: Exception | None = None
     for data in events(raw):
         if done := data.startswith(b"[DONE]"):

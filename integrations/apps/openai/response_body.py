@@ -44,8 +44,10 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
     """The Response object of an answer's chosen candidate, under the model name that was asked for."""
     candidate = answer.candidates[answer.chosen]
     cut = candidate.finish_reason == "length"
-    echoed = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
-    prompt_tokens, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
+    # Clients expect the parameters of their request in the response, or their defaults.
+    echoed = {name: default if asked.get(name) is None else asked[name] for name, default in _ECHOED.items()}
+    prompt_tokens = answer.usage.prompt_tokens
+    written = len(candidate.token_ids) or answer.usage.completion_tokens
     response = {
         "id": f"resp_{call.id}",
         "object": "response",
@@ -82,7 +84,8 @@ def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> l
 
     A candidate without text and calls gets a message with an empty text.
     """
-    message, name = candidate.message, f"{call.id}_{candidate.index}"
+    message = candidate.message
+    name = f"{call.id}_{candidate.index}"
     items: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
@@ -111,9 +114,10 @@ def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> l
 
 
 def answer_of(response: Any) -> Answer:
-    """The answer in a Response object. Items that only a provider makes are kept under `items` of the message.
+    """The answer in an object of the Responses API. Items that only a provider produces, such as searches, are stored
+    under `items` of the message.
 
-    Raises ValueError when it has no output, ProviderFailed when it says that it failed or has not begun.
+    Raises ValueError without an output, ProviderFailed for a response that failed or has not begun.
     """
     if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
         raise ValueError("no output")
@@ -197,7 +201,8 @@ def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
 def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a message item: one text per part."""
     for index, part in enumerate(item["content"]):
-        place, logprobs = {"content_index": index}, part.get("logprobs") or []
+        place = {"content_index": index}
+        logprobs = part.get("logprobs") or []
         yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
         yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": logprobs}
         yield "response.output_text.done", {**place, "text": part["text"], "logprobs": logprobs}

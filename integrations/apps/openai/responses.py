@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from cotune.prompts.chat_texts import Said, each, map_format, map_message, map_tool
+from cotune.prompts.chat_texts import ReplaceText, each, map_format, map_message, map_tool
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -49,17 +49,18 @@ class EarlierResponses:
         self._cache: BoundedCache[Any] = BoundedCache(ENTRIES, BYTES)
 
     def keep(self, call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Remember the response to a call. Instructions apply to one request only, so they are left out.
+        """Remember the response to a call, as later requests may name it instead of repeating its conversation.
 
-        Warns of responses that are forgotten to make room, and of a call that refers to an unknown response.
+        Instructions apply to one request only, so they are left out. Warns of responses that are forgotten to make
+        room, and of a call that refers to an unknown response: its recorded prompt has no beginning.
         """
-        whole = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
-        if not whole:
+        is_complete = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
+        if not is_complete:
             call.episode.warn("cut_conversation", _CUT)
         output, _ = readable(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
         messages = (*history, *messages_of(output))
-        conversation = Conversation(messages, whole)
+        conversation = Conversation(messages, is_complete)
         forgotten = self._cache.put(("response", str(response.get("id"))), conversation, bytes_of(messages))
         for item in output:
             if item.get("id"):
@@ -113,21 +114,21 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     return body, " and ".join(reasons)
 
 
-def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str, Any]:
     """A request with its edited prompts; the same object if nothing changes."""
     changed: dict[str, Any] = {}
     for name, role in (("instructions", "system"), ("input", "user")):
         if isinstance(value := asked.get(name), str):
             message = {"role": role, "content": value}
-            if (new := map_message(message, said)) is not message:
+            if (new := map_message(message, replace_text)) is not message:
                 changed[name] = new["content"]
     for name, map_item in (("input", map_message), ("tools", map_tool)):
         if isinstance(value := asked.get(name), list):
-            edited = each(value, partial(map_item, said=said))
+            edited = each(value, partial(map_item, replace_text=replace_text))
             if edited is not value:
                 changed[name] = edited
     text = asked.get("text")
-    if isinstance(text, Mapping) and (form := map_format(text.get("format"), said)) is not text.get("format"):
+    if isinstance(text, Mapping) and (form := map_format(text.get("format"), replace_text)) is not text.get("format"):
         changed["text"] = {**text, "format": form}
     return {**asked, **changed} if changed else asked
 
@@ -144,9 +145,10 @@ def hosted_tools(chat: Mapping[str, Any]) -> list[str]:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | None = None) -> list[dict[str, Any]]:
-    """Items of an input or an output as chat messages. The items of one assistant turn become one message.
+    """Turn input or output items of the Responses API into chat messages. The items of one assistant turn become one
+    message.
 
-    References are resolved in `earlier`. An item that has no chat form is kept as it is.
+    References to earlier items are resolved in `earlier`. An item without a chat form is unchanged.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
@@ -167,7 +169,7 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
 
 
 def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """The well-formed items of an output, and the malformed ones."""
+    """Divide the items of an output into well-formed and malformed ones."""
     sound, broken = [], []
     for item in output:
         try:
@@ -241,15 +243,18 @@ def _content(parts: Any) -> Any:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of an input or output item in chat form. A part without a chat form is kept as it is."""
+    """A part of an input or output item of the Responses API in the form of chat requests.
+
+    A part without a counterpart there is kept, and the request is then one that only a provider can serve.
+    """
     kind = part.get("type")
     if kind in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text") or ""}
     if kind == "input_image":
         image = {"url": part.get("image_url"), "detail": part.get("detail"), "file_id": part.get("file_id")}
-        return {"type": "image_url", "image_url": {k: v for k, v in image.items() if v is not None}}
+        return {"type": "image_url", "image_url": {name: value for name, value in image.items() if value is not None}}
     if kind == "input_file":
-        return {"type": "file", "file": {k: v for k, v in part.items() if k != "type"}}
+        return {"type": "file", "file": {name: value for name, value in part.items() if name != "type"}}
     return dict(part)
 
 

@@ -80,7 +80,7 @@ class _Exchange:
     """Whether the prompts of the call are edited here, in each attempt."""
 
     def outgoing(self, request: Any) -> Any:
-        """The request to send: the same object, or a copy with edited prompts."""
+        """The request to send: the application's own, or a copy with edited prompts."""
         if not self.edits:
             return request
         content = edited(self.call, self.form, self.asked, request.content)
@@ -113,7 +113,8 @@ class _Exchange:
         """Record the provider's answer: now, or once the application has read the stream."""
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
-            self.failure, self.waits = f"error: {cause}", True
+            self.failure = f"error: {cause}"
+            self.waits = True
             if not self.retried:
                 self.call.fail("error", cause, outage=not refusal(response.status_code))
             return response
@@ -129,7 +130,8 @@ class _Exchange:
     def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
         """End the call with the decoded body. `error` is the error that interrupted its stream; `ended` tells a stream
         that was read to its end from one that the application stopped reading."""
-        call, form = self.call, self.form
+        call = self.call
+        form = self.form
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         if error is not None:
             raised(call, error, part_of(form, raw, streamed))
@@ -193,6 +195,9 @@ def _send(original: Any) -> Any:
     """Wrap the blocking `_send_request`, one attempt: the responder answers it, or the attempt is sent and observed."""
 
     def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        """Send a request of the SDK. If it is a call of an episode, the responder may answer it, and edited prompts
+        replace the application's; the provider's answer is recorded.
+        """
         exchange = _exchange_of(request)
         if exchange is None:
             return original(self, request, **kwargs)
@@ -219,6 +224,7 @@ def _send_async(original: Any) -> Any:
     """Wrap the asynchronous `_send_request`; see `_send`."""
 
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        """The async form of `send` above: the responder or the provider answers, and the call is recorded."""
         exchange = _exchange_of(request)
         if exchange is None:
             return await original(self, request, **kwargs)
@@ -335,6 +341,12 @@ class _Tee:
     def __init__(
         self, package: Any, response: Any, settle: Callable[[bytes, BaseException | None, bool], None]
     ) -> None:
+        """Pass on the body of a response and keep a copy, from which the answer is recorded at its end.
+
+        Args:
+            package: httpx, or a package with the same classes.
+            settle: called once with the copy, the error that interrupted it, and whether it was read to its end.
+        """
         self._inner = response.stream
         self._encoding = response.headers.get("content-encoding")
         self._package = package
@@ -386,7 +398,8 @@ class _Tee:
             try:
                 raw = self._package.Response(200, headers={"content-encoding": self._encoding}, content=raw).content
             except self._package.DecodingError as broken:
-                raw, error = b"", error or broken
+                raw = b""
+                error = error or broken
         self._settle(raw, error, self._ended)
 
 
@@ -421,6 +434,7 @@ def _counted(original: Any) -> Any:
     """Wrap `connect` of a socket class: warn that its answers are not recorded."""
 
     def connect(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Open the socket as before, and warn that calls through it are not recorded."""
         episode = current_episode.get()
         if episode is not None:
             episode.warn(

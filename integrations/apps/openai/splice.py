@@ -14,20 +14,26 @@ _OPEN, _CLOSE, _OBJECT, _COMMA, _COLON = b"{[", b"}]", b"{"[0], b","[0], b":"[0]
 
 
 def spliced(raw: bytes, old: Any, new: Any) -> bytes:
-    """`raw`, the JSON of `old`, with the values that differ in `new`; `raw` itself if no value differs."""
+    """Write the values of `new` that differ from `old` into `raw`, the JSON text of `old`, and leave all other bytes
+    alone.
+
+    The provider then gets the application's request byte for byte, except for the edited texts, and so finds it in its
+    cache.
+    """
     changes = dict(_changes(old, new))
     if not changes:
         return raw
-    places: list[tuple[int, int, Path]] = []
+    spans: list[tuple[int, int, Path]] = []
     for path, start, end in _values(raw):
         if path in changes:
-            places.append((start, end, path))
+            spans.append((start, end, path))
     # A key that stands twice in an object, for example, makes a path ambiguous: then all of it is written again.
-    if {path for _, _, path in places} != changes.keys():
+    if {path for _, _, path in spans} != changes.keys():
         return msgspec.json.encode(new)
 
-    parts, copied = [], 0
-    for start, end, path in sorted(places):
+    parts = []
+    copied = 0
+    for start, end, path in sorted(spans):
         parts += [raw[copied:start], msgspec.json.encode(changes[path])]
         copied = end
     return b"".join([*parts, raw[copied:]])

@@ -38,11 +38,16 @@ def _token(token: ShownToken) -> dict[str, Any]:
 
 
 def shown_of(items: Sequence[Any], token_ids: Sequence[Any] = ()) -> tuple[ShownToken, ...] | None:
-    """The tokens in a provider's answer; None if there are none, or if they are mistyped.
+    """The tokens of a provider's answer with their texts and log-probabilities; None if there are none, or if they are
+    mistyped.
 
-    If `token_ids` are known, the texts add nothing, so they are kept only with `top_logprobs`.
+    An answer with token ids needs no texts, so they are kept only if they come with alternatives (`top_logprobs`).
     """
-    if not items or (token_ids and not (isinstance(items[0], dict) and items[0].get("top_logprobs"))):
+    if not items:
+        return None
+    first = items[0]
+    has_alternatives = isinstance(first, dict) and bool(first.get("top_logprobs"))
+    if token_ids and not has_alternatives:
         return None
     try:
         return msgspec.convert(items, tuple[ShownToken, ...])

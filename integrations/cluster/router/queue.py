@@ -55,6 +55,9 @@ class Request:
     """One call of `sample`."""
 
     def __init__(self, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
+        """A request for `n` candidates. Its cost is the most tokens that it may take, and its blocks name its prefixes,
+        so that it can go to the engine that has them in its cache.
+        """
         self.prompt = prompt
         self.n = n
         self.params = params
@@ -70,6 +73,9 @@ class Queue:
     """Places requests on the engines of `replicas`, while at least `min_healthy` of them are healthy."""
 
     def __init__(self, replicas: Sequence[Replica], min_healthy: int, counters: Counter[str]) -> None:
+        """A queue for the engines of these replicas. Requests wait while fewer than `min_healthy` engines
+        are healthy.
+        """
         self._replicas = replicas
         self._min_healthy = min_healthy
         self._counters = counters
@@ -93,7 +99,10 @@ class Queue:
         Raises EngineLost.
         """
         request.placed = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if request.tried else self._waiting.append)(request)
+        if request.tried:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
         self._dispatch()
         if not request.placed.done() and not request.tried:
             self._counters["queued" if self._enough else "waited"] += 1
@@ -102,6 +111,7 @@ class Queue:
         except asyncio.CancelledError:
             if request in self._waiting:
                 self._waiting.remove(request)
+            # An engine that was chosen at this moment counts the request as running.
             elif request.placed.done() and not request.placed.cancelled() and request.placed.exception() is None:
                 self.leave(request, request.placed.result())
             raise
@@ -140,12 +150,12 @@ class Queue:
 
     def check(self) -> None:
         """Raise EngineLost once so many engines are lost that no request will ever be served again."""
-        lost = [r for r in self._replicas if r.state == "lost"]
-        left = len(self._replicas) - len(lost)
-        if left < self._min_healthy:
-            reasons = "; ".join(f"{r.name}: {r.fault}" for r in lost)
+        lost = [replica for replica in self._replicas if replica.state == "lost"]
+        n_left = len(self._replicas) - len(lost)
+        if n_left < self._min_healthy:
+            reasons = "; ".join(f"{replica.name}: {replica.fault}" for replica in lost)
             raise EngineLost(
-                f"{left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
+                f"{n_left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
                 f"Given up: {reasons}.",
                 "Read the engines' messages above, remove the cause, then continue with --resume, which counts "
                 "restarts from 0 again.",

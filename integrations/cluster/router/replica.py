@@ -42,6 +42,7 @@ class Engine:
     def __init__(
         self, name: str, sampler: Any, versions: Versions, health_timeout: float, failed: Callable[[str], None]
     ) -> None:
+        """An engine in use. `failed` is called with the reason when it has to be replaced."""
         self.name = name
         self.sampler = sampler
         self.down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -168,6 +169,13 @@ class Replica:
         max_restarts: int,
         health_timeout: float,
     ) -> None:
+        """A place for an engine, which is started again after a failure, at most `max_restarts` times.
+
+        Args:
+            make: starts an engine.
+            versions: the published versions, which a new engine gets.
+            changed: called after each change of the state.
+        """
         self.name = name
         self.state: Literal["starting", "healthy", "failed", "lost", "closed"] = "starting"
         self.engine: Engine | None = None
@@ -215,7 +223,8 @@ class Replica:
 
     async def end(self) -> None:
         """End the engine, if there is one. An error is only logged."""
-        engine, self.engine = self.engine, None
+        engine = self.engine
+        self.engine = None
         if engine is not None:
             try:
                 async with asyncio.timeout(limits.CLOSE_SECONDS):
@@ -225,7 +234,8 @@ class Replica:
 
     def close(self) -> None:
         """Take the engine out: it gets no more requests, and its present ones fail."""
-        engine, self.state = self.engine, "closed"
+        engine = self.engine
+        self.state = "closed"
         if engine is not None:
             engine.fail("", "the sampler was closed")
 
@@ -246,7 +256,8 @@ class Replica:
 
     async def _watch(self) -> None:
         """Check the engine's health until it is taken out. A long healthy time resets the number of restarts."""
-        engine, since = self.engine, asyncio.get_running_loop().time()
+        engine = self.engine
+        since = asyncio.get_running_loop().time()
         assert engine is not None
         while engine.healthy:
             await asyncio.wait({engine.down}, timeout=limits.HEALTH_EVERY)

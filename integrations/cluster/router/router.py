@@ -52,6 +52,13 @@ class RoutedSampler(LoopSampler):
     def __init__(
         self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
     ) -> None:
+        """A sampler that spreads requests over engines.
+
+        Args:
+            makes: one function for each engine, which starts it.
+            min_healthy: number of engines below which requests wait.
+            vocabulary: number of token ids that the engines know, to refuse others.
+        """
         super().__init__()
         self.counters: Counter[str] = Counter()
         self._vocabulary = vocabulary
@@ -286,7 +293,9 @@ def _count_faults(failures: Sequence[tuple[Engine, Failed]]) -> None:
 
 
 def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Failed]]) -> None:
-    """Raise RequestRefused if two healthy engines raised an error: then the request itself is the cause."""
+    """Raise RequestRefused if two healthy engines failed with the request: then the cause is the request, not an
+    engine.
+    """
     erring = [(engine, failure.error) for engine, failure in failures if failure.error is not None]
     if len({engine for engine, _ in erring}) < 2:
         return

@@ -34,7 +34,8 @@ def _fault(completion: Completion, max_tokens: int, vocabulary: int | None) -> s
     """The fault of a completion, as a phrase for an error; None for a valid one. A faulty engine must not train a
     policy.
     """
-    ids, logprobs = completion.token_ids, completion.logprobs
+    ids = completion.token_ids
+    logprobs = completion.logprobs
     if not ids:
         return "no tokens"
     if len(ids) != len(logprobs):

@@ -176,7 +176,8 @@ class PostgresDatabase:
         """Insert rows, whose values follow each other in `values`. Rows go through a staging table because COPY cannot
         skip duplicates.
         """
-        names, types = COLUMNS[table], _types(table)
+        names = COLUMNS[table]
+        types = _types(table)
         width = len(names)
         rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
         if table in NUMBERED:
@@ -240,12 +241,17 @@ def _faults_of_values() -> Iterator[None]:
 
 
 def _whole(db: Connection, rows: list[Row]) -> list[Row]:
-    """Rows of a query, with the whole texts in place of shortened ones."""
+    """Put the whole texts back into rows of a query.
+
+    Columns that are indexed hold long texts in a shortened form with a hash, because PostgreSQL limits the size of an
+    index entry. A shortened text names its column, so the whole texts of one column are read by one query.
+    """
     shortened: dict[str, set[str]] = {}  # by column
     for row in rows:
         for value in row:
             if isinstance(value, str) and len(value) <= MOST_SHORTENED and (match := SHORTENED.search(value)):
-                shortened.setdefault(match[1], set()).add(value)
+                column = match[1]
+                shortened.setdefault(column, set()).add(value)
     if not shortened:
         return rows
     texts: dict[str, str] = {}
@@ -255,7 +261,7 @@ def _whole(db: Connection, rows: list[Row]) -> list[Row]:
 
 
 def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, str]:
-    """The whole texts of shortened ones in a column, each from a record that has it."""
+    """The whole texts for shortened ones in a column. Each is read from any record that holds it."""
     table = next(table for table, columns in INDEXED.items() if column in columns)
     sql = f"""SELECT shortened, (SELECT body FROM {table} WHERE {column} = shortened LIMIT 1)
         FROM unnest(%s::text[]) AS shortened"""
@@ -278,14 +284,18 @@ def _types(table: str) -> list[str]:
 
 
 def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Rows without those whose key came before: one statement cannot change a row twice."""
-    keys = len(key_columns(table))
-    found: dict[Any, Sequence[Any]] = {}
+    """One row for each key, as one SQL statement cannot change a row twice.
+
+    Of rows with the same key, the first stays. Of episodes, a later row replaces it if it withdraws the episode; of
+    rows whose key has several columns, the last stays.
+    """
+    n_key_columns = len(key_columns(table))
+    row_of_key: dict[Any, Sequence[Any]] = {}
     for row in rows:
-        key = tuple(row[:keys])
-        if key not in found or keys > 1 or (table == "episodes" and row[4] == WITHDRAWN):
-            found[key] = row
-    return list(found.values())
+        key = tuple(row[:n_key_columns])
+        if key not in row_of_key or n_key_columns > 1 or (table == "episodes" and row[4] == WITHDRAWN):
+            row_of_key[key] = row
+    return list(row_of_key.values())
 
 
 def _stored(value: Any) -> Any:
@@ -325,8 +335,11 @@ def _answers(address: str) -> bool:
 
 
 def _take_turn(db: Connection) -> None:
-    """Wait until no other process writes. Raises LockNotAvailable after `LOCK_SECONDS`; by then the server was told to
-    end the transaction of a process that has stopped in the middle of it."""
+    """Wait until no other process writes. Raises LockNotAvailable after `LOCK_SECONDS`.
+
+    A process that stopped in the middle of a transaction does not block others forever: the server ends its transaction
+    before that time.
+    """
     try:
         db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
     except psycopg.errors.LockNotAvailable:

@@ -160,7 +160,9 @@ def _readable(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
 
 
 def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose fields are attributes with dotted, numbered names."""
+    """A chat message from OpenInference's attributes, whose dotted names hold numbers, such as
+    `message.contents.0.text`.
+    """
     message: dict[str, Any] = {
         "role": str(fields.get("message.role") or "user"),
         "content": fields.get("message.content"),
@@ -173,7 +175,8 @@ def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
             message[name] = value
     calls = []
     for call in numbered(fields, "message.tool_calls"):
-        function, arguments = call.get("tool_call.function.name"), call.get("tool_call.function.arguments")
+        function = call.get("tool_call.function.name")
+        arguments = call.get("tool_call.function.arguments")
         calls.append(tool_call(call.get("tool_call.id"), function, arguments))
     return {**message, "tool_calls": calls} if calls else message
 

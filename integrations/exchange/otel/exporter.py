@@ -76,6 +76,7 @@ class LiveExport:
     """
 
     def __init__(self, store: Store, exporter: SpanExporter, *, detail: Detail = STRUCTURE) -> None:
+        """Export episodes of `store` in a thread of its own as they end, so that no episode waits for the exporter."""
         self.store = store
         self.exporter = exporter
         self.detail = detail
@@ -151,7 +152,8 @@ def _requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
         span_size = sum(len(value) if isinstance(value, str) else 16 for value in span.attributes.values())
         if part and size + span_size > REQUEST:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(span)
         size += span_size
     if part:

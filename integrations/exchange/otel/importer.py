@@ -158,6 +158,9 @@ class _EpisodeImport:
     """The import of one episode."""
 
     def __init__(self, root: Span, chats: Sequence[Span], tree: _SpanTree, phase: str, left_out: Counter[str]) -> None:
+        """One episode of a trace: its span `root` and the spans of its calls. Ids are cotune's own if it wrote the
+        trace, otherwise they are derived from the spans, so that a second import gives the same records.
+        """
         self.root = root
         self.chats = sorted(chats, key=lambda span: (whole(span.attributes.get(names.STEP)), span.start))
         self.tree = tree
@@ -183,7 +186,9 @@ class _EpisodeImport:
         return [*records, *self.rewards, self._episode()]
 
     def _episode(self) -> Episode:
-        """The episode record of a trace, from its root span. It lasts until its last chat span has ended."""
+        """The record of the episode, from its root span. If calls end later than the root span, the episode ends with
+        the last of them.
+        """
         attributes = self.root.attributes
         ends = [self.root.end, *(chat.end for chat in self.chats)]
         task_input = json_value(attributes.get(names.TASK_INPUT), names.TASK_INPUT, self.left_out)
@@ -240,12 +245,14 @@ class _EpisodeImport:
         }
         body["stream"] = bool(attributes.get(names.REQUEST_STREAM))
         call = PendingCall(self.id, caller, step, turn, body)
-        call.id, call.started = self.ids[chat.id], chat.start / 1e9
+        call.id = self.ids[chat.id]
+        call.started = chat.start / 1e9
         call.attempts = ["unknown"] * min(whole(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
         linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
         self.call_records.link(call)
         call.parents = linked or call.parents
-        chosen, policy = attributes.get(names.CHOSEN), attributes.get(names.POLICY)
+        chosen = attributes.get(names.CHOSEN)
+        policy = attributes.get(names.POLICY)
         answer = Answer(
             candidates=candidates,
             chosen=chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0,
@@ -307,7 +314,8 @@ class _EpisodeImport:
         for event in span.events:
             if event.name != names.EVALUATION:
                 continue
-            name, value = event.attributes.get(names.EVALUATION_NAME), event.attributes.get(names.EVALUATION_VALUE)
+            name = event.attributes.get(names.EVALUATION_NAME)
+            value = event.attributes.get(names.EVALUATION_VALUE)
             text = event.attributes.get(names.EVALUATION_EXPLANATION)
             index = event.attributes.get(names.CANDIDATE)
             rewarded = target if target == self.id else candidate_id(target, whole(index))

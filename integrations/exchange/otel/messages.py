@@ -197,11 +197,14 @@ def _part(part: Any, left_out: Counter[str]) -> dict[str, Any]:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """The parts of a message; a plain `content` is one text part."""
+    """The parts of a message's content. A content that is a plain text counts as one text part."""
     parts = message.get("parts")
     if parts is None:
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if content is None:
             parts = []
+        elif isinstance(content, list):
+            parts = content
+        else:
+            parts = [{"type": "text", "text": content}]
     return [part if isinstance(part, Mapping) else {"type": "text", "content": str(part)} for part in parts]

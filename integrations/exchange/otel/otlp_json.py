@@ -75,6 +75,9 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
+    """An attribute's value in OTLP's JSON form, which names its type. Integers are texts there, as JSON's are not
+    exact.
+    """
     match value:
         case bool():
             return {"boolValue": value}
@@ -92,10 +95,14 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _decode(span: Mapping[str, Any]) -> Span:
-    """A span from OTLP's JSON form."""
+    """A span from OTLP's JSON form. Kinds and status codes may be numbers or names, depending on the exporter."""
     status = mapping(span.get("status"))
     failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
     start = _int(field(span, "startTimeUnixNano"))
+    events = []
+    for event in objects(span, "events"):
+        at = _int(field(event, "timeUnixNano"))
+        events.append(SpanEvent(str(event.get("name") or ""), at, _read_attributes(event.get("attributes"))))
     return Span(
         trace=_id(field(span, "traceId"), 32),
         id=_id(field(span, "spanId"), 16),
@@ -105,14 +112,7 @@ def _decode(span: Mapping[str, Any]) -> Span:
         start=start,
         end=_int(field(span, "endTimeUnixNano")) or start,
         attributes=_read_attributes(span.get("attributes")),
-        events=tuple(
-            SpanEvent(
-                str(e.get("name") or ""),
-                _int(field(e, "timeUnixNano")),
-                _read_attributes(e.get("attributes")),
-            )
-            for e in objects(span, "events")
-        ),
+        events=tuple(events),
         links=tuple(_id(field(link, "spanId"), 16) for link in objects(span, "links")),
         failed=str(status.get("message") or "error") if failed else None,
     )

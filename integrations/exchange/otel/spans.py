@@ -73,6 +73,9 @@ def episode_spans(
 
 class _Episode:
     def __init__(self, store: Store, episode: Episode, detail: Detail, left_out: Counter[str]) -> None:
+        """Read what the spans of an episode need from the store. Spans that cannot be written are counted in
+        `left_out`.
+        """
         self.store = store
         self.episode = episode
         self.trace = address(episode.id.encode())
@@ -109,7 +112,8 @@ class _Episode:
             }
             agent |= {names.ROLE: call.role, names.TURN: call.turn}
             end = max([_end(call), *(tool.end for tool in tools)])
-            id, name = _span_id(call.id, "agent"), f"{names.AGENT} {call.role}"
+            id = _span_id(call.id, "agent")
+            name = f"{names.AGENT} {call.role}"
             yield self._span(id, self.root, name, _nanoseconds(call.started), end, agent)
             yield self._chat(call)
             yield from tools
@@ -143,7 +147,8 @@ class _Episode:
             names.INPUT_VALUE: task,
             names.ERROR_TYPE: None if episode.status == "ok" else episode.status,
         }
-        start, end = _nanoseconds(episode.started), _nanoseconds(episode.started + episode.latency)
+        start = _nanoseconds(episode.started)
+        end = _nanoseconds(episode.started + episode.latency)
         return self._span(
             self.root,
             None,
@@ -245,7 +250,8 @@ class _Episode:
         read_results = self._read_results(place, call, called)
         numbers: Counter[str] = Counter()
         for tool, read_result in zip(called, read_results, strict=True):
-            function, id = tool.get("function") or {}, tool.get("id")
+            function = tool.get("function") or {}
+            id = tool.get("id")
             # Servers may give several tool calls the same id: their spans are numbered.
             number = numbers[str(id)]
             numbers[str(id)] += 1
@@ -284,7 +290,8 @@ class _Episode:
         for position in range(place, len(self.calls) - 1):
             # Several turns may call tools with the same ids. The history of a later call ends with the answers of the
             # last turns, so this answer is found by counting equal ones from the end.
-            earlier, later = self.calls[position], self.calls[position + 1]
+            earlier = self.calls[position]
+            later = self.calls[position + 1]
             same_answers += earlier.role == call.role and _chosen_ids(earlier) == ids
             messages = self.messages[later.id]
             answer_places = [index for index, message in enumerate(messages) if _tool_ids(message) == ids]
@@ -325,7 +332,8 @@ class _Episode:
 
     def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
         """The rewards of an episode or a candidate, with their reasons."""
-        rewards, texts = self.rewards.get(target) or {}, self.feedback.get(target) or {}
+        rewards = self.rewards.get(target) or {}
+        texts = self.feedback.get(target) or {}
         for name in dict.fromkeys([*rewards, *texts]):
             attributes = {
                 names.EVALUATION_NAME: name,

@@ -104,7 +104,9 @@ class Tracker:
             mlflow.log_table(by_column, f"{name}/step-{step:06d}.json")
 
     def keep(self, folder: Path, name: str, *, without: str) -> None:
-        """Store a folder, except `without` in it, as an artefact of the run. Only tools of `KEEP_FILES` can."""
+        """Store a folder as an artefact of the run, except for `without` in it. Only tools in `KEEP_FILES` can
+        do this.
+        """
         entries = [entry for entry in sorted(folder.iterdir()) if entry.name != without]
         if self._tool == "wandb":
             import wandb

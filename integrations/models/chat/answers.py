@@ -65,7 +65,8 @@ def _ended(chat: ChatTemplate, text: str) -> list[int]:
 
 def _comparable(message: Mapping[str, Any]) -> tuple[str, str] | None:
     """Text and tool calls of an answer in a form to compare; None for an answer without both."""
-    text, calls = split_reasoning(text_of(message.get("content")))[1].strip(), calls_of(message)
+    text = split_reasoning(text_of(message.get("content")))[1].strip()
+    calls = calls_of(message)
     return (text, json.dumps(calls, sort_keys=True)) if text or calls else None
 
 

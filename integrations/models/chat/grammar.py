@@ -48,6 +48,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        """Grammars for replies of a model with this tokenizer. `vocabulary` is the number of its logits, which may be
+        more than its tokens.
+        """
         self._source = tokenizer
         self._vocabulary = max(vocabulary, len(tokenizer))
         self._tokenizer: Any = None

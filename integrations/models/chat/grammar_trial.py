@@ -40,7 +40,8 @@ class Trials:
 
     def after_fork(self) -> None:
         """Forget the parent's process in a forked child, which starts another one."""
-        self._lock, self._worker = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._worker = None
 
     def check(self, grammar: str) -> None:
         """Raise RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
@@ -48,7 +49,9 @@ class Trials:
             raise RequestRefused(f"The form that the request asks for cannot be enforced: {fault}.", REMEDY)
 
     def fault(self, grammar: str) -> str:
-        """The reason why `check` refuses a grammar; empty if it does not."""
+        """The reason why llguidance refuses a grammar; empty if it accepts it. The grammar is tried in another process,
+        as a bad one can take all memory or time. Results are cached.
+        """
         if len(grammar) > MOST_TEXT:
             return f"its schemas take {len(grammar)} characters, and at most {MOST_TEXT} are read"
         fault = self._faults.get(grammar)

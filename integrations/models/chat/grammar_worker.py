@@ -46,6 +46,10 @@ class _Plain:
     """A tokenizer in llguidance's interface, for texts that are the concatenation of their tokens' texts."""
 
     def __init__(self, described: dict[str, Any], encode: Callable[[str], list[int]] | None) -> None:
+        """A tokenizer for llguidance from a description in plain data, as the worker process does not load the model's.
+
+        Without `encode`, texts are encoded by the longest matching tokens.
+        """
         self.tokens = [text.encode() for text in described["tokens"]]
         self.eos_token_id = described["eos"]
         self.bos_token_id = described["bos"]
@@ -58,10 +62,11 @@ class _Plain:
         return self._encode(text)
 
     def _greedy(self, text: str) -> list[int]:
-        """The longest token at each place. Characters that begin no token are left out."""
+        """Encode a text by the longest token at each position. Characters that begin no token are left out."""
         if not isinstance(text, str):
             raise TypeError(text)  # this tells llguidance that it must not pass bytes
-        ids, start = [], 0
+        ids = []
+        start = 0
         while start < len(text):
             ends = range(min(start + self._longest, len(text)), start, -1)
             end = next((end for end in ends if text[start:end] in self._ids), None)

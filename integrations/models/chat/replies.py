@@ -30,6 +30,13 @@ class Replies:
     def __init__(
         self, tokenizer: Any, ends: Sequence[int], format: ToolFormat | None, refused: Callable[[], object]
     ) -> None:
+        """A reader of the replies of one model.
+
+        Args:
+            ends: token ids that end a reply.
+            format: how the model writes tool calls; None if that is not known.
+            refused: called for each reply that the tokenizer's own template cannot read.
+        """
         self.tokenizer = tokenizer
         self.format = format
         self._ends = ends

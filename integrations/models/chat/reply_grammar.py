@@ -131,23 +131,27 @@ def refused_place(
     for tool in tools or ():
         if function_of(tool).get("strict"):
             schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
-    looks = 0
+    tries = 0
 
     def why(schema: Any, root: Mapping[str, Any]) -> str:
-        nonlocal looks
-        looks += 1
-        if looks > _LOOKS:
+        """The reason why the library refuses a schema of this root; empty if it accepts it, or after too many tries."""
+        nonlocal tries
+        tries += 1
+        if tries > _LOOKS:
             return ""
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        complete = {**definitions, **schema} if isinstance(schema, Mapping) else schema
         try:
-            return fault(f"start: {json_grammar({**definitions, **schema} if isinstance(schema, Mapping) else schema)}")
+            return fault(f"start: {json_grammar(complete)}")
         except RequestRefused as refused:
             return refused.cause
 
     for name, root in schemas:
         if not isinstance(root, Mapping) or not (reason := why(root, root)):
             continue
-        place, schema, visited = [name] if name else [], root, set()
+        place = [name] if name else []
+        schema = root
+        visited: set[str] = set()
         while True:
             # 1. Descend into the first part that is refused by itself, or into the target of a reference.
             inner = next(((path, part) for path, part in _parts(schema) if why(part, root)), None)
@@ -162,8 +166,8 @@ def refused_place(
                     continue
             if inner is None:
                 break
-            place.append(inner[0])
-            schema = inner[1]
+            path, schema = inner
+            place.append(path)
             reason = why(schema, root) or reason
         # 2. In it, find the keyword without which it would be accepted.
         for keyword in schema:
@@ -175,7 +179,9 @@ def refused_place(
 
 
 def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly in a schema, with their place in it."""
+    """The schemas directly inside a schema, each with its place, such as `city` or `anyOf[1]`. Definitions are left
+    out, as a schema that is only defined restricts nothing.
+    """
     parts: list[tuple[str, Any]] = []
     for key, value in schema.items():
         if key in _HOLDERS and key not in ("$defs", "definitions") and isinstance(value, Mapping):
@@ -222,9 +228,9 @@ def _restricted(
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The reason why the form of a request cannot be enforced with any model; empty if it can, or if it has none.
+    """The reason why no model can be held to the form that a request asks for; empty if it can, or if it asks for none.
 
-    Without llguidance the schema itself is not checked.
+    It is checked without a model, before training. Without llguidance installed, the schema itself is not checked.
     """
     if not fixes_form(body, tools):
         return ""
@@ -291,7 +297,10 @@ def _form(body: Mapping[str, Any]) -> str:
 
 
 def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
-    """("none", "auto" or "required", the tools that may be called)."""
+    """Read `tool_choice` of a request. Returns "none", "auto" or "required", and the tools that the reply may call.
+
+    A request may allow some of its tools only, or demand a call of a certain tool.
+    """
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         restricted = choice.get("allowed_tools") or choice
@@ -391,7 +400,7 @@ _DATA = ("enum", "const", "default", "examples")
 
 
 def _mixed_patterns(schema: Any, place: str = "$") -> str:
-    """The place of an object with both `patternProperties` and `properties`; empty without any.
+    """The place of an object that has both `patternProperties` and `properties`; empty without one.
 
     llguidance allows a comma after the last property even if no further name fits a pattern. The reply would then end
     there, in the middle of the object.
@@ -399,7 +408,8 @@ def _mixed_patterns(schema: Any, place: str = "$") -> str:
     if isinstance(schema, list):
         parts = [(f"{place}[{index}]", part) for index, part in enumerate(schema)]
     elif isinstance(schema, Mapping):
-        patterns, properties = schema.get("patternProperties"), schema.get("properties")
+        patterns = schema.get("patternProperties")
+        properties = schema.get("properties")
         if isinstance(patterns, Mapping) and isinstance(properties, Mapping) and patterns and properties:
             return place
         parts = [(f"{place}.{key}", part) for key, part in schema.items() if key not in _DATA]

@@ -73,6 +73,13 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: Any, end_token_ids: Sequence[int], *, tools: str = AUTO, images: ImageInputs | None = None
     ) -> None:
+        """The chat format of a model: its template renders prompts, and its replies are read as messages.
+
+        Args:
+            end_token_ids: token ids that end a reply.
+            tools: format of tool calls, or AUTO to recognise it from the template.
+            images: prepares images, for a model that sees them.
+        """
         self.tokenizer = tokenizer
         self._images = images
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -114,7 +121,8 @@ class ChatTemplate:
         with TRANSFORMERS_LOCK:
             from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        path, ends = Path(model), None
+        path = Path(model)
+        ends = None
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json, tokenizer and weights", _REMEDY)
         with reading(model):
@@ -202,7 +210,9 @@ class ChatTemplate:
                 longer_path, longer_remaining = earlier_ids.longest(spelled)
                 if len(longer_path) > len(path):
                     self._count("respelled")
-                    path, remaining, text = longer_path, longer_remaining, spelled
+                    path = longer_path
+                    remaining = longer_remaining
+                    text = spelled
         self._count("extended" if path else "diverged")
         return (path + pack_ids(self._encode(remaining)), text) if path else None
 
@@ -321,7 +331,8 @@ class ChatTemplate:
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
         """The syntax of replies to a prompt. The prompt may have opened their reasoning, or closed it."""
-        tail, format = self._replies.tail(prompt), self.tool_format or HERMES
+        tail = self._replies.tail(prompt)
+        format = self.tool_format or HERMES
         reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
         return Syntax(
             all_ends=self.end_token_ids,

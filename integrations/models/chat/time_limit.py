@@ -16,7 +16,8 @@ class TookTooLong(Exception):
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TookTooLong in the block once it has run for `seconds`. A call into C is not interrupted."""
-    thread, lock = threading.get_ident(), threading.Lock()
+    thread = threading.get_ident()
+    lock = threading.Lock()
     ended = sent = False
 
     def end() -> None:

@@ -64,7 +64,8 @@ class PathTexts:
         """The text of a path, from the text of its beginning `base` if this is cached."""
         if base and (base_text := self._texts.get(base)) is not None:
             tail = base[-_TAIL * _WIDTH :]
-            before, both = self.decode(unpack_ids(tail)), self.decode(unpack_ids(tail + path[len(base) :]))
+            before = self.decode(unpack_ids(tail))
+            both = self.decode(unpack_ids(tail + path[len(base) :]))
             if base_text.endswith(before) and both.startswith(before):
                 return base_text + both[len(before) :]
         return self.decode(unpack_ids(path))
@@ -84,6 +85,14 @@ class EarlierIds:
         ends: Sequence[int],
         tools: str = "",
     ) -> None:
+        """The earlier prompts and replies of a conversation that a new prompt may continue.
+
+        Args:
+            paths: packed token ids of earlier prompts with their replies.
+            parse: reads a reply to a prompt as a message.
+            ends: token ids that end a reply.
+            tools: names the offered tools, on which parsing depends.
+        """
         self.paths = sorted(filter(None, paths), key=len, reverse=True)
         self._texts = texts
         self._parse = parse
@@ -177,11 +186,14 @@ class EarlierIds:
             yield reply
 
     def _read(self, prompt: bytes, number: int) -> Reply | None:
-        """The reply in the earlier path `number`, if its text begins with that of `prompt`; otherwise None.
+        """The reply in the earlier path `number`, if the path continues `prompt`; otherwise None.
 
-        A path is the packed token ids of an earlier prompt and its reply.
+        A path is the packed token ids of an earlier prompt and its reply. The text of the reply has no reasoning and no
+        end token, as applications send it back without them.
         """
-        path, text, prompt_text = self.paths[number], self._text(number), self._text_of(prompt)
+        path = self.paths[number]
+        text = self._text(number)
+        prompt_text = self._text_of(prompt)
         if not text.startswith(prompt_text):
             return None
         text = text[len(prompt_text) :].removesuffix(self._ends.get(path[-_WIDTH:], ""))

@@ -183,6 +183,9 @@ def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
     template = _TEMPLATES[name]
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
+        """Read content and tool calls of a reply by the tokenizer's own response template. Raises ValueError for broken
+        calls.
+        """
         if closed and text.rfind(closed[0]) > text.rfind(closed[1]):
             raise ValueError("a tool call that is not closed")
         parsed_reply = _parse_response()(text, template, prefix="", tools=list(tools))
@@ -273,6 +276,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         ) from None
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
+        """Read content and tool calls of a reply by a tool parser of vLLM. Raises ValueError for broken calls."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         request = ChatCompletionRequest.model_validate({"model": "", "messages": [], "tools": list(tools) or None})
@@ -300,7 +304,8 @@ def spelled_by(template: Callable[[list[dict[str, Any]], bool], str], ends: Sequ
     """
     request = [{"role": "user", "content": _QUESTION}]
     answer = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-    head, text = template(request, True), template([*request, answer], False)
+    head = template(request, True)
+    text = template([*request, answer], False)
     reply = text[len(head) :] if text.startswith(head) else text.rpartition(_QUESTION)[2]
     if _FUNCTION not in reply or _VALUE not in reply:
         return None

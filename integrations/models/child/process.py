@@ -49,13 +49,18 @@ class ProcessHost:
     and all its processes can be killed together."""
 
     def __init__(self, receive: Receive, fail: Fail) -> None:
+        """A child process and the pipe to it. `receive` gets each message from it, and `fail` the reason if it ends.
+
+        A thread writes and another reads, so that a busy child does not block the event loop.
+        """
         self._receive = receive
         self._fail = fail
         self._closing = False
         self._killed = False
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
-        self._pipe, self._theirs = Connection(ours.detach()), theirs
+        self._pipe = Connection(ours.detach())
+        self._theirs = theirs
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
 

@@ -42,7 +42,8 @@ class ChildServer:
         """Open the sampler, report whether that succeeded, and answer commands until the application closes the
         pipe.
         """
-        loop, closing = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        closing = asyncio.Event()
         threading.Thread(target=self._end_with_application, args=(loop, closing), daemon=True).start()
         try:
             self._sampler = await load_object("factory", source.factory, "my_engine:open")(**source.arguments)

@@ -123,7 +123,9 @@ LLAMA3: dict[str, Any] = {
 
 
 def slowed_positions(config: Any) -> np.ndarray:
-    """The factors by which a model with `rope_type` llama3 slows each frequency of its positions, as in GGUF."""
+    """The factors that a GGUF file needs for a model with `rope_type` llama3: by how much the model slows each
+    frequency of its positional encoding, to reach longer contexts.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")

@@ -44,7 +44,7 @@ def beside_language(network: Any) -> str | None:
 
 
 def end_ids(*settings: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Distinct ids of settings that have one end token, several, or none."""
+    """The token ids that end a reply, from settings that each name one id, several, or none. Each id comes once."""
     ids: dict[int, None] = {}  # a set that keeps the order
     for setting in settings:
         if isinstance(setting, Sequence):

@@ -44,6 +44,9 @@ class DecodeStep:
     """Computes the next step of all rows, for a model that `is_usual`."""
 
     def __init__(self, model: Any, lora: LoraRows) -> None:
+        """Collect the parts of a model that a decode step needs. Adapters of several policies are in `lora`, as the
+        rows of a batch may belong to different policies.
+        """
         self._head, self._decoder = model.lm_head, model.model
         self._norm = _rms_norm(model.model.norm)
         first = model.model.layers[0].self_attn

@@ -26,6 +26,9 @@ class Shaped:
     """A row whose logits are changed: the state of its grammar, and the number of times that each token was drawn."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, grammars: Grammars | None) -> None:
+        """The state of one sequence whose logits are changed before a token is drawn: by a grammar, by biases of single
+        tokens, or by penalties for tokens that occurred before.
+        """
         self.matcher: Matcher | None = grammars.start(params.grammar) if grammars and params.grammar else None
         self.bias = params.logit_bias
         self.repetition = params.repetition_penalty

@@ -64,6 +64,9 @@ class Rows:
     """State of each row outside the model, in arrays that grow. `count` is the number of drawn tokens."""
 
     def __init__(self) -> None:
+        """A table without rows. Each row is a sequence in progress, and each column an array, so that one step for all
+        sequences needs no loop in Python.
+        """
         self.columns: dict[str, npt.NDArray[Any]] = {
             "job": np.empty(0, object),
             "candidate": np.empty(0, np.int64),

@@ -39,6 +39,7 @@ class VllmClient:
     """Requests to a vLLM server, from one event loop. Errors name `field`, the setting with the `url`."""
 
     def __init__(self, url: str, field: str, key: str | None) -> None:
+        """A client of the vLLM server at `url`, with the API key `key`. `field` is the setting that errors name."""
         import httpx
 
         self.url = url.rstrip("/").removesuffix("/v1")

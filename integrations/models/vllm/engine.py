@@ -79,6 +79,9 @@ class VllmSampler(LoopSampler):
     name = "vllm"
 
     def __init__(self, skeleton: ModelSkeleton, size: EngineSize) -> None:
+        """A sampler for vLLM in this process. `skeleton` checks published weights, and `size` has the number of
+        adapters and their rank. The engine itself is started by `open`.
+        """
         super().__init__()
         self._skeleton = skeleton
         self._size = size

@@ -53,6 +53,9 @@ class VllmHttpSampler(LoopSampler):
     name = "vllm-url"
 
     def __init__(self, client: VllmClient, skeleton: ModelSkeleton, folder: Path | None) -> None:
+        """A sampler for a vLLM server. `folder` is where the server reads adapters from; by default a temporary folder
+        of this machine.
+        """
         super().__init__()
         self._client = client
         self._skeleton = skeleton
@@ -161,6 +164,9 @@ class VllmHttpSampler(LoopSampler):
         ]
 
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        """Load an adapter into the server, and check that the server lists it. Raises RequestRefused for full weights,
+        SamplerError for a server that does not take the adapter.
+        """
         self._skeleton.check(policy, weights, lora)
         if lora is None:
             raise RequestRefused(
@@ -195,6 +201,9 @@ class VllmHttpSampler(LoopSampler):
         return await super()._info()
 
     async def _close(self) -> None:
+        """Take all adapters of this run out of the server, which others may use. One that the server does not release
+        is logged.
+        """
         base = [self._base_name] if self._base_name else []
         for name in [*base, *(version.target for version in self._versions.all())]:
             try:

@@ -17,6 +17,9 @@ _SHAPE = (
 
 
 def python_params(n: int, params: SamplingParams) -> Any:
+    """The sampling parameters in the form of vLLM's Python API. Only final outputs are returned, and text only if there
+    are stop strings to find in it.
+    """
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -51,6 +54,9 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
 
 
 def _common(n: int, params: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters that vLLM's Python API and its server share. Special tokens are not skipped, as they are
+    read from the reply.
+    """
     shape = {name: getattr(params, name) for name in _SHAPE}
     shape["top_p"] = shape["top_p"] or 1e-9  # 0 allows only the likeliest token, but vLLM refuses it
     return {

@@ -111,11 +111,11 @@ def _belongs_to(tail: str, name: str) -> bool:
 
 
 def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
-    """The identity of a call.
+    """Who makes a call: episode, role, parent calls and key.
 
-    Each field comes from its header, else from the path, else from baggage. The role can also come from the header
-    `role_header`, with the lowest priority; without any it is `app`. Raises RequestError (400) for a field that is
-    malformed or passed twice.
+    Each field is taken from its header, else from the path, else from baggage. The role may also come from the header
+    `role_header`; without any source it is `app`. Raises RequestError (400) for a field that is malformed or passed
+    twice.
     """
     headers: dict[str, str] = {}
     baggage: dict[str, str] = {}
@@ -137,7 +137,8 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
     if address.role is not None:
         fields["role"] = address.role
     fields |= headers
-    episode, role = fields.get("episode"), fields.get("role")
+    episode = fields.get("episode")
+    role = fields.get("role")
     return Identity(
         None if episode is None else _id(episode, "episode"),
         "app" if role is None else _role(role),

@@ -89,6 +89,7 @@ class Episodes:
     """
 
     def __init__(self, sink: Sink | None, config: GatewayConfig) -> None:
+        """The open episodes of a gateway. Without a `sink`, only calls of episodes that a run opened are recorded."""
         self.sink = sink
         self.config = config
         self.open: dict[str, _Open] = {}
@@ -180,7 +181,8 @@ class Episodes:
 
     def health(self) -> dict[str, Any]:
         """Counts of open and ended episodes and calls."""
-        warnings, failures = self.warnings.copy(), self.failures.copy()
+        warnings = self.warnings.copy()
+        failures = self.failures.copy()
         for place in self.open.values():
             warnings.update(place.live.warnings)
             failures.update(place.live.failures)
@@ -259,7 +261,7 @@ class Episodes:
                 await exchange.whole()
 
     def _leave(self, episode_id: str) -> LiveEpisode:
-        """Remove an episode from the open ones."""
+        """Remove an ended episode from the open ones."""
         place = self.open.pop(episode_id)
         if place.key is not None:
             del self._sessions[place.key]
@@ -285,17 +287,18 @@ class Episodes:
 
         Without a task, it is an implicit episode, which is opened even beyond the limit.
         """
-        place = self._sessions.get(key)
-        if place is None:
+        episode = self._sessions.get(key)
+        if episode is None:
             if task is not None:
-                place = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
+                episode = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
             else:
-                place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
-            self._sessions[key], place.key = place, key
+                episode = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key] = episode
+            episode.key = key
             if isinstance(key, asyncio.Future):
-                key.add_done_callback(functools.partial(self._pause_over, place))
-        self._begin_pause(place)
-        return place
+                key.add_done_callback(functools.partial(self._pause_over, episode))
+        self._begin_pause(episode)
+        return episode
 
     def _begin_pause(self, place: _Open) -> None:
         """End a session after a pause without a call.
@@ -346,5 +349,7 @@ def _start_call(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str
         call = episode.start(caller, chat)
     except RecordError as error:
         raise RequestError(409, str(error), code="episode_ended") from None
-    call.caller.output, call.unsupported_reason = call.id, unsupported_reason
+    # Later calls name this call as their parent by its id.
+    call.caller.output = call.id
+    call.unsupported_reason = unsupported_reason
     return call

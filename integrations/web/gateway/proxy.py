@@ -65,6 +65,10 @@ class Proxy:
     """Answers requests to the interfaces of OpenAI and Anthropic. `counts` counts requests by outcome."""
 
     def __init__(self, config: GatewayConfig, episodes: Episodes, access: Access) -> None:
+        """A proxy for the providers that `config` names, which records the calls of `episodes`.
+
+        Anthropic's API may have a provider of its own; otherwise its requests go to the same one.
+        """
         self.upstream = Upstream(config.upstream, config.key)
         self.anthropic = Upstream(config.anthropic, config.anthropic_key) if config.anthropic else self.upstream
         self.episodes = episodes
@@ -144,7 +148,8 @@ class Proxy:
 
     async def _pass(self, passage: _Passage) -> None:
         """Read a request, open its call if it is one, and send it to the provider or the responder."""
-        scope, address = passage.scope, passage.address
+        scope = passage.scope
+        address = passage.address
         own_key = any(self.access.given(scope, name) for name in KEYS)
         headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
@@ -161,7 +166,8 @@ class Proxy:
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
                 named = identity(scope, address).episode
-                (self.episodes.live(named) or self.episodes).warn(*TEXT_COMPLETION)
+                warned = self.episodes.live(named) or self.episodes
+                warned.warn(*TEXT_COMPLETION)
             episode = self.episodes.live(identity(scope, address).episode)
             if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
                 await self._fixed_embeddings(passage, episode, raw)
@@ -196,7 +202,8 @@ class Proxy:
             check_sampling(asked)
         passage.exchange = await self.episodes.exchange(who, form, asked, session, size)
         if passage.exchange is not None:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            loop = asyncio.get_running_loop()
+            task = asyncio.current_task()
             assert task is not None
             passage.exchange.call.cancel_by(functools.partial(loop.call_soon_threadsafe, task.cancel))
 
@@ -226,11 +233,15 @@ class Proxy:
 
     async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
         """Answer with a policy of the episode; if it has none, forward the request and return the provider's bytes."""
-        scope, address, exchange = passage.scope, passage.address, passage.exchange
+        scope = passage.scope
+        address = passage.address
+        exchange = passage.exchange
         has_policies = exchange is not None and exchange.call.episode.responder is not None
         if has_policies and await self._answer_with_policy(passage):
             return
-        upstream, method, query = self._provider(scope, address), scope["method"], scope["query_string"]
+        upstream = self._provider(scope, address)
+        method = scope["method"]
+        query = scope["query_string"]
         async with upstream.send(method, address.tail, query, headers, raw) as reply:
             fields = forwarded(((name.lower(), value) for name, value in reply.raw_headers), ())
             if exchange is not None:

@@ -58,6 +58,7 @@ class Gateway:
     """The ASGI application of one gateway, with its providers and its store."""
 
     def __init__(self, config: GatewayConfig, sink: Store | Collector | None) -> None:
+        """The application of a gateway: the proxy for calls, and the control requests that open and end episodes."""
         access = Access(config.token, _TOKENS)
         store = sink if isinstance(sink, Store) else None
         self.loop = asyncio.get_running_loop()
@@ -173,7 +174,8 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
     openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     server = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
-    episodes, loop = server.opened.episodes, server.opened.loop
+    episodes = server.opened.episodes
+    loop = server.opened.loop
     loop.call_soon_threadsafe(episodes.attach, episode)
     episode.gateway = server.url
     try:

@@ -42,7 +42,8 @@ class _Answer(aiohttp.ClientResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the answer's head, after a bounded number of interim answers: aiohttp would read them without end."""
-        protocol, reads = connection.protocol, 0
+        protocol = connection.protocol
+        reads = 0
         read = protocol.read
 
         async def bounded() -> Any:

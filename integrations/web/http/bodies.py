@@ -75,13 +75,16 @@ def decoded(raw: bytes, kind: type[T], values: int) -> T:
 
 
 def json_values(raw: bytes, exact_above: int = 0) -> int:
-    """How many values a JSON text holds, by its marks: each takes memory and time, however short it is.
+    """Count the values of a JSON text without decoding it, because a small text could decode to very many objects.
 
-    Up to `exact_above` it may be too high a number, which costs less: marks within strings count, and empty objects.
+    Commas, brackets and braces are counted. If there are at most `exact_above`, their number is returned: it may be too
+    high, as marks inside strings and empty objects count, but that is cheap. Above it, only marks outside of strings
+    count.
     """
-    most = 1 + sum(raw.count(mark) for mark in (b",", b"[", b"{"))
-    if most <= exact_above:
-        return most
+    upper_bound = 1 + sum(raw.count(mark) for mark in (b",", b"[", b"{"))
+    if upper_bound <= exact_above:
+        return upper_bound
+    # Without escaped quotes, a character is outside of strings if an even number of quotes comes before it.
     text = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     outside = np.bitwise_xor.accumulate(text == ord('"')) == 0
     opened = ((text == ord("[")) | (text == ord("{"))) & outside
@@ -90,11 +93,12 @@ def json_values(raw: bytes, exact_above: int = 0) -> int:
     return int(1 + commas + np.count_nonzero(opened) - np.count_nonzero(empty))
 
 
-def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = True) -> bytes:
-    """A body without its content coding, gzip or zstd.
+def inflated(raw: bytes, coding: str, limit: int, setting: str, complete: bool = True) -> bytes:
+    """Unpack a body that was compressed with gzip or zstd.
 
-    Raises RequestError for a body that is broken (400; also if it is cut off and has to be `whole`), in another coding
-    (415), or of more than `limit` bytes (413), which the flag `setting` sets if there is one.
+    Raises RequestError for a body that is broken (400; also if it ends early and has to be `complete`), in another
+    coding (415), or of more than `limit` bytes once it is unpacked (413), so that a small body cannot fill the memory.
+    `setting` is the flag that sets the limit, for the message.
     """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
@@ -111,7 +115,7 @@ def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = Tr
         hint = f": {setting} sets the limit" if setting else ""
         message = f"The body is larger than {limit} bytes once it is unpacked{hint}."
         raise RequestError(413, message, code="body_too_large")
-    if whole and not ended:
+    if complete and not ended:
         raise RequestError(400, f"The body is not {coding}: it ends early.", code="invalid_encoding")
     return text
 

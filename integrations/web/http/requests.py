@@ -38,6 +38,9 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """An error to answer a request with, in the form of OpenAI's API: HTTP `status`, `message`, the parameter at
+        fault, and a short `code` for programs.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
@@ -162,13 +165,14 @@ class BodyRoom:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom, why: str = _SETTING) -> bytes:
-    """The whole body, whose bytes count in `room` while the rest arrives.
+    """Read a body of JSON. While it arrives, its bytes count in `room`, which bounds the bodies of all requests
+    together.
 
-    Raises RequestError when it is no JSON (415), longer than `limit` (413), which `why` explains, ends early (400), or
-    the room is full (429).
+    Raises RequestError if it is not JSON (415), is longer than `limit` (413), for the reason `why`, ends early (400),
+    or if the room is full (429).
     """
-    kind = header(scope, b"content-type").split(b";")[0].strip().lower()
-    if kind != b"application/json":
+    media_type, _, _ = header(scope, b"content-type").partition(b";")
+    if media_type.strip().lower() != b"application/json":
         raise RequestError(
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
         )
@@ -176,12 +180,14 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom, 
 
 
 async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom, why: str = _SETTING) -> bytes:
-    """The whole body, whatever it is; raises as `read_body` does."""
+    """Read a body of any type. While it arrives, its bytes count in `room`. Raises RequestError as `read_body` does."""
     announced = header(scope, b"content-length")
+    # A longer number is no length, and Python would refuse to read one of many digits.
     if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
         raise _too_large(limit, why)
     parts: list[bytes] = []
-    size, more = 0, True
+    size = 0
+    more = True
     try:
         while more:
             message = await receive()

@@ -73,6 +73,9 @@ def running(
     ended = threading.Event()
 
     def run() -> None:
+        """Serve in this thread until the server is stopped. An error before it is ready goes to the thread that waits
+        for it.
+        """
         try:
             with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
                 loop = runner.get_loop()

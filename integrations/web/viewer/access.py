@@ -37,6 +37,9 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
     access = Access(token)
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with `app` if it has the token; otherwise with an error. Headers forbid other sites to use
+        the pages."""
+
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
@@ -73,7 +76,8 @@ def _check_origin(scope: Scope) -> None:
 
     A page from another port of this machine is on loopback too, and has the same cookies.
     """
-    host, origin = header(scope, b"host").decode("latin-1"), header(scope, b"origin").decode("latin-1")
+    host = header(scope, b"host").decode("latin-1")
+    origin = header(scope, b"origin").decode("latin-1")
     if not host or origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
         raise RequestError(403, "Only pages of this viewer may write.", code="forbidden_origin")
 

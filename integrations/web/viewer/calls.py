@@ -75,13 +75,15 @@ class ListPage(msgspec.Struct, Generic[Row], frozen=True, kw_only=True):
 
 def calls_page(viewer: Viewer, request: Request) -> Response:
     """The list of calls, filtered and searched."""
-    run, asked = viewer.run(request), request.query_params
+    run = viewer.run(request)
+    asked = request.query_params
     filters = CallFilters(
         turn=whole(asked.get("turn")),
         step=whole(asked.get("step")),
         **{name: asked.get(name, "") for name in ("role", "status", "phase", "task")},
     )
-    text, colours = asked.get("q", "").strip(), hues(run)
+    text = asked.get("q", "").strip()
+    colours = hues(run)
     fields = {**msgspec.structs.asdict(filters), "q": text}
     return viewer.page(
         request,
@@ -100,7 +102,9 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
     """The page of calls, the newest first, that begins below the id `before`."""
     rows: list[CallRow] = []
     verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
-    deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
+    deadline = time.monotonic() + SEARCH_SECONDS
+    searched = 0
+    last = before
     while True:
         chunk = run.figures.call_ids(last, CHUNK)
         lines = run.figures.call_lines(chunk, filters)
@@ -160,7 +164,9 @@ def match_in_episode(run: OpenedRun, id: str, text: str) -> Match | None:
 
 
 def _texts_of_call(run: OpenedRun, call: CallRecord) -> Iterator[tuple[str, Any]]:
-    """The texts of a call with their place in it, in the order of a search."""
+    """The texts of a call, each with a name of its place for the reader, in the order in which a search shows the first
+    match: answers, errors, feedback, then the prompt from its end.
+    """
     for candidate in call.candidates:
         place = "answer" if candidate.index == call.chosen else f"candidate {candidate.index}"
         yield from ((place, leaf) for leaf in (candidate.text, *leaves(candidate.message)))
@@ -178,13 +184,15 @@ def _texts_of_call(run: OpenedRun, call: CallRecord) -> Iterator[tuple[str, Any]
 
 
 def _first(texts: Iterable[tuple[str, Any]], text: str, call: str) -> Match | None:
-    """The first match of `text` in some texts. Upper and lower case are the same, as in the search by SQL."""
-    for where, value in texts:
+    """The first text that contains `text`, with some characters around the match. Upper and lower case are the same, as
+    in the search by SQL.
+    """
+    for place, value in texts:
         match = re.search(re.escape(text), value, re.IGNORECASE) if isinstance(value, str) else None
         if match:
-            first, end = match.span()
-            cut = max(0, first - _AROUND)
-            before = ("…" if cut else "") + value[cut:first]
+            start, end = match.span()
+            cut = max(0, start - _AROUND)
+            before = ("…" if cut else "") + value[cut:start]
             after = value[end : end + _AROUND] + ("…" if len(value) > end + _AROUND else "")
-            return Match(where, before, value[first:end], after, call)
+            return Match(place, before, value[start:end], after, call)
     return None

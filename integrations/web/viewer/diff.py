@@ -32,30 +32,33 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
 
     Without `b`, `a` is compared with the chosen candidate of its call, or with another one if `a` is the chosen one.
     """
-    run, asked = viewer.run(request), request.query_params
-    first = _call_of(run, asked.get("a", ""))
-    second = _call_of(run, asked["b"]) if asked.get("b") else first
+    run = viewer.run(request)
+    query = request.query_params
+    first = _call_of(run, query.get("a", ""))
+    second = _call_of(run, query["b"]) if query.get("b") else first
     calls = {call.id: call for call in (first, second)}
     groups = viewer.groups_of(run, ended_episode(run, first.episode))
     candidates: dict[str, ShownCandidate] = {}
     for call in show_calls(run, list(calls.values()), groups, whole=True):
         candidates.update({candidate.id: candidate for candidate in call.candidates})
 
-    others = [candidate for candidate in candidates.values() if candidate.id != asked["a"]]
+    others = [candidate for candidate in candidates.values() if candidate.id != query["a"]]
     default = next((candidate.id for candidate in others if candidate.chosen), others[0].id if others else "")
-    pair = [candidates.get(asked["a"]), candidates.get(asked.get("b") or default)]
-    if pair[0] is None or (asked.get("b") and pair[1] is None):
+    left = candidates.get(query["a"])
+    right = candidates.get(query.get("b") or default)
+    if left is None or (query.get("b") and right is None):
         raise HTTPException(404, "There is no such candidate.")
-    texts = [_text(candidate) if candidate else "" for candidate in pair]
+    left_text = _text(left)
+    right_text = _text(right) if right else ""
     return viewer.page(
         request,
         "diff.html",
         run,
-        pair=pair,
+        pair=[left, right],
         calls=calls,
         candidates=list(candidates.values()),
-        sides=diff(*texts) if pair[1] else ([], []),
-        same=texts[0] == texts[1],
+        sides=diff(left_text, right_text) if right else ([], []),
+        same=left_text == right_text,
     )
 
 
@@ -64,16 +67,21 @@ def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:
     first_words = re.findall(r"\w+|\s+|[^\w\s]", first)
     second_words = re.findall(r"\w+|\s+|[^\w\s]", second)
     if max(len(first_words), len(second_words)) > MOST_WORDS:
-        first_words, second_words = first.splitlines(keepends=True), second.splitlines(keepends=True)
+        # Lines instead of words, as comparing so many words would take too long.
+        first_words = first.splitlines(keepends=True)
+        second_words = second.splitlines(keepends=True)
     first_pieces: list[Piece] = []
     second_pieces: list[Piece] = []
     # The heuristic for frequent words saves time on long texts, but makes the result worse.
     matcher = SequenceMatcher(None, first_words, second_words, autojunk=len(first_words) > 2000)
-    for kind, i, j, k, m in matcher.get_opcodes():
-        if i < j:
-            first_pieces.append(Piece("same" if kind == "equal" else "removed", "".join(first_words[i:j])))
-        if k < m:
-            second_pieces.append(Piece("same" if kind == "equal" else "added", "".join(second_words[k:m])))
+    for kind, first_start, first_end, second_start, second_end in matcher.get_opcodes():
+        is_same = kind == "equal"
+        in_first = "".join(first_words[first_start:first_end])
+        in_second = "".join(second_words[second_start:second_end])
+        if in_first:
+            first_pieces.append(Piece("same" if is_same else "removed", in_first))
+        if in_second:
+            second_pieces.append(Piece("same" if is_same else "added", in_second))
     return first_pieces, second_pieces
 
 

@@ -69,7 +69,9 @@ class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def episode_page(viewer: Viewer, request: Request) -> Response:
     """One episode, a page of its calls at a time."""
-    run, id, first = viewer.run(request), request.path_params["id"], start(request)
+    run = viewer.run(request)
+    id = request.path_params["id"]
+    first = start(request)
     timed = [TimedCall(*call) for call in run.figures.call_times(id)]
     episode = ended_episode(run, id)
     if episode is None and not timed:
@@ -106,15 +108,15 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
 
 
 def call_page(viewer: Viewer, request: Request) -> Response:
-    """One call with its whole prompt."""
+    """The page of one call: its whole prompt, its candidates, and links to the calls before and after it."""
     run = viewer.run(request)
     record = run.figures.call(request.path_params["id"])
     episode = ended_episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
     ids = [id for id, *_ in run.figures.call_times(record.episode)]
-    place = ids.index(record.id)
+    position = ids.index(record.id)
     colouring = viewer.colouring(request, run, episode, record.policy.name if record.policy else "")
-    reads_of_call = _reads(run, [record], place, episode)
+    reads_of_call = _reads(run, [record], position, episode)
     (call,) = show_calls(run, [record], groups, whole=True, reads_of_call=reads_of_call, colouring=colouring)
     return viewer.page(
         request,
@@ -122,11 +124,11 @@ def call_page(viewer: Viewer, request: Request) -> Response:
         run,
         call=call,
         episode=episode,
-        earlier=ids[place - 1] if place else "",
-        later=ids[place + 1] if place + 1 < len(ids) else "",
+        earlier=ids[position - 1] if position else "",
+        later=ids[position + 1] if position + 1 < len(ids) else "",
         **of_candidates(request, run, colouring, groups),
         tools=message(run, record.tools) if record.tools else None,
-        sent=[(place, message(run, id)) for place, id in record.changed.items()],
+        sent=[(position, message(run, id)) for position, id in record.changed.items()],
         sent_tools=message(run, record.sent_tools) if record.sent_tools else None,
         hues=hues(run, record.role),
     )
@@ -217,7 +219,8 @@ def show_calls(
     for call in calls:
         ids_of_call[call.id] = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
     all_ids = list(itertools.chain.from_iterable(ids_of_call.values()))
-    rewards, feedback = run.store.rewards(all_ids), run.store.feedback(all_ids)
+    rewards = run.store.rewards(all_ids)
+    feedback = run.store.feedback(all_ids)
 
     shown_calls = []
     for call in calls:

@@ -64,21 +64,23 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def episodes_page(viewer: Viewer, request: Request) -> Response:
     """The list of episodes, filtered and searched."""
-    run, asked = viewer.run(request), request.query_params
-    order, step = asked.get("order", ""), whole(asked.get("step"))
+    run = viewer.run(request)
+    query = request.query_params
+    order = query.get("order", "")
+    step = whole(query.get("step"))
     filters = Filters(
-        q=asked.get("q", "").strip(),
+        q=query.get("q", "").strip(),
         order=order if order in ORDERS else "",
-        phase=asked.get("phase", ""),
-        status=asked.get("status", ""),
-        role=asked.get("role", ""),
-        task=asked.get("task", ""),
-        solved=asked.get("solved", ""),
+        phase=query.get("phase", ""),
+        status=query.get("status", ""),
+        role=query.get("role", ""),
+        task=query.get("task", ""),
+        solved=query.get("solved", ""),
         training_step=None if step is None else step - 1,
-        low=_number(asked.get("low")),
-        high=_number(asked.get("high")),
+        low=_number(query.get("low")),
+        high=_number(query.get("high")),
     )
-    before = asked.get("before", "")
+    before = query.get("before", "")
     return viewer.page(
         request,
         "episodes.html",
@@ -124,7 +126,8 @@ def _rows(
 ) -> tuple[EpisodeRow, ...]:
     """The rows of episodes in the table. `matches` has the passages that a search has matched, by episode."""
     ids = [line.id for line in lines]
-    rewards, texts = run.store.rewards(ids), exchanges(run.store, ids)
+    rewards = run.store.rewards(ids)
+    texts = exchanges(run.store, ids)
     rows = []
     for line in lines:
         exchange = texts.get(line.id, Exchange())
@@ -153,7 +156,9 @@ def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[Episode
     found_lines: list[EpisodeLine] = []
     matches: dict[str, Match | None] = {}
     verdicts: dict[str, bool] = {}  # texts that were searched already, shared by all chunks
-    deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
+    deadline = time.monotonic() + SEARCH_SECONDS
+    searched = 0
+    last = before
     while True:
         chunk = _lines(run, filters, last, CHUNK)
         hits = run.figures.holding(filters.q, [row.id for row in chunk], verdicts)

@@ -46,7 +46,9 @@ class ShownEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 def evaluations_page(viewer: Viewer, request: Request) -> Response:
     """An evaluation of the run: its modes side by side, and task by task."""
-    run, asked, first = viewer.run(request), request.query_params, start(request)
+    run = viewer.run(request)
+    asked = request.query_params
+    first = start(request)
     evaluation = chosen(run.evaluations, asked.get("name", ""))
     pair = (asked.get("mode", ""), asked.get("against", ""))
     kind = asked.get("kind", "")
@@ -94,14 +96,15 @@ def show_evaluation(
         else:
             pair = (next(iter(modes), ""), "")
     assert pair is not None
-    tasks = by_task(evaluation, *pair)
+    label, against = pair
+    tasks = by_task(evaluation, label, against)
     counts = {name: len(tasks_of_kind(tasks, name)) for name in KINDS}
     rows = tasks_of_kind(tasks, kind)
     shown = tuple(rows[first : first + size])
     return ShownEvaluation(
         evaluation=evaluation,
-        label=pair[0],
-        against=pair[1],
+        label=label,
+        against=against,
         kind=kind,
         tasks=shown,
         total=len(rows),

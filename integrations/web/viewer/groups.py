@@ -20,15 +20,17 @@ MOST_SIBLINGS = 48
 
 def groups_page(viewer: Viewer, request: Request) -> Response:
     """The groups of a step by role and turn, and the candidates left out."""
-    run, asked = viewer.run(request), request.query_params
+    run = viewer.run(request)
+    query = request.query_params
     steps = [step + 1 for step in run.figures.steps("train") if step >= 0]
-    step = whole(asked.get("step"))
+    step = whole(query.get("step"))
     if step not in steps:
         step = steps[-1] if steps else None
     recorded_step = None if step is None else step - 1  # records count from 0, pages from 1
     groups = viewer.groups(run, recorded_step)
     line = next((line for line in run.metrics if line["step"] == recorded_step), None)
-    role, kind = asked.get("role", ""), asked.get("kind", "")
+    role = query.get("role", "")
+    kind = query.get("kind", "")
     chosen = []
     for group in groups.groups:
         has_role = role in ("", group.role)
@@ -61,8 +63,9 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
 
 
 def group_page(viewer: Viewer, request: Request) -> Response:
-    """One group: the candidates of a comparison side by side."""
-    run, id = viewer.run(request), request.path_params["id"]
+    """The page of one group: the candidates that training compared, side by side, with their rewards."""
+    run = viewer.run(request)
+    id = request.path_params["id"]
     step = whole(request.query_params.get("step"))
     groups = viewer.groups(run, None if step is None else step - 1)
     group = next((group for group in groups.groups if group.id == id), None)
@@ -76,7 +79,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
     shown = show_calls(run, records, groups, whole=True, colouring=colouring)
     calls = {call.record.id: call for call in shown}
     ids = [other.id for other in groups.groups]
-    place = ids.index(id)
+    position = ids.index(id)
     candidates = {}
     for call in shown:
         candidates.update({candidate.id: candidate for candidate in call.candidates})
@@ -90,7 +93,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         call=calls[group.samples[0].call],
         one_prompt=len({sample.prompt for sample in group.samples}) == 1,
         reasons=REASONS,
-        earlier=ids[place - 1] if place else "",
-        later=ids[place + 1] if place + 1 < len(ids) else "",
+        earlier=ids[position - 1] if position else "",
+        later=ids[position + 1] if position + 1 < len(ids) else "",
         **of_candidates(request, run, colouring, groups),
     )

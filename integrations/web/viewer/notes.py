@@ -77,7 +77,7 @@ def notes_page(viewer: Viewer, request: Request) -> Response:
 
 
 def _find_target(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None:
-    """The candidate of an id with its call, or the id itself if it is an episode's; None for an unknown id."""
+    """The candidate with this id and its call, or the id itself if it is an episode's; None for an unknown id."""
     call_id, dot, _ = id.rpartition(".")
     if not dot:
         return id if run.figures.has_episode(id) else None

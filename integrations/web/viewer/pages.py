@@ -105,11 +105,14 @@ def _static(request: Request) -> Response:
 def _failed(viewer: Viewer, request: Request, error: Exception) -> Response:
     """The page that shows an error, with its HTTP status."""
     if isinstance(error, HTTPException):
-        status, text = error.status_code, error.detail
+        status = error.status_code
+        text = error.detail
     elif isinstance(error, CotuneError):
-        status, text = 404 if isinstance(error, RecordError) else 500, str(error)
+        status = 404 if isinstance(error, RecordError) else 500
+        text = str(error)
     else:
-        status, text = 500, f"The server failed: {type(error).__name__}. Its log says more."
+        status = 500
+        text = f"The server failed: {type(error).__name__}. Its log says more."
     request.state.tab = ""
     page = viewer.page(request, "error.html", text=text, status=status)
     page.status_code = status

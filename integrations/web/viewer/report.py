@@ -68,7 +68,8 @@ def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> N
 
 def report(run: OpenedRun, prices: Prices) -> str:
     """The HTML of the report. Its policy allows only the scripts and styles of the viewer, by their hashes."""
-    scripts, styles = ("uplot.js", "viewer.js"), ("uplot.css", "viewer.css")
+    scripts = ("uplot.js", "viewer.js")
+    styles = ("uplot.css", "viewer.css")
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -122,7 +123,8 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
 def _pairs_of_evaluation(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
     """Episodes of the base and of the trained policies on the same tasks, if the evaluation has kept them."""
     label, against = compared_modes(evaluation) or ("", "")
-    records, modes = run.records_of(evaluation), evaluation.evaluations
+    records = run.records_of(evaluation)
+    modes = evaluation.evaluations
     if records is None or against not in modes:
         return []
     tasks = sorted(modes[label].endings.keys() & modes[against].endings.keys())[:EPISODES]

@@ -11,15 +11,17 @@ from cotune.reading.tasks import selected_path, tasks
 
 def tasks_page(viewer: Viewer, request: Request) -> Response:
     """Success by task over steps."""
-    run, asked = viewer.run(request), request.query_params
+    run = viewer.run(request)
+    query = request.query_params
     phases = run.figures.phases()
-    phase = asked.get("phase") or ("train" if "train" in phases else next(iter(phases), ""))
-    kind, order = asked.get("kind", ""), asked.get("order", "")
+    phase = query.get("phase") or ("train" if "train" in phases else next(iter(phases), ""))
+    kind = query.get("kind", "")
+    order = query.get("order", "")
     return viewer.page(
         request,
         "tasks.html",
         run,
-        found=tasks(run, phase, kind, asked.get("after", ""), order),
+        found=tasks(run, phase, kind, query.get("after", ""), order),
         path=selected_path(run) if phase == "train" else "",
         phase=phase,
         phases=phases,

@@ -123,7 +123,9 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
     row_ends: dict[str, list[float]] = {}  # lane -> the end of the last box in each row
 
     def place(lane: str, item: TimedCall | UsedTool) -> tuple[float, int, float]:
-        x, width = LABELS + (item.started - began) * scale, max(_LEAST, item.latency * scale)
+        """Give an item a row of its lane. Returns the left edge, the number of the row, and the width of its box."""
+        x = LABELS + (item.started - began) * scale
+        width = max(_LEAST, item.latency * scale)
         ends = row_ends.setdefault(lane, [])
         row = next((row for row, end in enumerate(ends) if end <= x + 1), len(ends))
         if row == len(ends):
@@ -151,8 +153,8 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
         tool_bars.append(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width))
     arrows = []
     for bar in bars.values():
-        arrows += [Arrow(_path(bars[id], bar), False) for id in bar.call.parents if id in bars]
-        arrows += [Arrow(_path(bars[id], bar), True) for id in bar.call.guessed if id in bars]
+        arrows += [Arrow(_path(bars[id], bar), guessed=False) for id in bar.call.parents if id in bars]
+        arrows += [Arrow(_path(bars[id], bar), guessed=True) for id in bar.call.guessed if id in bars]
     return Timeline(
         bars=tuple(bars.values()),
         tools=tuple(tool_bars),
@@ -164,19 +166,24 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
     )
 
 
-def _ticks(lasted: float, scale: float) -> Iterator[Tick]:
-    """Marks for an axis of so many seconds: at most seven multiples of 1, 2 or 5 of a unit."""
+def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
+    """The marks of a time axis of this length, at round numbers: at most seven, each a multiple of 1, 2 or 5 of a unit.
+    `scale` is pixels per second.
+    """
     units = (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")
-    unit, name = units[sum(lasted >= limit for limit in (1.0, 100.0, 6000.0))]
-    decade = 10.0 ** math.floor(math.log10(lasted / unit))
-    size = next(part * decade for part in (0.2, 0.5, 1, 2, 5) if lasted / unit < 7 * part * decade)
-    for place in range(int(lasted / unit / size + 1e-9) + 1):
-        yield Tick(LABELS + place * size * unit * scale, f"{place * size:g} {name}" if place else "0")
+    # Milliseconds below a second, seconds up to 100 s, minutes up to 100 min, then hours.
+    unit, name = units[sum(seconds >= limit for limit in (1.0, 100.0, 6000.0))]
+    decade = 10.0 ** math.floor(math.log10(seconds / unit))
+    size = next(step * decade for step in (0.2, 0.5, 1, 2, 5) if seconds / unit < 7 * step * decade)
+    # A small number is added, as 0.3 / 0.1 is less than 3 in floating point.
+    for number in range(int(seconds / unit / size + 1e-9) + 1):
+        yield Tick(LABELS + number * size * unit * scale, f"{number * size:g} {name}" if number else "0")
 
 
 def _path(read: Bar, reader: Bar) -> str:
     x1, y1 = read.x + read.width, read.y + ROW / 2 - 2
-    x2, y2 = reader.x, reader.y + ROW / 2 - 2
+    x2 = reader.x
+    y2 = reader.y + ROW / 2 - 2
     bend = max(12.0, abs(x2 - x1) / 2)
     return f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
 
@@ -214,7 +221,12 @@ class RoleGraph(msgspec.Struct, frozen=True):
 
 
 def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
-    """The graph of an episode's roles, in the order of their first calls; None if no call read another."""
+    """Lay out the graph of an episode's roles: a row of nodes in the order of their first calls, and an arc from each
+    role to the roles that read its answers. None if no call read another.
+
+    Arcs to the right rise above the row and arcs to the left go below it, higher the further they reach, so that they
+    do not lie on each other. `certain` and `guessed` count the reads of an arc.
+    """
     roles = Counter(call.role for call in sorted(calls, key=lambda call: call.step))
     role_of_call = {call.id: call.role for call in calls}
     certain: Counter[tuple[str, str]] = Counter()
@@ -225,27 +237,36 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
     pairs = sorted({*certain, *guessed})
     if not pairs:
         return None
-    places = {role: place for place, role in enumerate(roles)}
-    apart = max(_APART, 9 * max(len(role) for role in roles) + 24)
-    xs = {role: apart * (place + 0.5) for role, place in places.items()}
-    rises = [_rise(places[source] - places[target]) for source, target in pairs]
+    positions = {role: position for position, role in enumerate(roles)}
+    distance = max(_APART, 9 * max(len(role) for role in roles) + 24)  # between nodes; 9 pixels for a letter
+    xs = {role: distance * (position + 0.5) for role, position in positions.items()}
+    rises = [_rise(positions[source] - positions[target]) for source, target in pairs]
+    # The space that arcs and their counts need above and below the row.
     above = max([24.0, *(rise + 16 for rise in rises if rise > 0)])
     below = max([30.0, *(16 - rise for rise in rises if rise < 0)])
     line = above + 6
     edges = []
     for (source, target), rise in zip(pairs, rises, strict=True):
-        x1, x2, top = xs[source], xs[target], line - rise * 4 / 3
-        side = 13 if rise > 0 else -13
-        if source == target:
-            ends, bends = (x1 - 12, x1 + 12), (x1 - 34, x1 + 34)
-        else:
-            ends = bends = (x1, x2)
-        end = line - side
-        path = f"M{ends[0]:.1f} {end:.1f}C{bends[0]:.1f} {top:.1f} {bends[1]:.1f} {top:.1f} {ends[1]:.1f} {end:.1f}"
-        counts = certain[source, target], guessed[source, target]
-        edges.append(Edge(source, target, *counts, path, (x1 + x2) / 2, line - rise - (9 if rise > 0 else -18)))
+        source_x = xs[source]
+        target_x = xs[target]
+        start_x, end_x = source_x, target_x
+        bend_from_x, bend_to_x = source_x, target_x
+        if source == target:  # a loop
+            start_x, end_x = source_x - 12, source_x + 12
+            bend_from_x, bend_to_x = source_x - 34, source_x + 34
+        edge_y = line - (13 if rise > 0 else -13)  # at the upper or the lower edge of the nodes
+        bend_y = line - rise * 4 / 3  # a cubic curve reaches 3/4 of the way to its control points
+        path = (
+            f"M{start_x:.1f} {edge_y:.1f}C{bend_from_x:.1f} {bend_y:.1f} "
+            f"{bend_to_x:.1f} {bend_y:.1f} {end_x:.1f} {edge_y:.1f}"
+        )
+        label_x = (source_x + target_x) / 2
+        label_y = line - rise - (9 if rise > 0 else -18)
+        n_certain = certain[source, target]
+        n_guessed = guessed[source, target]
+        edges.append(Edge(source, target, n_certain, n_guessed, path, label_x, label_y))
     nodes = tuple(Node(role, count, xs[role]) for role, count in roles.items())
-    return RoleGraph(nodes, tuple(edges), line, apart * len(roles), line + below + 12)
+    return RoleGraph(nodes, tuple(edges), line, distance * len(roles), line + below + 12)
 
 
 def _rise(step: int) -> float:

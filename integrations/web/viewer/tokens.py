@@ -93,7 +93,8 @@ class Colouring:
             return ""
         if advantage == 0:
             return "t0"
-        sign, strength = "p" if advantage > 0 else "n", 2 if abs(advantage) > 1 else 1
+        sign = "p" if advantage > 0 else "n"
+        strength = 2 if abs(advantage) > 1 else 1
         return f"t-{sign}{strength}"
 
     def of_tokens(self, candidate: Candidate, id: str) -> ColouredTokens | None:

@@ -59,6 +59,9 @@ class Viewer:
         pages: tuple[Page, ...],
         fields: Mapping[str, KnownField] = MappingProxyType({}),
     ) -> None:
+        """The state of a viewer: the runs it shows, and the results that are expensive to compute, kept between
+        requests.
+        """
         self._found = found
         self.runs = found.opened
         self.prices = prices
@@ -100,7 +103,9 @@ class Viewer:
         return None, [self.named(name) for name in names] or list(self.runs.values())
 
     def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
-        """Groups of a step, which is counted from 0 as in records. The latest ones are cached."""
+        """The groups of a training step, counted from 0 as in records. The latest results are cached, as grouping takes
+        seconds.
+        """
         key = (run, step, run.stamp)
         with self._lock:
             if key in self._steps:
@@ -119,7 +124,8 @@ class Viewer:
 
     def colouring(self, request: Request, run: OpenedRun, episode: Episode | None, policy: str = "") -> Colouring:
         """The colouring that the request asks for (`by`), with the tokenizer of the policy's base model."""
-        by, figures = request.query_params.get("by", ""), None
+        by = request.query_params.get("by", "")
+        figures = None
         if by in ("entropy", "ratio") and run.folder and episode and episode.training_step is not None:
             # An episode may be trained on in a later step than its own.
             figures = read_token_figures(run.folder, episode.training_step, STEPS_AHEAD)

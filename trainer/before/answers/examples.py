@@ -62,7 +62,8 @@ def as_placeholder(sketch: re.Match[str]) -> str:
 
 def json_in(text: str) -> Iterator[Any]:
     """The outermost JSON objects, and lists of objects or texts, in a text."""
-    decoder, end = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    end = 0
     for opening in re.finditer(r'\[\s*(?=[{"])|\{', text):
         if opening.start() < end:
             continue
@@ -75,7 +76,11 @@ def json_in(text: str) -> Iterator[Any]:
 
 
 def schema_of(example: Any) -> Any:
-    """The schema of an example: its values are kept, except for booleans, placeholders and options (`low|high`)."""
+    """A JSON schema for answers like an example that a prompt shows.
+
+    Values of the example stay as they are, except for those that stand for others: booleans, placeholders such as
+    `<name>`, and options such as `low|high`.
+    """
     if isinstance(example, bool):
         return {"type": "boolean"}
     if isinstance(example, list):
@@ -119,7 +124,9 @@ def shown_form(prompt: str) -> str | None:
 
 
 def filled(label: str, placeholder: str) -> str:
-    """A text for the place behind a label."""
+    """A text to write behind a label, from the placeholder that a prompt shows there: the upper bound of a range, the
+    first of several options, 1 for a number, an example as it is, else a text that is typical for the label.
+    """
     if bounds := re.search(r"(\d+) *(?:-|–|to|\.\.) *(\d+)", placeholder):
         return bounds[2]
     options = options_in(placeholder) or [part.strip() for part in placeholder.strip("[](){}<> ").split("|")]
@@ -127,5 +134,8 @@ def filled(label: str, placeholder: str) -> str:
         return options[0]
     if re.search(r"number|int|float|score|rating|^[NX\d]", placeholder, re.I):
         return "1"
-    # An example stands as it is, with the tags in it.
-    return placeholder if re.match(r"\w", placeholder) or "</" in placeholder else (typical_texts(label) or ["a"])[0]
+    is_example = re.match(r"\w", placeholder) or "</" in placeholder
+    if is_example:
+        return placeholder
+    first, *_ = typical_texts(label) or ["a"]
+    return first

@@ -66,12 +66,14 @@ def options_in(text: str) -> list[str]:
 
 
 def split_list(text: str) -> list[str]:
-    """The parts of a list in a sentence: the quoted ones if there are any, else those between commas."""
+    """The options that a sentence of a prompt lists: the quoted ones if there are any, otherwise the parts between
+    commas, "or" and "and". Parts of more than three words are no options.
+    """
     quoted = [phrase for _, phrase in QUOTED.findall(text)]
     if quoted:
         return list(dict.fromkeys(quoted))
     bracketed = re.match(r"[\[({]([^\])}]*)[\])}]", text.strip())
-    sentence = bracketed[1] if bracketed else text.split(". ")[0]
+    sentence = bracketed[1] if bracketed else text.partition(". ")[0]
     options = []
     for part in re.split(r",|;|\||\bor\b|\band\b", sentence):
         option = part.strip(" .:`*()[]{}")

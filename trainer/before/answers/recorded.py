@@ -38,8 +38,10 @@ class RecordedAnswers:
         return lambda call: partial(self.message, run, call)
 
     def message(self, run: int, call: LiveCall, index: int) -> Message:
-        """The recorded answer for a call, by its role and turn. All candidates (`index`) of a call get the same one.
-        Raises WorkflowError if this episode has no answer for it."""
+        """The recorded answer to a call, found by its role and turn. All candidates of the call get the same answer.
+
+        Raises WorkflowError if the episode has no answer for it.
+        """
         same_task = [messages for task, messages in self.episodes if task == call.task.id]
         recorded = same_task or [messages for _, messages in self.episodes]
         message = recorded[run % len(recorded)].get((call.role, call.turn))

@@ -171,11 +171,14 @@ class ValueDrawer:
             return options
         if example := example_in(description):
             return [example]
+        # A letter that differs from one draw to the next.
         return typical_texts(name) or [chr(ord("a") + self.draw.count % 26)]
 
 
 def number_options(schema: Mapping[str, Any], path: str) -> Sequence[float]:
-    """Numbers to choose from: the bounds, which a description may name too, the default, or typical ones."""
+    """Numbers that a drawn answer may have for this schema: its bounds (also from the description), its default, or
+    typical numbers.
+    """
     step = 1 if schema.get("type") == "integer" else 0.5
     low, high = schema.get("minimum"), schema.get("maximum")
     if schema.get("exclusiveMinimum") is not None:

@@ -25,22 +25,30 @@ class CheckedBase(NamedTuple):
 
 
 def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
-    """Load the base of each policy, by the policy's name; under "" the run's own base, for all other policies. Nothing
-    is loaded for NO_MODEL, and no weights are downloaded for a Hugging Face id. Raises ConfigError."""
-    named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
-    places = {m: str(locate_model(m, weights=False)) if Path(m).expanduser().exists() else m for m in named}
+    """Load what a check needs of the base models: chat templates and context lengths, but no weights.
+
+    Returns the base of each policy, by the policy's name; under "" the run's own base, for all other policies. Nothing
+    is loaded for NO_MODEL. Raises ConfigError.
+    """
+    policies_of_model = {model: names for model, names in config.bases.items() if model != NO_MODEL}
+    # The folder of a model on this machine, or its Hugging Face id.
+    folders: dict[str, str] = {}
+    for model in policies_of_model:
+        is_local = Path(model).expanduser().exists()
+        folders[model] = str(locate_model(model, weights=False)) if is_local else model
     try:
-        formats = {places[model]: config.tool_formats[model] for model in named}
+        formats = {folders[model]: config.tool_formats[model] for model in policies_of_model}
         with without_torch(formats):
-            templates = load_templates({places[model]: names for model, names in named.items()}, formats)
-            contexts = {place: context_length(place) for place in templates}
+            templates = load_templates({folders[model]: names for model, names in policies_of_model.items()}, formats)
+            contexts = {folder: context_length(folder) for folder in templates}
     except ConfigError as error:
         if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
-            raise of_policy(error, next(iter(named.values()))[0]) from None
+            first_policy, *_ = next(iter(policies_of_model.values()))
+            raise of_policy(error, first_policy) from None
         raise
     bases: dict[str, CheckedBase] = {}
-    for model, names in named.items():
-        base = CheckedBase(places[model], templates[places[model]], contexts[places[model]])
+    for model, names in policies_of_model.items():
+        base = CheckedBase(folders[model], templates[folders[model]], contexts[folders[model]])
         bases |= dict.fromkeys(names, base)
         if model == config.model:
             bases[""] = base
@@ -48,7 +56,7 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
 
 
 def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
-    """Yield a finding for each base model, if roles have different ones."""
+    """A finding for each base model, if roles have different ones."""
     roles: dict[CheckedBase, list[str]] = {}
     for role, base in bases.items():
         if base is not None:

@@ -49,25 +49,26 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
     if waiting:
         yield Finding("blocks", "runs", f"it waits for a person: {waiting[0]}.", PERSON)
     failed_calls = [str(call.error) for task in tasks for call in task.calls if call.error]
-    by_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
+    may_be_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
     cut = sum(run.cut for run in runs)
     for fault in faults:
         if waiting and end_of_input(fault):
             continue
         # Runs that ended leave open whether other answers please a scorer, or lead to a role that did not call.
-        by_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
+        may_be_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
         misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
-        if misspelt or not (by_answers or (ended and by_scorer)):
+        if misspelt or not (may_be_answers or (ended and may_be_scorer)):
             yield blocking(fault)
             continue
-        text, remedy = shorten(fault.cause), DECIDE
-        if by_answers:
+        text = shorten(fault.cause)
+        remedy = DECIDE
+        if may_be_answers:
             last = next((run.last_answer for run in runs if run.last_answer), "none")
             text += f" Last answer before it: {last}. All {len(runs)} runs failed."
         if cut:
             text += f" {cut} of them reached a limit of time or calls."
             remedy = f"Raise --timeout or --calls if a run may need more. {remedy}"
-        yield Finding("undecided", "runs" if by_answers else "", text, remedy)
+        yield Finding("undecided", "runs" if may_be_answers else "", text, remedy)
 
 
 def shorten(text: str) -> str:
@@ -101,10 +102,15 @@ def pair_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]:
 
 
 def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
-    """Yield roles whose first prompt is longer in another run of the same task with the same answers."""
-    before, after = prompts_by_role(first, store), prompts_by_role(again, store)
+    """Findings on roles whose first prompt is longer in a second run of the same task with the same answers.
+
+    Something outlives an episode then, such as a list of messages that all runs share.
+    """
+    before = prompts_by_role(first, store)
+    after = prompts_by_role(again, store)
     for role in sorted(before.keys() & after.keys()):
-        old_prompt, new_prompt = before[role][0], after[role][0]
+        old_prompt, *_ = before[role]
+        new_prompt, *_ = after[role]
         # A role may get several requests at the same time, in any order.
         if new_prompt in before[role] or old_prompt in after[role]:
             continue
@@ -138,7 +144,9 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     runs = [run for task in tasks for run in task.runs]
     failed = [run for run in runs if not run.ended]
     if failed and len(failed) < len(runs):
-        error, task_id = failed[0].outcome.error, failed[0].outcome.episode.task.id
+        first = failed[0]
+        error = first.outcome.error
+        task_id = first.outcome.episode.task.id
         assert error is not None
         text = f"{len(failed)} of {plural(len(runs), 'run')} failed; the first, on task {task_id}: "
         text += f"{shorten(error.cause)} Last answer before it: {failed[0].last_answer or 'none'}."

@@ -89,29 +89,38 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: CheckReport) -> Group:
-    """The report for a terminal."""
+    """The report of `cotune check` for a terminal: a table of roles, of the calls of one run, and of the groups that a
+    step would have; then rewards, findings (the worst first) and the verdict.
+    """
     integrations = ", ".join(dict.fromkeys(call.integration for call in report.calls)) or "nothing"
     head = f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), "
     head += f"{plural(report.runs, 'run')}, answers: {report.answers}\n{report.plan}\n"
     lines: list[RenderableType] = [Text.assemble(("dry run ", "bold"), head, f"recorded through {integrations}\n")]
 
+    # 1. The roles, and who plays them in training.
     roles = grid("role", "calls>", "policy", "scorer", "trained")
     for role in report.roles:
         trained = Text("yes", style=GOOD) if role.trained else Text(f"no: {role.reason}", style="yellow")
         policy = role.kind if role.policy in (role.role, role.kind) else f"{role.policy} ({role.kind})"
         roles.add_row(*cells((role.role, role.calls, policy, "yes" if role.scorer else "", trained)))
 
+    # 2. The calls of a run, with the calls whose answers they read.
     calls = grid("step>", "role", "turn>", "reads", "tokens>", "asks for", "status")
     steps = {call.id: call.step for call in report.calls}
     for call in report.calls:
-        reads = ", ".join(str(step) for step in sorted(steps[parent] for parent in call.parents if parent in steps))
+        steps_read = sorted(steps[parent] for parent in call.parents if parent in steps)
+        reads = ", ".join(map(str, steps_read))
         asks = [f"{name} {call.params[name]:g}" for name in ("temperature", "n") if call.params.get(name) is not None]
-        asks += ["stream"] if call.streamed else []
-        asks += ["JSON"] if isinstance(call.params.get("response_format"), Mapping) else []
-        asks += ["tools"] if call.tools else []
+        if call.streamed:
+            asks.append("stream")
+        if isinstance(call.params.get("response_format"), Mapping):
+            asks.append("JSON")
+        if call.tools:
+            asks.append("tools")
         tokens = report.tokens.get(call.id, "")
         calls.add_row(*cells((call.step, call.role, call.turn, reads, tokens, " · ".join(asks), call.status)))
 
+    # 3. The groups that a training step would have if all episodes ran like this one.
     groups = grid("groups>", "of task", "role", "candidates in each>")
     counts = Counter((group.task, ", ".join(group.roles), group.size) for group in report.groups)
     for (task, names, size), count in counts.items():
@@ -125,7 +134,7 @@ def render(report: CheckReport) -> Group:
     if report.left_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.left_out.items())
         lines.append(Text(f"candidates left out: {reasons}", style=QUIET))
-    for finding in sorted(report.findings, key=lambda one: list(STYLES).index(one.level)):
+    for finding in sorted(report.findings, key=lambda finding: list(STYLES).index(finding.level)):
         about = f"{finding.about}: " if finding.about else ""
         lines.append(Text.assemble((f"{finding.level} ", STYLES[finding.level]), (about, "bold"), finding.text))
         lines += [Text(f"  {finding.remedy}", style=QUIET)] if finding.remedy else []

@@ -143,7 +143,8 @@ class Runner:
         """Run the workflow once. With a `meeting` it overlaps another run."""
         self.say(f"running {self.workflow.name} on task {task.id}{', twice at once' if meeting else ''} ...")
         responder = self.responder(number)
-        responder.meeting, responder.limit = meeting, self.limits.calls
+        responder.meeting = meeting
+        responder.limit = self.limits.calls
         options = EpisodeOptions(
             phase="check",
             timeout=self.limits.timeout,
@@ -154,7 +155,8 @@ class Runner:
         outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
         if meeting is not None:
             meeting.abort()  # the other run need not wait any longer
-        id, notes = outcome.episode.id, outcome.live.notes
+        id = outcome.episode.id
+        notes = outcome.live.notes
         question = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
         # A framework wraps an error of a call into its own; the error itself is shorter.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)

@@ -85,7 +85,9 @@ class _Raised(logging.Handler):
         self._watch = watch
 
     def emit(self, record: logging.LogRecord) -> None:
-        error, episode = record.exc_info[1] if record.exc_info else None, current_episode.get()
+        """Note an error that the application or its framework logged instead of raising it."""
+        error = record.exc_info[1] if record.exc_info else None
+        episode = current_episode.get()
         if error is None or episode is None or record.name.startswith("cotune"):
             return
         errors = self._watch.logged.setdefault(episode.id, [])

@@ -89,7 +89,8 @@ def examine(
     machine = look(Path("runs"))
     if gpu is not None:
         machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
-    cluster, extra = ClusterConfig(), ""
+    cluster = ClusterConfig()
+    extra = ""
     models: list[Finding] = []
     divided: list[Finding] = []
     nodes: list[Node] = []
@@ -103,7 +104,8 @@ def examine(
                 divided += [Finding("warns", "division", note) for note in notes]
             except CotuneError as error:
                 divided.append(blocking(error, "division"))
-        cluster, extra = config.cluster, engine_kind(config).extra
+        cluster = config.cluster
+        extra = engine_kind(config).extra
     findings = [*judge_machine(machine, cluster, extra), *models, *divided]
     forecast = Forecast()
     if config is not None and all(finding.level != "blocks" for finding in findings):
@@ -252,25 +254,30 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
 
 
 def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: int = 1) -> Iterator[Finding]:
-    """Whether each process of the run finds a machine with room for it; the largest are placed first."""
+    """Findings on the placement of a run: whether each of its processes finds a machine with enough free cores and
+    GPUs.
+
+    Processes with the most GPUs are placed first, as they fit into the fewest machines.
+    """
     demands = cluster.demands(samplers)
     local = cluster.address == "local"
-    wanted = sum(demand.count * CPUS for demand in demands)
-    have = sum(node.free_cpus for node in nodes)
-    if local and wanted > have:
-        text = f"{sum(d.count for d in demands)} processes ask for {wanted:g} cores and share {have:g}"
+    cores_needed = sum(demand.count * CPUS for demand in demands)
+    cores_free = sum(node.free_cpus for node in nodes)
+    if local and cores_needed > cores_free:
+        text = f"{sum(d.count for d in demands)} processes ask for {cores_needed:g} cores and share {cores_free:g}"
         yield Finding("warns", "placement", text, "Slower, not wrong: ask for fewer processes where speed matters.")
-    rooms = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
+    # Cores and GPUs of each machine, from which `_place` takes. Local processes share cores, so these never run out.
+    free_resources = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
     for demand in sorted(demands, key=lambda d: -d.gpus):
-        placed = sum(_place(demand, rooms) for _ in range(demand.count))
+        n_placed = sum(_place(demand, free_resources) for _ in range(demand.count))
         gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
         text = f"{demand.count} x {demand.part} with {CPUS:g} core{gpus}"
-        if placed == demand.count:
+        if n_placed == demand.count:
             yield Finding("ok", f"{demand.part}s", text)
         else:
             free = ", ".join(f"{n.address}: {n.free_cpus:g} cores, {n.free_gpus:g} GPUs" for n in nodes)
             yield Finding(
-                "blocks", f"{demand.part}s", f"{text}: {placed} fit. Free: {free}",
+                "blocks", f"{demand.part}s", f"{text}: {n_placed} fit. Free: {free}",
                 "Ask for fewer or smaller ones under [cluster], or add machines.",
             )  # fmt: skip
 

@@ -101,7 +101,11 @@ def plan_memory(
 def measure_bases(
     config: TrainConfig, machine: Machine, folders: Mapping[str, Path], *, prompt: int
 ) -> tuple[TrainConfig, dict[str, tuple[ModelSize, Workload]]]:
-    """The configuration with the precision of its learner, and the size and the workload of each base model."""
+    """Measure each base model of a run for forecasts of memory and time: the size of the model, and its workload in a
+    step.
+
+    Also returns the configuration with the learner's precision, if it was left to "auto".
+    """
     candidates = candidates_of_call(config)
     sequences = min(1024, _episodes_at_once(config) * candidates)
     row = prompt + config.sampling.max_tokens
@@ -139,15 +143,19 @@ def trained_policies(config: TrainConfig, names: Collection[str]) -> int:
 def processes(
     bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine
 ) -> tuple[ProcessMemory, ...]:
-    """Learner and in-process samplers of a run on a machine: the learner holds each base that a policy trains, a
-    sampler one."""
+    """Forecast the memory of the learner and of the in-process samplers of a run on this machine.
+
+    The learner holds all bases that policies are trained on; each sampler holds one base. On a GPU that both use, the
+    learner's pass gets what the samplers leave.
+    """
     cluster = config.cluster
     on_gpu = learns_on_gpu(config, machine)
     device, free, total = _device(machine, on_gpu, " of a learner" if cluster.on_ray else "")
     trained = [(size, load) for size, load in bases.values() if load.policies]
     place = partial(learner_memory, config=config, device=device, free=free, total=total)
     alone = [place(size=size, load=load) for size, load in trained]
-    held = {part: sum(one.parts[part] for one in alone) for part in HELD}
+    # Each base is measured alone first: what its learner holds all the time, whichever policy is updated.
+    held = {part: sum(process.parts[part] for process in alone) for part in HELD}
     samplers = _samplers(bases, config, machine, beside=sum(held.values()) + CONTEXT if on_gpu else 0.0)
 
     # On a GPU the pass has what the samplers leave: in mode sync they have given their caches back by then.
@@ -155,9 +163,9 @@ def processes(
     if on_gpu and not cluster.on_ray:
         others = sum(sampler.lasting for sampler in samplers)
     plans = []
-    for one, (size, load) in zip(alone, trained, strict=True):
-        rest = sum(held.values()) - sum(one.parts[part] for part in HELD)
-        plans.append(place(size=size, load=load, taken=rest + others))
+    for process, (size, load) in zip(alone, trained, strict=True):
+        of_other_bases = sum(held.values()) - sum(process.parts[part] for part in HELD)
+        plans.append(place(size=size, load=load, taken=of_other_bases + others))
     # one policy is updated after the other, so only the largest pass counts
     largest = max(plans, key=_beside_held)
     return (msgspec.structs.replace(largest, parts={**largest.parts, **held}), *samplers)
@@ -207,7 +215,7 @@ def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:
 
 
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
-    """The shape of the adapters of a base, which has these policies; None where all weights are trained."""
+    """The shape of the adapters on a base model that these policies share; None if its policies train all weights."""
     if not config.policy:
         return None if config.policies == "full" else config.lora.spec
     kinds = {policy.kind: policy for policy in config.policy if policy.name in names}
@@ -229,7 +237,8 @@ def learner_memory(
         usual_share,
     )
 
-    settings, cluster = config.learner, config.cluster
+    settings = config.learner
+    cluster = config.cluster
     parts = cluster.learners if cluster.on_ray else 1
     policies = load.policies if size.adapter == 0 else 1  # adapters share one base
     weights = policies * _weight_bytes(config, size) / parts
@@ -291,12 +300,14 @@ def sampler_memory(
         **_image_parts(size, device),
     }
     sequence = (load.row + 64) * size.cache_values * each
-    at_once, name = load.sequences, f"cache of {load.sequences} sequences"
+    at_once = load.sequences
+    name = f"cache of {load.sequences} sequences"
     if device != "cpu":
         room = GPU_PART * (free - taken - sum(parts.values()))
         fitting = max(load.candidates, int(room / sequence))  # the candidates of a call are decoded together
         if fitting < load.sequences:
-            at_once, name = fitting, f"cache of {fitting} sequences at once, of {load.sequences}"
+            at_once = fitting
+            name = f"cache of {fitting} sequences at once, of {load.sequences}"
     cache = at_once * sequence + LOGIT_BYTES * min(at_once * size.vocabulary, DRAW_ELEMENTS)
     return ProcessMemory(
         process="sampler",
@@ -354,7 +365,9 @@ def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: f
 
 
 def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
-    """Bytes of the weights that the learner holds: trained ones are fp32, frozen ones as they are computed with."""
+    """Bytes of the weights that the learner holds. Trained weights are in float32; frozen ones have the precision they
+    are computed in.
+    """
     settings = config.learner
     if size.adapter and settings.quantize == "4bit":
         return 0.57 * size.parameters  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
@@ -369,16 +382,21 @@ def _untied(size: ModelSize) -> int:
 
 
 def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
-    """Of each process and device that has too little: its demand, and how much is missing."""
-    asked: dict[str, list[ProcessMemory]] = defaultdict(list)
+    """A sentence for each process that needs more memory than it finds, and for each device on which the processes of
+    the run together do: its demand, and how much is missing.
+    """
+    processes_of_device: dict[str, list[ProcessMemory]] = defaultdict(list)
     for process in plan:
-        asked[process.device].append(process)
-        if (short := process.bytes - process.free) > 0:
-            yield f"{process.process} takes {process.bytes / GB:.1f} GB, {short / GB:.1f} GB too much"
-    for device, those in asked.items():
-        total, name = peak_of_device(those), "this machine" if device == "cpu" else device
-        if len(those) > 1 and (short := total - max(one.free for one in those)) > 0:
-            yield f"{name} takes {total / GB:.1f} GB for all processes, {short / GB:.1f} GB too much"
+        processes_of_device[process.device].append(process)
+        missing = process.bytes - process.free
+        if missing > 0:
+            yield f"{process.process} takes {process.bytes / GB:.1f} GB, {missing / GB:.1f} GB too much"
+    for device, processes in processes_of_device.items():
+        name = "this machine" if device == "cpu" else device
+        total = peak_of_device(processes)
+        missing = total - max(process.free for process in processes)
+        if len(processes) > 1 and missing > 0:
+            yield f"{name} takes {total / GB:.1f} GB for all processes, {missing / GB:.1f} GB too much"
 
 
 def peak_of_device(processes: Sequence[ProcessMemory]) -> float:
@@ -392,28 +410,31 @@ def peak_of_device(processes: Sequence[ProcessMemory]) -> float:
 
 
 def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
-    """Settings to change where it does not fit: of the largest part first."""
+    """Advice for a run that needs too much memory: the settings that make its parts smaller, the largest part first."""
     settings = config.learner
     lora = all(_adapter(config, names) is not None for names in config.bases.values())
     gpu = any(process.device != "cpu" for process in plan)
-    found = []
-    for _, name, process in sorted(
-        ((size, name, p.process) for p in plan for name, size in p.parts.items()), reverse=True
-    ):
+    settings_to_change = []
+    parts: list[tuple[float, str, str]] = []
+    for planned in plan:
+        parts += [(size, name, planned.process) for name, size in planned.parts.items()]
+    for _, name, process in sorted(parts, reverse=True):
         if name.startswith("cache"):
-            found.append("lower concurrency, plan.k or sampling.max_tokens")
+            settings_to_change.append("lower concurrency, plan.k or sampling.max_tokens")
         elif name.startswith("a pass") and "checkpointed" not in name:
-            found.append("shorten prompts or lower sampling.max_tokens")
+            settings_to_change.append("shorten prompts or lower sampling.max_tokens")
         elif name == PAGES:
-            found.append("set learner.memory, under which no pages are kept")
+            settings_to_change.append("set learner.memory, under which no pages are kept")
         elif name.startswith(("gradients", "published")) and not lora:
-            found.append('policies = "lora"')
-            found += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []
+            settings_to_change.append('policies = "lora"')
+            settings_to_change += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []
         elif name == "weights" and process == "learner" and gpu and lora:
-            found += ['learner.dtype = "bfloat16"'] if settings.dtype != "bfloat16" else []
-            found += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
-    found.append("take a smaller model" + ("" if config.cluster.on_ray else ", or more learners on a cluster"))
-    text = "; ".join(dict.fromkeys(found))
+            settings_to_change += ['learner.dtype = "bfloat16"'] if settings.dtype != "bfloat16" else []
+            settings_to_change += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
+    settings_to_change.append(
+        "take a smaller model" + ("" if config.cluster.on_ray else ", or more learners on a cluster")
+    )
+    text = "; ".join(dict.fromkeys(settings_to_change))
     return f"{text[:1].upper()}{text[1:]}."
 
 

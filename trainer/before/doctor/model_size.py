@@ -134,7 +134,10 @@ class EmptyPolicy:
     ) -> None:
         """Wrap a policy that was built in `mode`. `layers` chooses which layers the network has. `copies` rounds
         adapters that are joined to their layers; None if they are not joined."""
-        self.policy, self.mode, self.parameters, self.adapter = policy, mode, parameters, adapter
+        self.policy = policy
+        self.mode = mode
+        self.parameters = parameters
+        self.adapter = adapter
         self._layers, self._copies = layers, copies
         self._adapted = [] if copies is None else list(copies.layers)
 
@@ -145,7 +148,8 @@ class EmptyPolicy:
         with self.mode:
             self._use(None)
             once = kept_bytes(self.policy, checkpointed=checkpointed)
-            token, fixed = once.token, once.fixed
+            token = once.token
+            fixed = once.fixed
             for kind, count in enumerate(self._layers.counts):
                 if count > 1:
                     self._use(kind)
@@ -293,7 +297,9 @@ def _image_factor(sight: Any) -> float:
 
 
 def _fill(network: Any) -> None:
-    """Put tensors of the CPU, without storage, in the place of those on the meta device. Tied ones stay tied."""
+    """Replace the tensors of a network on the meta device with tensors of the CPU, still without storage (fake
+    tensors). Tied weights remain tied.
+    """
     import torch
 
     filled: dict[int, tuple[Any, Any]] = {}  # the old ones stay referenced, so that their ids stay theirs

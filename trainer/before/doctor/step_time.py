@@ -178,7 +178,11 @@ def _published_rates(name: str, dtype: str) -> Rates:
 
 @cache
 def measure_cpu(dtype: str, threads: int) -> Rates:
-    """Rates of this machine's CPU as busy as it is now, by two products that take 0.2 s each."""
+    """Measure how fast this machine's CPU computes and reads memory, as busy as it is now, by two products of about 0.2
+    s.
+
+    The first is limited by computing, as passes of the learner are; the second by memory, as sampling is.
+    """
     import torch
 
     from cotune.integrations.models.float32 import product
@@ -188,20 +192,23 @@ def measure_cpu(dtype: str, threads: int) -> Rates:
     torch.set_num_threads(threads)
     try:
         # As many rows as a pass has tokens, in a layer of usual width.
-        rows, width = 1024, 1024
-        states, square = torch.ones(rows, width, dtype=precision), torch.ones(width, width, dtype=precision)
+        rows = 1024
+        width = 1024
+        states = torch.ones(rows, width, dtype=precision)
+        square = torch.ones(width, width, dtype=precision)
         operations = 2 * rows * width * width / _median_seconds(lambda: product(states, square))
         # One row, and a weight of 128 MB, which no cache holds: a decode step reads all weights once.
-        state, weight = torch.ones(1, 4096), torch.ones(8192, 4096)
+        state = torch.ones(1, 4096)
+        weight = torch.ones(8192, 4096)
         bandwidth = weight.nbytes / _median_seconds(lambda: product(state, weight))
     finally:
         torch.set_num_threads(threads_before)
-    of_operations, of_bandwidth = CPU_PARTS
+    share_of_operations, share_of_bandwidth = CPU_PARTS  # that training and sampling reach of the measured rates
     source = (
         f"{operations / 1e9:,.0f} GFLOP/s in {dtype} and {bandwidth / 1e9:,.0f} GB/s measured on this CPU just now"
         f" with {plural(threads, 'thread')}"
     )
-    return Rates(of_operations * operations, of_bandwidth * bandwidth, source)
+    return Rates(share_of_operations * operations, share_of_bandwidth * bandwidth, source)
 
 
 def _median_seconds(compute: Callable[[], object]) -> float:
@@ -220,7 +227,8 @@ def _rollout_seconds(
     config: TrainConfig, machine: Machine, size: ModelSize, load: Workload, at_once: int, rates: Rates
 ) -> float:
     """Seconds to sample one call of each episode of a step, `at_once` answers at a time."""
-    answers, prompts = config.tasks_per_step * config.largest_k, _prompts(config)
+    answers = config.tasks_per_step * config.largest_k
+    prompts = _prompts(config)
     answer = config.sampling.max_tokens
     prompt = load.row - answer
     on_gpu = samples_on_gpu(config, machine)
