@@ -168,6 +168,7 @@ def _copy(a: argparse.Namespace) -> int:
 
 
 def _upgrade(a: argparse.Namespace) -> int:
+    """Bring the tables of a database to the version of this cotune, which happens when it is opened for writing."""
     from cotune.entry_points import scheme_of
     from cotune.integrations.collect.postgres.tables import VERSION
     from cotune.storage.open_store import POSTGRESQL, is_path, open_store, without_password
