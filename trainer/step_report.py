@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from cotune.reading.gradient_shares import MOST, WINDOW, Shares, dominant_roles, shares_of
 from cotune.records.structs import JUDGING
 from cotune.sampling.request_params import replaced
 from cotune.storage.judge_ledger import totals_of
@@ -63,6 +64,8 @@ class RolloutReport(StepReport):
     def __init__(self, run: RolloutRun, progress: Progress) -> None:
         super().__init__(run, progress)
         self._run = run
+        self._gradient_shares: deque[Shares] = deque(maxlen=WINDOW)
+        """The last steps' shares of roles in the gradients of their policies."""
         self._counters: dict[str, float] = {}
         """Counts of sampler, rollout workers and store when the last step ended."""
 
@@ -91,7 +94,7 @@ class RolloutReport(StepReport):
         unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps))
         trained_roles = run.trained_roles(state.steps)
         plans = config.plans_of(run.plan, trained_roles)
-        roles = role_metrics(prepared, collected, batch.rows, updates)
+        roles = role_metrics(prepared, collected, batch.rows, updates, trained_roles)
         if rolled.refill:
             for role in roles:
                 roles[role] |= rolled.refill.figures(role)
@@ -131,6 +134,7 @@ class RolloutReport(StepReport):
                 *replaced(calls),
                 *_rounded_away(updates),
                 *self._policy_notes(batch, unmoved),
+                *self._gradient_notes(roles, trained_roles),
                 *_outcome_notes(run, batch),
                 *_refill_notes(rolled),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
@@ -145,6 +149,15 @@ class RolloutReport(StepReport):
         if without_hints := _without_hints(self._run, batch, unmoved):
             notes.append(NO_FEEDBACK.format(policies=", ".join(without_hints)))
         return notes
+
+    def _gradient_notes(self, roles: Mapping[str, Mapping[str, float]], policy_of: Mapping[str, str]) -> list[str]:
+        """Return a note for each role that has held most of the gradient of its policy over the last steps."""
+        shares = shares_of(roles)
+        if not shares:
+            return []
+        self._gradient_shares.append(shares)
+        dominant = dominant_roles(self._gradient_shares)
+        return [CAPTURED.format(role=role, policy=policy_of[role]) for role in dominant if role in policy_of]
 
     def _policy(self, name: str, updates: Updates) -> dict[str, float]:
         """Return the figures of a policy's update. If it has moved, the proof of its publication is included."""
@@ -238,6 +251,12 @@ SILENT = (
     "decides who comes next, by a tool, a handoff or a route, reward the role that decides for going there, or learn "
     "first from recordings of a model that does (docs/how-to/not-learning.md); a role that is no longer used is better "
     "taken out of `roles` and [[policy]]."
+)
+CAPTURED = (
+    f"Role {{role!r}} has held over {MOST:.0%} of the gradient of policy {{policy!r}} in the mean of the last {WINDOW} "
+    "steps (`gradient_share`). The policy learns mainly for this role, and its other roles may get worse. If their "
+    "rewards fall or stay flat, balance the gradient, or give the role a policy of its own "
+    "(docs/how-to/teams.md#roles-that-share-a-policy)."
 )
 _LOST = (
     "Policy {policy}: float32 rounds the whole step away in {count} tensors, and {share:.2%} of all entries (largest "

@@ -15,6 +15,7 @@ from cotune.records.plans import PlanKind
 
 ClipStyle = Literal["ppo", "cispo", "none"]
 KlIn = Literal["loss", "reward"]
+Balance = Literal["none", "equal"]
 
 MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
     "token": (0.5, 5.0),
@@ -161,6 +162,10 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     `aggregation`: mean over all response tokens; mean over responses (calls) of their token means; mean over
     trajectories (all answers of the policy in an episode) of their token means; or the sum over tokens divided by
     (responses x `constant_length`), with None for the run's response limit.
+    `balance`: with `equal`, the roles of a policy that plays several have gradients of about the same length. The rows
+    of a role weigh m / g: g is the estimated length of the role's gradient (`gradient_share` in
+    docs/reference/metrics.md) by the advantages and the sampler's log-probabilities, and m the mean of g over the roles
+    that have an advantage.
     `token_loss` names your own function, which replaces ratio, clip and style: in the file of its class
     f"{__file__}:soft_clip".
     """
@@ -186,6 +191,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     critic_sees: str = ""
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
+    balance: Balance = "none"
     token_loss: str = ""
 
     @property

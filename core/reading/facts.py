@@ -12,6 +12,7 @@ import msgspec
 
 from cotune.algorithms.recipes import USUAL
 from cotune.reading.causes import causes, shortened
+from cotune.reading.gradient_shares import dominant_roles, shares_of
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
 from cotune.records.policies import UNTRAINED
@@ -127,7 +128,7 @@ class Trouble(msgspec.Struct, frozen=True):
     """A problem of a run, and how often it occurred; 0 for a remark. `kind` is its source, `query` chooses its
     episodes, and `more` is the rest of an error after its first line."""
 
-    kind: Literal["episodes", "records", "cut", "calls", "untrained", "precision", "last step"]
+    kind: Literal["episodes", "records", "cut", "calls", "untrained", "precision", "gradient", "last step"]
     text: str
     count: int = 0
     query: dict[str, str] = {}
@@ -169,6 +170,10 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
         if not precision.noise:
             text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
         problems.append(Trouble("precision", text, 1))
+
+    for role, share in dominant_roles([shares_of(line["roles"]) for line in run.metrics]).items():
+        text = f"role {role} had {share:.0%} of the gradient of a policy that it shares, in the mean of the steps"
+        problems.append(Trouble("gradient", text))
 
     if of_calls:
         for role, status, n in store.figures().failed_calls():

@@ -112,6 +112,32 @@ def teams() -> str:
     return _table(titles, rows)
 
 
+def balance() -> str:
+    """Rewards of two roles that share a policy, plainly and balanced, or have one each."""
+    rows = []
+    for way in ("shared", "equal", "isolated"):
+        found = sorted((line for line in _lines("balance") if line["way"] == way), key=lambda line: line["seed"])
+        cells = [f"`{way}`"]
+        for role in ("worker", "chief"):
+            cells += [_mean_of([line[role] for line in found], when) for when in ("first", "middle", "last")]
+        cells.append(", ".join(f"{line['chief']['last']:.2f}" for line in found))
+        shares = [share for line in found for share in line["shares"]]
+        if shares:
+            true, shown = (sum(column) / len(shares) for column in zip(*shares, strict=True))
+            error = sum(abs(one - other) for one, other in shares) / len(shares)
+            cells += [f"{true:.2f}", f"{shown:.2f}", f"{error:.3f}"]
+        else:
+            cells += ["-"] * 3
+        rows.append(cells)
+    times = [f"{role}, {when} steps" for role in ("worker", "chief") for when in ("first", "middle", "last")]
+    shares_titles = ("worker's share of the gradient", "as shown", "mean difference")
+    return _table(("way", *times, "chief, last, by seed", *shares_titles), rows)
+
+
+def _mean_of(lines: Sequence[Line], name: str) -> str:
+    return f"{sum(line[name] for line in lines) / len(lines):.2f}"
+
+
 def refill(**settings: str) -> str:
     """Tokens until the success of plain training, by seed and way, of the runs with these settings."""
     lines = [line for line in _lines("refill") if settings.items() <= line["settings"].items()]
@@ -259,6 +285,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "learning": learning,
     "selection": selection,
     "teams": teams,
+    "balance": balance,
     "refill": partial(refill, task="plan_path"),
     "refill, precision": precision,
     "refill, word problems": partial(refill, task="word_problems", dtype="float32"),

@@ -42,7 +42,7 @@ from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import needing_untrained
-from cotune.trainer.learner.loss import policy_loss, row_weights
+from cotune.trainer.learner.loss import logit_gradients, policy_loss
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import PassSizes, giving_back
 from cotune.trainer.learner.memory.products import open_joined
@@ -186,7 +186,8 @@ class LocalLearner:
         and `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
         checkpointing; `total_tokens` of these rows with their prompts, `computed_tokens` that went through the model
         (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole; on a
-        known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
+        known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles, and each role's
+        share of the gradient as `<role>/gradient_share` (`MetricSums`).
         """
         started = time.perf_counter()
         model, (settings, loss), size = self._model(policy), self._methods[policy], self._passes[policy]
@@ -209,7 +210,8 @@ class LocalLearner:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
 
             # One optimizer step per mini-batch, on gradients that its passes add up.
-            update = Update(model, tokens, passed, MetricSums([row.role for row in rows]))
+            sums = MetricSums([row.role for row in rows])
+            update = Update(model, tokens, passed, tokens.weights(batches), sums)
             norms, checkpointed = [0.0] * len(batches), 0
             losses = torch.zeros(len(batches), dtype=torch.float64, device=model.device)
             for step, batch in enumerate(batches):
@@ -395,9 +397,7 @@ class LocalLearner:
     def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss, on the device: the
         host queues all passes of a step without waiting for one."""
-        model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
-        weight = torch.zeros(len(tokens.rows))
-        weight[places] = row_weights(loss, tokens.lengths[places], tokens.trajectory_lengths[places])
+        model, tokens, loss = update.model, update.tokens, update.tokens.loss
         total, done = torch.zeros((), dtype=torch.float64, device=model.device), []
         passed = [i for i in batch if update.passed[i]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
@@ -415,13 +415,16 @@ class LocalLearner:
                 continue
             untrained = model.reference_logprobs(inputs) if loss.needs_untrained else None
             new, entropy = model.token_logprobs(inputs)
-            own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
+            own = tokens.of_pass(micro, update.weight, new=new, entropy=entropy, untrained=untrained)
+            own.new.retain_grad()
             parts = policy_loss(loss, own)
             parts.loss.backward()
             total += parts.loss.detach()
-            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach()), inputs.computed))
-        for micro, own, parts, computed in done:
-            update.sums.add(micro, own, parts, computed=computed)
+            slope = torch.zeros_like(own.new) if own.new.grad is None else own.new.grad
+            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach()), slope, inputs.computed))
+        for micro, own, parts, slope, computed in done:
+            temperature = to_device(tokens.temperatures(micro), own.new.device)
+            update.sums.add(micro, own, parts, logit_gradients(slope, own.new, temperature), computed=computed)
             tokens.note(micro, own)
         return total
 

@@ -81,6 +81,16 @@ def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = N
     return torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
 
 
+def logit_gradients(slope: Tensor, logprob: Tensor, temperature: Tensor) -> Tensor:
+    """Return the length of the loss's gradient at the logits of each token, [N], but for a factor from 1 to sqrt(2).
+
+    `slope` [N] is the derivative of the loss by the token's log-probability `logprob` [N]. With p = softmax(logits / T)
+    the gradient is slope (onehot(y) - p) / T, and the sum of the other tokens' p^2 is at most (1 - p[y])^2. The entropy
+    bonus is left out.
+    """
+    return slope.abs() * -torch.expm1(logprob.clamp(max=0.0)) / temperature
+
+
 def unmasked(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
     """Return which tokens the recipe's mask leaves in, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each.
 

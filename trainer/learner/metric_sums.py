@@ -18,7 +18,8 @@ _OF_ALL = (
 )  # fmt: skip
 TOKENS_OF = {**dict.fromkeys(_OF_ALL, "tokens"), "entropy": "entropy_tokens"}
 """The count of the tokens that each figure is a mean, or the largest, of."""
-SUMS = ("tokens", "entropy_tokens", *(name for name in TOKENS_OF if name not in MAXIMA))
+GRADIENT = "squared_gradients"
+SUMS = ("tokens", "entropy_tokens", GRADIENT, *(name for name in TOKENS_OF if name not in MAXIMA))
 
 
 class MetricSums:
@@ -30,8 +31,11 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
         self._computed = 0
 
-    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, computed: int) -> None:
-        """Count a pass over `rows` (indices into the roles), which put `computed` tokens through the model."""
+    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, gradients: Tensor, *, computed: int) -> None:
+        """Count a pass over `rows` (indices into the roles), which put `computed` tokens through the model.
+
+        `gradients` [N] has the length of each token's gradient at the logits (`logit_gradients`).
+        """
         self._computed += computed
         ones, gap = torch.ones_like(tokens.old), tokens.old - tokens.sampler
         facts = {
@@ -43,6 +47,7 @@ class MetricSums:
             "sampler_gap_mean": gap.abs(),
             "sampler_gap_max": gap.abs(),
             "sampler_kl": gap.exp() - gap - 1.0,
+            GRADIENT: gradients.double().square(),
         }
         if tokens.entropy is not None:
             facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": ones}
@@ -73,7 +78,7 @@ class MetricSums:
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
         """Return means, maxima and token counts over all ranks. With several roles, each role also has them, as
-        `<role>/<name>`. Without tokens there are no means and maxima.
+        `<role>/<name>`, and `<role>/gradient_share`. Without tokens there are no means and maxima.
 
         `computed_tokens` is the number of tokens that the passes of all ranks have put through the model.
         """
@@ -83,8 +88,23 @@ class MetricSums:
             for index, role in enumerate(self._names):
                 of_role = _means({name: float(values[index]) for name, values in sums.items()})
                 metrics |= {f"{role}/{name}": value for name, value in of_role.items()}
+            metrics |= self._gradient_shares(sums)
         metrics["computed_tokens"] = float(group.sum(torch.tensor([self._computed])).item())
         return metrics
+
+    def _gradient_shares(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the share of each role in the gradient, as `<role>/gradient_share`; empty without any gradient.
+
+        The gradients of different tokens point in nearly independent directions, so the length of their sum is about
+        the root of the sum of their squared lengths.
+        """
+        lengths = sums[GRADIENT].sqrt() if GRADIENT in sums else torch.zeros(len(self._names))
+        total = float(lengths.sum())
+        if not 0.0 < total < float("inf"):
+            return {}
+        return {
+            f"{role}/gradient_share": length / total for role, length in zip(self._names, lengths.tolist(), strict=True)
+        }
 
     def _reduced(self, group: ProcessGroup) -> dict[str, Tensor]:
         """Return sums and maxima over all ranks, for each name that any rank has counted: a rank may have no rows."""

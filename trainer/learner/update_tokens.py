@@ -20,7 +20,7 @@ from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
-from cotune.trainer.learner.loss import Tokens, unmasked
+from cotune.trainer.learner.loss import Tokens, logit_gradients, row_weights, unmasked
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -28,11 +28,13 @@ from cotune.trainer.learner.policy_model import PolicyModel
 @dataclass(frozen=True)
 class Update:
     """The data that the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row
-    without an advantage only counts in the denominators."""
+    without an advantage only counts in the denominators. `weight` [R] is the share of each token of a row in the loss
+    of its mini-batch."""
 
     model: PolicyModel
     tokens: UpdateTokens
     passed: Sequence[bool]
+    weight: Tensor
     sums: MetricSums
 
 
@@ -67,6 +69,7 @@ class UpdateTokens:
         else:
             self.moves = [bool(row_advantages.any()) for row_advantages in advantages]
             self._advantage = _flat(advantages)
+        self._temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         offered = np.ones(len(self.row), np.bool_)
         for number, row in enumerate(rows):
@@ -101,6 +104,43 @@ class UpdateTokens:
         _, numbers = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
         trajectory = torch.from_numpy(numbers)
         return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, trajectory, self.lengths)[trajectory]
+
+    def weights(self, batches: Sequence[Sequence[int]]) -> Tensor:
+        """Return the weight of each token of a row in the loss of its mini-batch, [R], and 0 for rows in none.
+
+        `batches` has the rows of each mini-batch. With `balance = "equal"` the rows of each role are scaled.
+        """
+        weight = torch.zeros(len(self.rows))
+        for batch in batches:
+            places = torch.tensor(batch)
+            weight[places] = row_weights(self.loss, self.lengths[places], self.trajectory_lengths[places])
+        if self.loss.balance == "equal":
+            weight *= self._role_factors(weight)
+        return weight
+
+    def _role_factors(self, weight: Tensor) -> Tensor:
+        """Return the factors by which `weight` [R] gives the gradients of all roles the same length, [R].
+
+        A role without an advantage keeps its weight.
+        """
+        # The gradients of the first optimizer step, by what is known before it: there the policy ratio is 1, and the
+        # sampler's log-probabilities are about the policy's own.
+        slope = weight[self.row] * self._advantage
+        squared = logit_gradients(slope, self.sampler, self._temperature[self.row]).double().square()
+        names = sorted({row.role for row in self.rows})
+        role = torch.tensor([names.index(row.role) for row in self.rows])
+        counted_squares = torch.where(self.counted, squared, 0.0)
+        lengths = torch.zeros(len(names), dtype=torch.float64).index_add(0, role[self.row], counted_squares).sqrt()
+        factors = torch.ones(len(names))
+        learning = lengths > 0
+        if learning.any():
+            factors[learning] = (lengths[learning].mean() / lengths[learning]).float()
+        return factors[role]
+
+    def temperatures(self, rows: Sequence[int]) -> Tensor:
+        """Return the sampling temperature of the tokens of these rows that count, [N], on the CPU."""
+        at = self.at(rows)
+        return self._temperature[self.row[at[self.counted[at]]]]
 
     def masked_share(self) -> dict[str, float]:
         """Return `masked_share`: the share of tokens that the loss rejects, of the tokens that the rows' masks leave

@@ -20,6 +20,7 @@ STEP = {
     "every episode as the policy plays it. `best of K by scorer`: of the paths that the scorer chose, which are better "
     "than the policy is: look at held-out tasks for that.",
     "groups, rows": "Groups that were compared, and the candidates in them that were trained on.",
+    "gradient": "Shares of roles in the gradient of a policy that they share.",
     "left out": "Candidates that were not trained on, by reason; cotune show RUN --groups explains each.",
     "refill": "Tasks that the step has drawn beyond its own, and how many of their groups differ in their rewards.",
     "failed episodes": "Episodes that ended in an error; cotune show RUN --status error lists them.",

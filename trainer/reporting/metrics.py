@@ -145,14 +145,18 @@ def stayed(
 
 
 def role_metrics(
-    prepared: Prepared, collected: Collected, rows: Mapping[str, Sequence[TrainRow]], updates: Updates
+    prepared: Prepared,
+    collected: Collected,
+    rows: Mapping[str, Sequence[TrainRow]],
+    updates: Updates,
+    policy_of_role: Mapping[str, str],
 ) -> dict[str, dict[str, float]]:
     """Return the figures of each role.
 
     These are reward, group spread, zero-variance share, `tokens_mean` (length of its candidates), `prompt_tokens_mean`,
     and `entropy` (the sampler's mean -log pi). A role that was trained also has the figures of its policy's update
-    (clip share, entropy, gap). `rows` and `updates` are by policy. Figures that are not defined in this step are left
-    out.
+    (clip share, entropy, gap). `rows` and `updates` are by policy. `policy_of_role` has the trained roles of the step.
+    Figures that are not defined in this step are left out.
     """
     roles: dict[str, dict[str, float]] = {}
     for role, role_figures in prepared.roles.items():
@@ -184,6 +188,11 @@ def role_metrics(
             for name in update_figures:
                 if prefix + name in update:
                     roles[role][name] = float(update[prefix + name])
+        if len(trained_roles) == 1 and update.get("grad_norm"):
+            # Only one role of the policy had something to learn from, so all of the gradient is its own.
+            sharing = [role for role, name in policy_of_role.items() if name == policy and role in roles]
+            for role in sharing if len(sharing) > 1 else ():
+                roles[role]["gradient_share"] = float(role == trained_roles[0])
 
     finite: dict[str, dict[str, float]] = {}
     for role, figures in roles.items():

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from cotune.reading.gradient_shares import shares_of
 from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
@@ -183,6 +184,8 @@ def summary(metrics: StepMetrics) -> str:
     left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
     learned = loss_parts(metrics) or [f"groups {metrics.groups}"]
     parts = [*reward_parts(metrics), *learned, f"rows {metrics.rows}", seconds]
+    if shares := shares_of(metrics.roles):
+        parts.append("gradient: " + "  ".join(f"{role} {share:.0%}" for role, share in shares.items()))
     if metrics.replay:
         parts.append(
             "{forks} forks, {branches} branches, {diverged} diverged, {repeated} calls from the record".format(

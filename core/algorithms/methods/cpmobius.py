@@ -20,7 +20,7 @@ class CpMobius(Method):
     group is the problems that it has set from one prompt. The roles are named `coach` and `player`.
 
     Difference: the coach is compared with its other proposals for the same prompt and gets the workflow's reward,
-    not the gain after the update.
+    not the gain after the update (docs/internals/training.md says why).
     """
 
     name = "cpmobius"

@@ -16,8 +16,12 @@ class SweetRl(WithCritic):
     The critic reads the task's `reference`, which the policy does not see, before the prompt of each turn
     (section 4.3). R_t ends with the outcome. GAE, clip 0.2.
 
-    Difference: the critic is a value head that learns the return, and the policy learns by PPO. The paper's critic
-    learns the advantage of a turn from pairs of episodes (equations 2 and 3), and its policy by DPO (equation 4).
+    Difference: of the paper this has the critic that sees the reference, and neither of its two objectives. The critic
+    is a value head that learns the return. The paper's critic is a model with the reference in its context. The mean
+    log-ratio of its tokens to its initial weights is the advantage of a turn, learned by a Bradley-Terry objective over
+    pairs of episodes (equations 2 and 3). The policy learns by PPO; the paper's learns by DPO on the better and the
+    worse half of a turn's candidates, ranked by this advantage (equation 4). Recipe dpo learns from ranks of your own:
+    `records.labels` has a score for each recorded candidate, and the best and the worst one of a turn are a pair.
     """
 
     name = "sweet_rl"

@@ -250,7 +250,17 @@ def test_metrics_per_role_where_a_policy_plays_several(opened, base):
     assert metrics["a/tokens"] + metrics["b/tokens"] == metrics["tokens"]
     mean = metrics["a/entropy"] * metrics["a/tokens"] + metrics["b/entropy"] * metrics["b/tokens"]
     assert mean / metrics["tokens"] == pytest.approx(metrics["entropy"])
+    assert metrics["a/gradient_share"] + metrics["b/gradient_share"] == pytest.approx(1.0)
+    assert metrics["a/gradient_share"] > 0.55, "its answers are longer"
     assert "a/entropy" not in opened(base).update("a", make_rows())
+
+
+@long_on_workers
+def test_a_balanced_loss_gives_both_roles_the_same_share(opened, base):
+    learner = opened(base, "shared", loss=LossSpec(balance="equal"))
+    rows = make_rows(role="a") + make_rows(groups=1, role="b", seed=5, response=(2, 2))
+    metrics = learner.update("shared", on_policy(learner, "shared", rows))
+    assert metrics["a/gradient_share"] == pytest.approx(0.5, abs=0.01)
 
 
 @long_on_workers

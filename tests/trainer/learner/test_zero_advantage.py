@@ -86,7 +86,7 @@ def test_a_role_of_such_rows_alone_shows_the_entropy_of_what_it_sampled(opened):
     tokens = sum(len(row.response_ids) for row in silent)
     metrics = learner.update("shared", [*make_rows(role="a"), *silent])
     assert {name: metrics[name] for name in metrics if name.startswith("b/")} == {
-        "b/entropy": pytest.approx(3.9), "b/tokens": 0.0, "b/masked_share": 0.0,
+        "b/entropy": pytest.approx(3.9), "b/tokens": 0.0, "b/masked_share": 0.0, "b/gradient_share": 0.0,
     }  # fmt: skip
     mean = metrics["a/entropy"] * metrics["a/tokens"] + 3.9 * tokens
     assert metrics["entropy"] == pytest.approx(mean / (metrics["a/tokens"] + tokens))
