@@ -35,6 +35,9 @@ class ReplayResponder:
     order: a request that was not recorded is a divergence, and so is any later request. After the fork, calls that
     began in the record before the forked call ended are still answered from the record, as the new answer cannot have
     changed them. If calls ran at the same time in the record, their answers come in the recorded order.
+
+    Calls in `replay.parallel` get new answers too, perhaps before the fork is answered. What follows such an answer
+    differs from the record, so from then on a request that was not recorded is a new call.
     """
 
     def __init__(self, replay: Replay, others: Responder | None = None) -> None:
@@ -53,6 +56,8 @@ class ReplayResponder:
             key = recorded.role, digest(*script.asked(recorded), recorded.model, recorded.params)
             self._queues.setdefault(key, deque()).append(entry)
         self._forked = False
+        self._redrawn = False
+        """Whether a call in `replay.parallel` has its new answer."""
         self._new: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -65,7 +70,9 @@ class ReplayResponder:
             if entry.call.id == self.replay.fork:
                 return await self._fork(call, entry.call)
             if entry.call.id in self.replay.parallel:
-                return await self._others(call)
+                answer = await self._others(call)
+                self._redrawn = True
+                return answer
             await self._in_order(call, entry.call)
             return entry.call.answer
         finally:
@@ -85,6 +92,9 @@ class ReplayResponder:
             self._diverge(call, f"{_place(call)} is not asked this time.")
         missing = []
         for call in not_asked:
+            # A call in `parallel` may follow another one there, whose new answer can make it different.
+            if call.id in self.replay.parallel:
+                continue
             # With a fork, an episode may end before it asks again: only a role that went on must have asked.
             if call.id in self._before and (not self.replay.fork or self._new[call.role]):
                 missing.append(call)
@@ -98,13 +108,12 @@ class ReplayResponder:
             self._diverge(missing[0], f"{text}.")
 
     def _take(self, call: LiveCall) -> _Entry | None:
-        """The recorded call that `call` repeats; None for a new call after the fork."""
+        """The recorded call that `call` repeats; None for a new call, after the fork or after a redrawn call."""
         with self._lock:
             self.require_followed()
             queue = self._queues.get((call.role, digest(call.messages, call.tools, call.model, call.params)))
-            usable = (entry for entry in queue or () if not self._forked or entry.call.id in self._before)
-            entry = next(usable, None)
-            if entry is None and self._forked:
+            entry = next((entry for entry in queue or () if self._is_usable(entry.call)), None)
+            if entry is None and (self._forked or self._redrawn):
                 self._new[call.role] += 1
                 return None
             if entry is None or queue is None:
@@ -115,6 +124,13 @@ class ReplayResponder:
             queue.remove(entry)
             entry.asked.set_result(None)
             return entry
+
+    def _is_usable(self, recorded: ScriptCall) -> bool:
+        """Whether a request may still repeat this recorded call."""
+        if self._forked or self._redrawn:
+            # A new answer may have changed all other calls.
+            return recorded.id == self.replay.fork or recorded.id in self._before
+        return True
 
     async def _in_order(self, call: LiveCall, recorded: ScriptCall) -> None:
         """Wait for the answers that came earlier in the record while this call waited, and for the recorded time after

@@ -144,6 +144,35 @@ def test_calls_in_parallel_with_the_fork_may_be_new_too():
     episode.responder.require_complete()
 
 
+def test_a_sibling_may_make_another_call_before_the_forked_call_ends():
+    # Each branch writes, then checks its text. Branch b is done before the forked call of branch a has its answer.
+    branches = script(("a", "write a", 0, 5), ("b", "write b", 0, 1), ("b", "check 1", 2, 3), ("a", "check 0", 6, 7))
+    for fork_first in (True, False):
+        others = Others()
+        episode = Episode(Replay(script=branches, fork="c0", parallel=("c1", "c2")), others)
+
+        async def branch(name: str, wait: float, episode: Episode = episode) -> None:
+            await asyncio.sleep(wait)
+            text = await episode.ask(name, f"write {name}")
+            await episode.ask(name, f"check {text} of {name}")
+
+        async def main(first: bool = fork_first) -> None:
+            await asyncio.gather(branch("a", 0.0 if first else 0.05), branch("b", 0.05 if first else 0.0))
+
+        asyncio.run(main())
+        # "check 1" is never asked, as the text is another one.
+        episode.responder.require_complete()
+        assert sorted(others.asked) == ["a", "a", "b", "b"]
+        assert episode.live.fork is not None and episode.live.fork.call == "c0"
+
+
+def test_before_a_sibling_is_redrawn_a_request_must_be_in_the_record():
+    parallel = script(("a", "x", 0, 4), ("b", "y", 1, 2))
+    episode = Episode(Replay(script=parallel, fork="c0", parallel=("c1",)), Others())
+    with pytest.raises(ReplayDiverged, match="Turn 0 of role 'b' differs"):
+        episode.asks(("b", "other"))
+
+
 def test_what_ran_beside_the_fork_stays_as_it_was():
     beside = script(("a", "x", 0, 3), ("b", "y", 1, 2), ("c", "z", 2.5, 4))
     others = Others()

@@ -15,6 +15,7 @@ from cotune.recording.recorder import LiveCall
 from cotune.storage.open_store import open_store
 from tests.integrations import replay_apps
 from tests.integrations.recorded import Responder
+from tests.trainer.blame.office import ask
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,35 @@ def test_parallel_calls_are_one_place(out: str, app: Any, roles: tuple[str, ...]
                 made = [call for call in store.calls(episode.id) if call.role in roles]
                 # A fork at the block draws all of its calls again; a later one repeats them all.
                 assert len({call.replayed is None for call in made}) == 1
+
+
+@cotune.workflow
+async def branches_with_two_calls(task: Any) -> float:
+    """Two branches side by side. Each writes, then checks its text; the slow one ends last."""
+
+    async def branch(name: str) -> str:
+        text = await ask(f"write-{name}", f"write {name} {task['n']}")
+        return await ask(f"check-{name}", text)
+
+    return float("wrong" not in " ".join(await asyncio.gather(branch("slow"), branch("quick"))))
+
+
+def test_branches_that_make_a_second_call_in_the_block(out: str) -> None:
+    async def reply(call: LiveCall) -> str:
+        await asyncio.sleep(0.3 if call.role == "write-slow" else 0.03)
+        errs = call.role == "write-quick" and call.episode.phase == "blame own"
+        if errs or "wrong" in str(call.messages):
+            return f"wrong {random.random()}"
+        return f"right {random.random()}"
+
+    task = [{"id": "t", "n": 1}]
+    found = cotune.blame(branches_with_two_calls, task, episodes="failed", out=out, responder=Responder(reply), runs=20)
+    assert not any("did not repeat" in note for note in found.notes)
+    (lost,) = found.episodes
+    assert lost.forks >= 6 and lost.call == 0 and lost.role == "write-slow, write-quick, check-quick"
+    with open_store(out, read_only=True) as store:
+        diverged = [one for one in store.episodes() if one.blame == "divergence"]
+    assert not diverged
 
 
 RAN: list[str] = []
