@@ -86,7 +86,10 @@ def failed_episode(rng: random.Random, calls: int, rate: float) -> FailedEpisode
 
 @dataclass
 class Search:
-    """The end of a search: the most likely call, whether it is claimed, and the runs that chose it."""
+    """The end of a search: the call that the command names, whether it is claimed, and the runs that chose it.
+
+    A call that is not claimed is named with "perhaps". `call` is None where no single call is the most likely answer.
+    """
 
     call: int | None
     claimed: bool
@@ -103,7 +106,7 @@ def search_adaptively(episode: FailedEpisode, rng: random.Random, runs: int) -> 
             search.add(call, episode.fork(call, rng))
     decision = search.decision
     claimed = decision.probability >= CONFIDENCE and decision.call is not None
-    return Search(decision.most_likely, claimed, search.spent / calls)
+    return Search(decision.call, claimed, search.spent / calls)
 
 
 def search_equally(episode: FailedEpisode, rng: random.Random, runs: float) -> int:

@@ -105,8 +105,6 @@ class Decision:
     """The decisive call, or None: no single one."""
     probability: float
     next_fork: int
-    most_likely: int = 0
-    """The call that most likely loses most, also where it is more likely that no single one decides."""
 
 
 def consider(counts: ForkCounts, rng: np.random.Generator) -> Decision:
@@ -131,8 +129,8 @@ def consider(counts: ForkCounts, rng: np.random.Generator) -> Decision:
     borders = {call for call in (leader, leader + 1, rival, rival + 1) if call < calls}
     next_fork = max(sorted(borders), key=lambda call: spread[call] / math.sqrt(calls - call))
     if nobody > probability:
-        return Decision(None, nobody, next_fork, leader)
-    return Decision(leader, probability, next_fork, leader)
+        return Decision(None, nobody, next_fork)
+    return Decision(leader, probability, next_fork)
 
 
 @dataclass
@@ -185,10 +183,10 @@ class ForkSearch:
 
 
 def fresh_forks(search: ForkSearch, call: int) -> int:
-    """How many fresh forks before the chosen call, and as many after it, fit into the budget of a search: `FRESH`, or
-    down to `LEAST_FRESH`."""
+    """How many fresh forks before the chosen call, and as many after it, fit into the rest of a search's budget, up to
+    `FRESH`. 0 if none fits."""
     cost_of_both = 2 * (search.calls - call) - 1
-    return max(LEAST_FRESH, min(FRESH, int((search.budget - search.spent) / cost_of_both)))
+    return max(0, min(FRESH, int((search.budget - search.spent) / cost_of_both)))
 
 
 def loss_interval(before: Sequence[float], after: Sequence[float] | None, recorded: float = 0.0) -> Interval | None:

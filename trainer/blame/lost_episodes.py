@@ -99,10 +99,12 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     count = sum(search.counts.forks)
     lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
     if decision.probability < CONFIDENCE:
-        likely = blocks[decision.most_likely][0]
-        why = f"{count} forks do not tell, perhaps call {likely.step} {likely.role}"
         if not count:
             why = "no fork came to an outcome"
+        elif decision.call is None:
+            why = f"{count} forks do not tell, perhaps no single call decides"
+        else:
+            why = f"{count} forks do not tell, perhaps {_block_name(blocks[decision.call])}"
         return msgspec.structs.replace(lost, why=why, forks=count)
     if decision.call is None:
         return msgspec.structs.replace(lost, why="no single call decides", forks=count)
@@ -127,7 +129,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         call=call.step,
         parallel=tuple(steps[1:]),
         why="",
-        role=", ".join(dict.fromkeys(one.role for one in block)),
+        role=_roles(block),
         loss=loss,
         answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
         redraw="" if best is None else best.answer,
@@ -207,6 +209,18 @@ class Forking:
         """The fork at the block with the best outcome."""
         known = [fork for fork in self.forks_at(block) if fork.outcome is not None]
         return max(known, key=lambda fork: fork.outcome or 0.0, default=None)
+
+
+def _roles(block: Block) -> str:
+    """The roles of a block, separated by commas."""
+    return ", ".join(dict.fromkeys(call.role for call in block))
+
+
+def _block_name(block: Block) -> str:
+    """The steps and roles of a block, for people: `call 2 writer`, or `calls 2, 3 writer, checker (parallel)`."""
+    if len(block) == 1:
+        return f"call {block[0].step} {block[0].role}"
+    return f"calls {', '.join(str(call.step) for call in block)} {_roles(block)} (parallel)"
 
 
 def _effects_of(block: Block, loss: Interval, forks: int) -> list[CallEffect]:

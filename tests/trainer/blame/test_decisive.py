@@ -71,14 +71,22 @@ def test_a_search_leaves_room_for_the_fresh_forks_or_has_fewer() -> None:
     assert fresh_forks(search, 1) == 12
     search.spent = 80
     assert fresh_forks(search, 1) == 8
+    search.spent = 108
+    assert fresh_forks(search, 1) == 2
+    # The budget is what the command announces, so no fork passes it.
     search.spent = 119
-    assert fresh_forks(search, 1) == 6
+    assert fresh_forks(search, 1) == 0
+    search.spent = 130
+    assert fresh_forks(search, 1) == 0
 
 
-def test_the_most_likely_call_is_known_where_none_is_claimed() -> None:
-    # A loss of 10 points or so at call 1: too little to claim after these forks.
-    decision = consider(ForkCounts([8, 8, 8, 8], [1.0, 2.0, 0.0, 0.0]), np.random.default_rng(0))
-    assert decision.probability < 0.95 and decision.most_likely == 1
+def test_the_most_likely_answer_is_known_where_none_is_claimed() -> None:
+    # A loss of about 25 points at call 1: too little to claim after these forks.
+    decision = consider(ForkCounts([8, 8, 8, 8], [2.0, 2.0, 0.0, 0.0]), np.random.default_rng(0))
+    assert decision.probability < 0.95 and decision.call == 1
+    # After these it is more likely that no single call decides.
+    decision = consider(ForkCounts([5, 5, 5, 5], [0.0, 0.0, 0.0, 0.0]), np.random.default_rng(0))
+    assert 0.5 < decision.probability < 0.95 and decision.call is None
 
 
 def test_calls_that_cannot_be_repeated_are_never_forked() -> None:

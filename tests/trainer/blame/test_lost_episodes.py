@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
 from cotune.reading.blame import Blame
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Episode, Fork, RewardRecord, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.terminal import terminal
+from cotune.trainer.blame import decisive
+from cotune.trainer.blame.decisive import Decision
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.report import render
 from cotune.trainer.blame.runs import AT_LIMIT
@@ -70,6 +75,35 @@ def test_a_role_that_is_always_wrong_has_no_decisive_call(out: str) -> None:
     made = Office({"writer": 1.0})
     found = cotune.blame(application(), tasks(1), episodes="failed", out=out, responder=made, runs=80)
     assert [(one.call, one.why) for one in found.episodes] == [(None, "no single call decides")]
+
+
+@pytest.mark.parametrize(
+    ("call", "steps", "text"),
+    [
+        (None, [0], "perhaps no single call decides"),
+        (0, [0], "perhaps call 0 role0"),
+        (0, [0, 1], "perhaps calls 0, 1 role0, role1 (parallel)"),
+    ],
+)
+def test_an_undecided_search_says_what_is_most_likely(
+    monkeypatch: pytest.MonkeyPatch, out: str, call: int | None, steps: list[int], text: str
+) -> None:
+    @cotune.workflow
+    async def side_by_side(task: Any) -> float:
+        async with asyncio.TaskGroup() as group:
+            for step in steps:
+                group.create_task(ask(f"role{step}", task["word"]))
+        return 0.0
+
+    class Slow(Office):
+        async def respond(self, call: LiveCall) -> Answer:
+            await asyncio.sleep(0.05)  # so that the calls overlap
+            return await super().respond(call)
+
+    monkeypatch.setattr(decisive, "consider", lambda counts, rng: Decision(call, 0.6, 0))
+    found = cotune.blame(side_by_side, tasks(1), episodes="failed", out=out, responder=Slow({}), runs=8)
+    (lost,) = found.episodes
+    assert lost.call is None and lost.why == f"{lost.forks} forks do not tell, {text}"
 
 
 def test_one_episode_by_its_id(out: str) -> None:
