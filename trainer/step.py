@@ -140,7 +140,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             run.store.flush()
             if plan.kind == "replay":
                 branches = step_episodes.branches(task_ids)
-                episodes += await run_forks(run, batch, episodes, branches, policies, judged)
+                episodes += await run_forks(run, batch, episodes, branches, policies, judged, progress.say_once)
                 run.store.flush()
             step_episodes.add(episodes)
             return episodes

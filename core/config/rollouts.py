@@ -51,8 +51,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     (each Nth) | entropy:N (the N whose answers have the highest mean -log p per token) | role:NAME (all calls of a
     role). Only calls of trained roles count."""
     budget: int = 4
-    """At most this many calls of an episode are forked. If `forks` takes more, each step draws from them; the chance of
-    a call is proportional to 1 / (calls from it to the end), as is the information of its outcomes per token."""
+    """At most this many calls of an episode are forked. If `forks` takes more, first:N and entropy:N fork the first
+    ones of their order, and decisive those with the largest effects. Other rules draw at random in each step; the
+    chance of a call is proportional to 1 / (calls from it to the end), as is the information of its outcomes per
+    token."""
 
     tools: Literal["run", "recorded", "frozen"] = "run"
     """A framework's tools in the part of a branch that repeats its trunk. run: they run again | recorded: they return

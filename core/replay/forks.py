@@ -59,10 +59,11 @@ def choose_forks(
     """Choose at most `most` of an episode's forkable `calls`. Input and result are in step order.
 
     `decisive` takes the calls whose places have the largest `effects` in earlier steps; places without an effect are
-    left out, and places that are not known yet come first. If no call is left, it draws from all.
+    left out, and places that are not known yet come first. If no call is left (`none_decides`), it draws from all.
 
-    If the rule allows more, `first` and `entropy` take the first ones in their order. The other rules draw at random
-    with `seed`. The weight of a call is 1 / the number of calls from it to the end, the cost of finishing its branches.
+    If the rule allows more, `first` and `entropy` take the first ones in their order. `all`, `every` and `role` draw at
+    random with `seed`, and so does `decisive` if no place has an effect (`none_decides`). The weight of a call is 1 /
+    the number of calls from it to the end, the cost of finishing its branches.
 
     The choice depends on the episode's answers: on their entropy, and on the number of calls that followed. So the
     answer of a forked call is not a fair sample for its prompt: only the answers of branches are compared (`collect`).
@@ -93,6 +94,11 @@ def choose_forks(
     rng = random.Random(seed)
     drawn = sorted(allowed, key=lambda call: rng.random() ** calls_to_end[call.id], reverse=True)
     return sorted(drawn[:most], key=lambda call: call.step)
+
+
+def none_decides(calls: Sequence[CallRecord], effects: Mapping[Place, float]) -> bool:
+    """Whether the places of all `calls` are known and none has an effect, so that `decisive` draws at random."""
+    return bool(calls) and all(effects.get((call.role, call.turn), math.inf) == 0 for call in calls)
 
 
 def mean_entropy(call: CallRecord) -> float:

@@ -3,22 +3,26 @@ there."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean, variance
 from typing import NamedTuple
 
 import msgspec
 
-from cotune.algorithms.collect import COMPLETE, temperature
+from cotune.algorithms.attribution import weigh
+from cotune.algorithms.collect import COMPLETE, failure_of, temperature
+from cotune.algorithms.samples import Sample
 from cotune.config.train import TrainConfig
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan, seed_of
 from cotune.records.structs import CallRecord, Episode, PolicyRef
-from cotune.replay.forks import Budget, Place, budget, choose_forks, fork_rule, repeatable
+from cotune.replay.forks import Budget, Place, budget, choose_forks, fork_rule, none_decides, repeatable
 from cotune.replay.script import Replay, read_script
 from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.outcomes import OnFailure, failure_reward
 from cotune.storage.protocol import Store
 from cotune.trainer.judging.step import JudgedStep
 from cotune.trainer.rollout.episodes import run_episodes
@@ -26,6 +30,10 @@ from cotune.trainer.run.run import RolloutRun
 
 REMEMBERED_STEPS = 10
 """Steps whose branches say which calls are decisive."""
+NONE_DECIDES = (
+    'replay.forks = "decisive": in the last steps no place of an episode had an effect on the outcome, so the calls to '
+    "fork are drawn at random"
+)
 
 
 class Forks(NamedTuple):
@@ -36,6 +44,9 @@ class Forks(NamedTuple):
     """Further calls of trained roles, at which it could not be forked."""
     budget: Budget
     """The calls that the branches make."""
+    none_decides: bool = False
+    """Whether `replay.forks = "decisive"` knows all its calls and none has an effect, so that they are drawn at
+    random."""
 
 
 def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) -> Forks:
@@ -53,14 +64,19 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
     forkable = [call for call in trainable if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
-    chosen = choose_forks(forkable, fork_rule(config.forks), config.budget, seed, effects)
+    rule = fork_rule(config.forks)
+    chosen = choose_forks(forkable, rule, config.budget, seed, effects)
     plans = run.config.plans_of(run.plan, run.trained_roles(step))
-    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans))
+    at_random = rule.kind == "decisive" and none_decides(forkable, effects)
+    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans), at_random)
 
 
 def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
     """How much the answers at each place decided in the steps before this one, by the branches that were forked there;
     empty unless the rule of forks is `decisive`.
+
+    The outcome of a branch is the reward of its episode for the role of the fork, by the weights of its policy's
+    recipe: in a game the roles have different rewards, whose plain sum may always be 0.
 
     The outcomes of the branches of a fork differ by its own answers and by everything after them. So the effect of a
     place is its spread (the variance of the outcomes of a fork, as a mean over the forks there) less the spread at the
@@ -71,24 +87,26 @@ def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
     step = run.state.steps if step is None else step
     # Rollouts that run ahead of training begin before the branches of the step before them have ended.
     newest = step - 1 if run.config.mode == "async" else step
-    outcomes: dict[str, dict[str, list[float]]] = {}
+    branches_of: dict[str, dict[str, list[Episode]]] = {}
     for earlier in range(max(0, newest - REMEMBERED_STEPS), newest):
         for branch in run.store.episodes(EpisodeFilters(phase="train", training_step=earlier)):
-            if branch.fork is None or not branch.is_outcome:
-                continue
-            rewards = run.store.rewards([branch.id]).get(branch.id) or {}
-            of_trunk = outcomes.setdefault(branch.fork.trunk, {})
-            of_trunk.setdefault(branch.fork.call, []).append(sum(rewards.values()))
+            if branch.fork is not None and branch.is_outcome:
+                branches_of.setdefault(branch.fork.trunk, {}).setdefault(branch.fork.call, []).append(branch)
+    forked: list[tuple[CallRecord, list[Episode]]] = []
+    for trunk, of_trunk in branches_of.items():
+        for call in run.store.calls(trunk, lean=True):
+            if len(of_trunk.get(call.id, [])) > 1:
+                forked.append((call, of_trunk[call.id]))
+    outcomes = _branch_outcomes(run, forked)
 
     spreads: dict[Place, list[float]] = {}
     steps: dict[Place, list[int]] = {}
-    for trunk, of_trunk in outcomes.items():
-        for call in run.store.calls(trunk, lean=True):
-            values = of_trunk.get(call.id, [])
-            if len(values) > 1:
-                place = call.role, call.turn
-                spreads.setdefault(place, []).append(variance(values))
-                steps.setdefault(place, []).append(call.step)
+    for call, branches in forked:
+        known = [outcomes[branch.id] for branch in branches if not math.isnan(outcomes[branch.id])]
+        if len(known) > 1:
+            place = call.role, call.turn
+            spreads.setdefault(place, []).append(variance(known))
+            steps.setdefault(place, []).append(call.step)
 
     in_order = sorted(spreads, key=lambda place: fmean(steps[place]))
     means = [fmean(spreads[place]) for place in in_order]
@@ -99,6 +117,29 @@ def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
     return effects
 
 
+def _branch_outcomes(run: RolloutRun, forked: Sequence[tuple[CallRecord, Sequence[Episode]]]) -> dict[str, float]:
+    """The outcome of each branch by its id, as the role of its fork is rewarded for it; NaN if it is not known.
+
+    `forked` are calls with the branches that were forked there.
+    """
+    rewards = run.store.rewards([branch.id for _, branches in forked for branch in branches])
+    on_failure = failure_reward(run.config.on_failure)
+    # Each step is weighed by itself, as in training: a failure may get the lowest reward of its step.
+    samples: dict[tuple[str, int | None], list[Sample]] = {}
+    for call, branches in forked:
+        for branch in branches:
+            policy = run.trained_roles(branch.training_step or 0).get(call.role, "")
+            sample = _outcome_sample(branch, call, policy, rewards.get(branch.id) or {}, on_failure)
+            samples.setdefault((policy, branch.training_step), []).append(sample)
+    outcomes: dict[str, float] = {}
+    for (policy, _), samples_of_step in samples.items():
+        attribution = run.recipes.of(policy).attribution
+        values = weigh(samples_of_step, attribution, (), own=False, outcome=True).outcome.tolist()
+        for sample, value in zip(samples_of_step, values, strict=True):
+            outcomes[sample.rollout] = value
+    return outcomes
+
+
 async def run_forks(
     run: RolloutRun,
     batch: EpisodeBatch,
@@ -106,20 +147,24 @@ async def run_forks(
     done: Collection[Episode],
     policies: Mapping[str, PolicyRef],
     judged: JudgedStep,
+    say_once: Callable[[str], None],
 ) -> list[Episode]:
     """Run K branches of each fork of a step's episodes (`trunks`), and return all branches.
 
     The rollouts from 1 on are the branches of the first fork, then those of the next one, so that a resumed run finds
     them. `done` are branches from before an interruption, which are not run again. `judged` learns how many episodes
-    each task has.
+    each task has. `say_once` prints a line, the first time.
     """
     plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
     effects = effects_before(run, trunks[0].training_step) if trunks else {}
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
-        forks = forks_of(run, trunk, effects).calls
+        chosen = forks_of(run, trunk, effects)
+        forks = chosen.calls
         if not forks:
             continue
+        if chosen.none_decides:
+            say_once(NONE_DECIDES)
         script = read_script(run.store, trunk.id)
         rollout = 1
         for fork in forks:
@@ -197,6 +242,17 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
         f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
         "answered from the record"
     )
+
+
+def _outcome_sample(
+    branch: Episode, fork: CallRecord, policy: str, outcome: Mapping[str, float], on_failure: OnFailure
+) -> Sample:
+    """A sample that stands for the outcome of a branch, as the role of its fork is rewarded for it."""
+    return Sample(
+        id=f"{branch.id}.0", task=branch.task.id, rollout=branch.id, role=fork.role, turn=fork.turn, step=fork.step,
+        branch=fork.id, prompt=fork.id, policy=PolicyRef(policy), tokens=0, outcome=outcome,
+        failure=failure_of(branch, on_failure),
+    )  # fmt: skip
 
 
 def _trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:

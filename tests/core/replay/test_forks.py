@@ -23,6 +23,7 @@ from cotune.replay.forks import (
     choose_forks,
     fork_rule,
     mean_entropy,
+    none_decides,
     parallel_blocks,
     repeatable,
 )
@@ -90,7 +91,9 @@ def test_the_places_that_decided_most_are_forked():
     assert chosen(9, {**known, ("b", 2): 0.0}) == [1, 2, 3]
     # At first no place is known; later perhaps none has an effect.
     assert chosen(2, {}) == [0, 1]
-    assert len(chosen(4, dict.fromkeys([*known, ("b", 2)], 0.0))) == 4
+    without_effect = dict.fromkeys([*known, ("b", 2)], 0.0)
+    assert len(chosen(4, without_effect)) == 4
+    assert none_decides(calls, without_effect) and not none_decides(calls, known) and not none_decides(calls, {})
 
 
 def test_a_role_may_have_any_name():

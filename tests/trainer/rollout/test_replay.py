@@ -153,6 +153,35 @@ def test_forks_are_made_where_the_last_steps_found_an_effect(trainer: Trainer):
     assert forked[3] <= {"first", "second"} and forked[4] <= {"first", "second"}
 
 
+async def opposed(task: dict[str, str]) -> dict[str, float]:
+    """As `second_alone`, but the plain sum of the components is always 0."""
+    team = (await second_alone(task))["team"]
+    return {"team": team, "opponent": -team}
+
+
+def test_an_effect_is_one_on_the_weighted_outcome(trainer: Trainer):
+    rewards = {"weights": {"team": 1.0, "opponent": 0.0}}
+    trainer(application(opposed), steps=2, replay={"forks": "decisive", "budget": 3}, rewards=rewards, **SETTINGS)
+    records = Records(trainer)
+    role_of = {call.id: call.role for calls in records.calls.values() for call in calls}
+    assert {role_of[branch.fork.call] for branch in records.of(0)[1]} == {"first", "second", "third"}
+    second_step = {role_of[branch.fork.call] for branch in records.of(1)[1]}
+    assert second_step and second_step <= {"first", "second"}
+    assert "no place of an episode had an effect" not in " ".join(trainer.said.split())
+
+
+async def always_equal(task: dict[str, str]) -> dict[str, float]:
+    """Two calls, on which the outcome does not depend."""
+    await ask("first", f"say {task['letter']}")
+    await ask("second", f"say {task['letter']} again")
+    return {"team": 1.0}
+
+
+def test_forks_that_are_drawn_without_an_effect_are_said_once(trainer: Trainer):
+    trainer(application(always_equal), steps=3, replay={"forks": "decisive", "budget": 2}, **SETTINGS)
+    assert " ".join(trainer.said.split()).count("no place of an episode had an effect on the outcome") == 1
+
+
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
     assert "plan replay (k=3), recipe c3_branches" in said
