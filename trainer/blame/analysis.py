@@ -84,7 +84,7 @@ def blame(
     """
     chosen = msgspec.structs.replace(options or BlameOptions(), **settings)
     app = workflow_of(workflow).named_by(chosen.roles_by)
-    read_references(chosen)  # raises before anything is written
+    read_references(chosen, responder)  # raises before anything is written
     drawn = tasks_to_analyse(tasks, chosen)
     layout = RunLayout(Path(chosen.out).absolute())
     address = workflow if isinstance(workflow, str) else ""
@@ -155,7 +155,7 @@ async def analyse(
     no run is scored a second time. `say` prints a line of progress, `on_run` is called after each run. Raises
     CotuneError subclasses for bad input, and if models cannot be reached.
     """
-    references = read_references(options)
+    references = read_references(options, own)
     async with open_references(workflow, references, options, own) as answering:
         runs = Runs(
             workflow,
@@ -218,7 +218,8 @@ class Analysis:
                 await self.swap_roles()
         except BudgetReachedError as error:
             self.ended = str(error)
-        if not self.runs.for_search:
+        # Recorded failures were selected by their outcomes, so a second score of them says nothing of other runs.
+        if not self.runs.for_search and not self.runs.recorded:
             await self.runs.score_again(self.tasks[:MOST_RESCORED])
 
     async def swap_roles(self) -> None:
@@ -394,7 +395,7 @@ class Analysis:
             outcome=None if runs.recorded else _inside(own.interval, span),
             swapped=_inside(estimate(list(swapped.values()), span.size).interval, span) if swapped else None,
             span=span.size,
-            scoring=self._scoring_noise(),
+            scoring=self._scoring_noise(outcomes),
             luck=luck(own_runs, first_failed=not self.references),
             roles=[self._role(effect, roles, priced) for effect in effects],
             all_roles=runs.roles(),
@@ -409,17 +410,20 @@ class Analysis:
             ended=self.ended,
         )
 
-    def _scoring_noise(self) -> ScoringNoise | None:
-        """The noise of the scorer, from the runs that were scored twice."""
+    def _scoring_noise(self, outcomes: Outcomes) -> ScoringNoise | None:
+        """The noise of the scorer, from the runs that were scored twice. `outcomes` are the ones that the result
+        counts."""
         own: list[float] = []
+        for outcomes_of_task in outcomes.runs(OWN).values():
+            own += outcomes_of_task
         pairs: list[tuple[float, float]] = []
-        chosen = set(self._task_ids)
-        for run in self.runs.runs.values():
-            if run.arm != OWN or run.task not in chosen or run.outcome is None:
+        for task_id in self._task_ids:
+            first = self.runs.runs.get((OWN, task_id, 0))
+            second = self.runs.second_outcomes.get(task_id)
+            if first is None or first.left_out or first.outcome is None or second is None:
                 continue
-            own.append(run.outcome)
-            if run.number == 0 and run.task in self.runs.second_outcomes:
-                pairs.append((run.outcome, self.runs.second_outcomes[run.task]))
+            if first.episode not in self.runs.recorded:
+                pairs.append((first.outcome, second))
         return scoring_noise(pairs, own)
 
     def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:

@@ -44,12 +44,19 @@ class Reference:
         return f"the prompts of {self.name}" if self.kind == "prompts" else self.name
 
 
-def read_references(options: BlameOptions) -> dict[str, Reference]:
+def read_references(options: BlameOptions, own: Responder | None = None) -> dict[str, Reference]:
     """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
 
-    Raises ConfigError for one that is not there, for two of the same role, and for prompts without an edit; also for a
-    `model` that is not there.
+    `own` is whoever answers for the application as it is, in place of its provider. Raises ConfigError for one that is
+    not there, for two of the same role, and for prompts without an edit; also for a `model` that is not there, and for
+    a `temperature` that cannot be set.
     """
+    if options.temperature is not None:
+        if own is not None:
+            fault = "cannot be used with a responder, which draws its answers itself"
+            raise ConfigError("temperature", options.temperature, fault, "Set the temperature in the responder.")
+        if options.model is None:
+            check_address("temperature", f"{options.temperature:g}")
     if options.model is not None:
         read_source(options.model, "model")
     references: dict[str, Reference] = {}
@@ -210,7 +217,6 @@ async def open_references(
         if own is None and options.model is not None:
             as_is = await local(options.model, trained=read_source(options.model, "model").kind != "model")
         elif own is None and options.temperature is not None:
-            check_address("temperature", f"{options.temperature:g}")
             same_model = OtherModel(None, options.temperature)
             stack.push_async_callback(same_model.aclose)
             as_is = Answering(same_model, workflow.prompts)

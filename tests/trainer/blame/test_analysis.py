@@ -440,6 +440,7 @@ def test_an_application_without_calls_is_refused(office: Makes, out: str) -> Non
         ({"runs": 0}, "above 0"),
         ({"max_cost": 1.0}, "needs prices"),
         ({"temperature": -1.0}, "must be a number of 0 or more"),
+        ({"temperature": 1.0}, "cannot be used with a responder, which draws its answers itself"),
         ({"model": "nowhere#40"}, "names a checkpoint, but nowhere is not a run"),
     ],
 )
@@ -450,6 +451,16 @@ def test_bad_input_is_refused_before_anything_runs(
     with pytest.raises(ConfigError, match=fault):
         cotune.blame(application(), tasks(2), out=out, responder=made, **settings)
     assert not made.asked and not Path(out).exists()
+
+
+def test_a_temperature_without_a_key_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="temperature = '1' needs OPENAI_API_KEY"):
+        cotune.blame(application(), tasks(2), out=out, temperature=1.0)
+    # So the same command without it is no other analysis in that folder.
+    assert not Path(out).exists()
 
 
 def test_a_role_that_does_not_exist_is_refused(office: Makes, out: str) -> None:

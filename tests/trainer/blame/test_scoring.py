@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from statistics import pvariance
 from typing import Any
 
 import pytest
 
 import cotune
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import workflow_of
+from cotune.records.tasks import as_tasks
+from cotune.storage.open_store import open_store
 from cotune.terminal import terminal
 from cotune.trainer.blame.estimates import scoring_noise
 from cotune.trainer.blame.report import render
@@ -88,3 +94,27 @@ def test_the_opinion_of_a_judge_has_noise_too(out: str) -> None:
 
     found = cotune.blame(judged, tasks(6), out=out, responder=Office({}), runs=2)
     assert found.scoring is not None and (found.scoring.runs, found.scoring.changed) == (6, 6)
+
+
+def test_only_runs_that_the_result_counts_are_compared(out: str) -> None:
+    # Without a reference only failures run again: the redraws say nothing of all runs.
+    found = cotune.blame(flipping(0.4), tasks(12), out=out, responder=Office({"writer": 0.3}), runs=6)
+    noise = found.scoring
+    assert noise is not None and noise.runs == 12 and found.runs > 12
+    outcomes = []
+    with open_store(out, read_only=True) as store:
+        for episode in store.episodes():
+            if episode.phase == "blame own" and episode.rollout == 0:
+                outcomes.append(store.rewards([episode.id])[episode.id]["team"])
+    assert noise.share == pytest.approx(min(1.0, noise.deviation**2 / pvariance(outcomes)))
+
+
+def test_recorded_failures_are_not_scored_again(tmp_path: Path, out: str) -> None:
+    app, made = application(("writer",)), Office({"writer": 0.5}, seed=2)
+    with open_store(tmp_path / "traced") as store:
+        for task in as_tasks(tasks(6)):
+            run_sync(run_episode(workflow_of(app), task, sink=store, responder=made, options=EpisodeOptions()))
+    found = cotune.blame(app, episodes=str(tmp_path / "traced"), out=out, responder=made, runs=3)
+    assert found.scoring is None
+    with open_store(out, read_only=True) as store:
+        assert not [episode for episode in store.episodes() if episode.phase == "blame-rescored"]
