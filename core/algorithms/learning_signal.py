@@ -106,7 +106,11 @@ def unknown_names(
 def _unknown(
     recipe: Method, scored: Collection[str], outcome: Collection[str], roles: Collection[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """The names that do not exist: (setting, name, existing names)."""
+    """The names in a method's settings that do not exist, as (setting, name, existing names).
+
+    `scored` are the names of rewards that scorers give, and `outcome` those that the workflow returns. While both are
+    empty, no name of a reward is refused.
+    """
     weighing = recipe.loss.entropy_by
     if outcome and weighing and weighing not in outcome:
         yield "entropy_by", weighing, sorted(outcome)
@@ -114,6 +118,7 @@ def _unknown(
     for gate in dict.fromkeys(recipe.attribution.gates):
         if returned and gate not in returned:
             yield "gates", gate, returned
+    # A weight may be for one role only: `planner/local`.
     for name in dict.fromkeys(name.rpartition("/")[2] for name in recipe.attribution.weights):
         if returned and name not in returned:
             yield "weights", name, returned

@@ -231,7 +231,8 @@ async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
     async def remember_cancellation() -> Any:
         try:
             return await work
-        except asyncio.CancelledError as error:  # the end of a task would lose its text and traceback
+        except asyncio.CancelledError as error:
+            # The workflow cancelled itself. A task that ends by it does not pass on the error's text and traceback.
             cancellations.append(error)
             raise
 

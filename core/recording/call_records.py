@@ -145,8 +145,8 @@ def _is_short(key: Hashable) -> bool:
 
 
 def _exact(value: Any) -> bool:
-    """Whether every value that equals this one has the same JSON. Not if it holds numbers: 1, 1.0 and True are
-    equal."""
+    """Whether Python's `==` finds only values with the same JSON as this one, so that `==` can stand for comparing the
+    JSON. Values with numbers do not qualify, because 1, 1.0 and True are equal."""
     if isinstance(value, Mapping):
         return all(map(_exact, value.values()))
     if isinstance(value, list):

@@ -466,7 +466,11 @@ class Runs:
         return cost, unpriced
 
     def _price(self, arm: Arm, call: CallRecord, prices: Prices) -> tuple[float, float] | None:
-        """The price of whoever answered: records name the model that the application asked for."""
+        """The price of the model that answered `call` in a run of `arm`.
+
+        In a swapped role this is the reference, although the record names the model that the application asked for. A
+        fixed text costs nothing. The reference "prompts" keeps the model and changes its prompts.
+        """
         reference = self.named.get(call.role) or self.named.get("")
         if arm.swaps(call.role) and reference is not None:
             if reference.kind == "text":

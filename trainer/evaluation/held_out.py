@@ -150,7 +150,8 @@ def _store(
     base: EvaluatedMode | None = None,
     created: float | None = None,
 ) -> None:
-    """Write the evaluation after `steps` steps and its comparison with the `base`. It was `created` then, or now."""
+    """Write the evaluation after `steps` steps and its comparison with the `base`. `created` is
+    the time at which it was made; without one it is made now."""
     evaluations = [evaluation] if base is None else [base, evaluation]
     report = EvaluationReport(
         evaluations={mode.label: mode for mode in evaluations},

@@ -171,7 +171,8 @@ class PassPlan:
         return self._cuts_by_budget[budget]
 
     def _find_cuts(self, budget: int) -> list[int]:
-        """Find the number of the first row of each pass, followed by the number of all rows."""
+        """Cut the sorted rows into passes of at most `budget` tokens: the index of the first row of each pass, and the
+        index after the last row."""
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
         cuts = [0]

@@ -279,13 +279,19 @@ class LocalLearner:
             return self._model(policy).weights(keep=self._group.rank == 0)
 
     def adopt(self, policy: str, weights: Weights) -> None:
-        """Go on from these weights, named as by `weights`; the optimizer stays as it is. Raises RunError when they are
-        of another shape."""
+        """Replace the weights of a policy. The optimizer keeps its state. The names are the ones that the method
+        `weights` returns.
+
+        Raises RunError for a missing name or another shape.
+        """
         with self._lock:
             model = self._model(policy)
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state().items()}
             if shapes != {name: array.shape for name, array in weights.items()}:
-                raise RunError(f"The weights are of another shape than those of policy {policy!r}.", "See `lora`.")
+                raise RunError(
+                    f"The weights are of another shape than those of policy {policy!r}.",
+                    "Give them the rank and the layers that `lora` names.",
+                )
             model.load({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
 
     def begin_profile(self) -> None:

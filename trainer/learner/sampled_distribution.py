@@ -66,17 +66,19 @@ class SampledDistribution:
         """
         if not any(row.grammar or row.logit_bias for row in rows):
             return None
-        biases = {row.logit_bias: 0 for row in rows if row.logit_bias}
-        biases = {bias: number for number, bias in enumerate(biases)}
-        added_at = [np.full(len(row.response_ids), biases.get(row.logit_bias, -1)) for row in rows]
-        numbers = np.concatenate([self._mask_numbers(row) for row in rows])
-        used, bits_at = np.unique(numbers[numbers >= 0], return_inverse=True)
-        numbers[numbers >= 0] = bits_at
+        biases = list(dict.fromkeys(row.logit_bias for row in rows if row.logit_bias))
+        number_of_bias = {bias: number for number, bias in enumerate(biases)}
+        added_at = [np.full(len(row.response_ids), number_of_bias.get(row.logit_bias, -1)) for row in rows]
+        # Only the masks that these rows use are sent to the device, so they get new numbers. -1 stands for no mask.
+        mask_of_token = np.concatenate([self._mask_numbers(row) for row in rows])
+        has_mask = mask_of_token >= 0
+        used, new_numbers = np.unique(mask_of_token[has_mask], return_inverse=True)
+        mask_of_token[has_mask] = new_numbers
         bits = np.stack([self._masks[i] for i in used]) if len(used) else np.empty((0, 0), np.int32)
         return LogitShaping(
             bits=to_device(bits, device),
-            bits_at=torch.from_numpy(numbers),
-            added=to_device(_added(list(biases), self._logits), device),
+            bits_at=torch.from_numpy(mask_of_token),
+            added=to_device(_added(biases, self._logits), device),
             added_at=torch.from_numpy(np.concatenate(added_at)),
         )
 

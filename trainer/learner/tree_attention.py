@@ -244,7 +244,8 @@ def tree_attention(
     if asked:
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {asked}")
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # norms of queries and keys leave its precision, that of the values
+    if torch.is_autocast_enabled(kind):
+        # Norms return queries and keys in float32, but the values are in autocast's precision; all three must agree.
         query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
     return tree.attend(query, key, value, scaling)[None], None
 

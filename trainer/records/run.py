@@ -171,11 +171,12 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
 def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
     """Split as `split` does, but hold out nothing if a policy would have no row left to learn from."""
     episodes, held_out, note = split(recorded, seed)
-    rows = total(recorded.rows, episodes)
+    rows_of_role = total(recorded.rows, episodes)
     for name in policies.trained:
-        if not any(rows[role] for role in policies.roles_of(name)):
+        if not any(rows_of_role[role] for role in policies.roles_of(name)):
             note = f"no held-out loss: all answers of policy {name!r} would be held out"
-            return [*recorded.rows], [], note
+            all_episodes = list(recorded.rows)
+            return all_episodes, [], note
     return episodes, held_out, note
 
 

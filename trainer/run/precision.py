@@ -201,7 +201,11 @@ async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
 
 
 async def _noise_of_losses(run: RolloutRun) -> str:
-    """Return the first bound that rounding reaches too often, with the measured share; an empty text without one."""
+    """Return the first bound of a loss that rounding alone reaches too often, with the measured share; an empty text
+    without one.
+
+    The same rows are passed together and one by one: the differences between the two are only rounding.
+    """
     policies = run.state.policies
     for name in policies.trained:
         loss = run.recipes.of(name).loss

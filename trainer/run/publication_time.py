@@ -54,11 +54,12 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
 
 
 def _way(config: TrainConfig) -> tuple[Way, str]:
-    """How full weights get to the sampler, and the words for it."""
+    """How full weights get to the sampler, and this way in words (none for the pipe to a child process)."""
     cluster = config.cluster
     if cluster.on_ray:
         over_nccl = cluster.gpus_per_engine > 0 and cluster.gpus_per_learner > 0 and not cluster.shares_gpu
         return "direct", " over NCCL" if over_nccl else " over gloo"
+    # vLLM beside the learner, without Ray, reads them from a folder.
     if engine_kind(config).fixed:
         return "files", " by files"
     return "pipe", ""

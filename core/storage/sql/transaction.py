@@ -95,11 +95,11 @@ class Transactions:
     def __init__(
         self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
     ) -> None:
-        """`report` is called with a text and its cause, for warnings; `forget` is explained below."""
+        """`report` is called with a text and its cause, for warnings. `forget` is called when messages, images or
+        segments were deleted: the store then forgets which ones it has written."""
         self._db = database
         self.widen = database.widen
         self.forget = forget
-        """Forget which messages, images and segments are stored, because some were deleted."""
         self._report = report
         self.any_closed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
         """Whether rewards may come too late: a group was consumed, or another writer may have consumed one."""

@@ -79,6 +79,7 @@ class ProcessHost:
                 start_new_session=self.has_children,
             )
         self._theirs.close()
+        # `kill` came from another thread before there was a process to end. The pipe then reports the end below.
         if self._killed:
             self._end_at_once()
         try:

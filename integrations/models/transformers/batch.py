@@ -99,9 +99,10 @@ class Batch:
         return int((self.state["span"][: self.rows] * self.state["alive"][: self.rows]).max(initial=0))
 
     def room(self) -> float:
-        """Tokens of all rows whose keys and values fit into a part of what is free on the GPU; any number elsewhere.
+        """How many tokens all rows together may have: as many as have room for their keys and values in a part of the
+        GPU's free memory. On a CPU there is no limit.
 
-        After running out of memory it is bounded until the buffers are given back.
+        After the engine has run out of memory, `_bound` limits the tokens until the buffers are given back.
         """
         if self.device.type != "cuda":
             return self._bound
@@ -215,7 +216,11 @@ class Batch:
         return passes
 
     def _compute_stems(self, sources: Sequence[Source]) -> None:
-        """Make known what several of these prompts, which are sorted by kind, begin with: the shortest first."""
+        """Compute the beginnings (stems) that several of these prompts share, so that each is computed once.
+
+        `sources` are sorted by kind, because only prompts of one kind can share a cache. A stem may begin with another
+        stem, so the shortest ones are computed first, and the rest in further rounds.
+        """
         done: set[Source] = set()
         while self.prefixes.limit:
             shared: list[Source] = []
@@ -223,11 +228,13 @@ class Batch:
                 prompts = [source.prompt for source in alike]
                 known = [self.prefixes.length((self, kind), prompt) for prompt in prompts]
                 shared += [Source(kind, stem, ()) for stem in stems(prompts, known)]
-            if not set(shared) - done:  # or what was computed has been dropped again, for lack of room
+            # No new stem: all are computed, or some were dropped again because the cache is full.
+            if not set(shared) - done:
                 return
             done |= set(shared)
             prefixes = [self.prefixes.match((self, kind), stem) for kind, stem, _ in shared]
-            for group in like_lengths([len(one.prompt) - at.length for one, at in zip(shared, prefixes, strict=True)]):
+            new_tokens = [len(stem.prompt) - prefix.length for stem, prefix in zip(shared, prefixes, strict=True)]
+            for group in like_lengths(new_tokens):
                 members = sorted(group)
                 self._pass([shared[i] for i in members], [prefixes[i] for i in members])
 

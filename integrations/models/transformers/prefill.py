@@ -99,13 +99,17 @@ def image_shift(model: Any) -> Tensor | None:
 
 
 def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
-    """States [rows, heads, longest, width] of the first `lengths[i]` tokens of each prefix. They end in the last
-    column, with zeros before. At least one length must be above 0."""
+    """Put the states of the first `lengths[i]` tokens of each prefix into one tensor [rows, heads, longest, width].
+
+    Shorter rows begin with zeros, so that the last token of each row is in the last column. At least one length must be
+    above 0.
+    """
     width = max(lengths)
     first_part = next(prefix for prefix in prefixes if prefix.length).parts[0]
     joined_states = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in first_part]
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         start = width - length
+        # A part has the states of the tokens that a prefix adds to the one before it. Beyond `length` parts are empty.
         for part in prefix.parts:
             stop = min(start + part[0].shape[1], width)
             for target, state in zip(joined_states, part, strict=True):

@@ -93,7 +93,7 @@ class VllmSampler(LoopSampler):
         self._weights_stay = False
         """Whether the weights remain on the GPU while the engine sleeps."""
         self._published_slots: dict[int, list[str]] = {}
-        """Digests of the adapters' slots in each worker, computed when they were published."""
+        """By slot of an adapter: its digest in each worker, computed when it was published."""
         self._warned_of_slots = False
         self._folders = SharedFolders()
         self._requests_made = itertools.count(1)
@@ -102,6 +102,7 @@ class VllmSampler(LoopSampler):
         self._transfer_fault = ""
         """Why the workers do not receive full weights directly from the learner."""
         self._by_files = 0
+        """Number of publications of full weights that went by files, because the direct way failed."""
         self._llm: Any = None
 
     @classmethod

@@ -303,7 +303,8 @@ class Episodes:
     def _begin_pause(self, place: _Open) -> None:
         """End a session after a pause without a call.
 
-        The session of a connection ends with the connection; it ends after a pause only if the user has set one.
+        The session of a connection ends with the connection; it ends after a pause only if the user has set one. Its
+        key is a future that is done when the connection is closed.
         """
         _stop_timer(place)
         idle = self.config.split.idle

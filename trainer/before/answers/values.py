@@ -137,8 +137,10 @@ class ValueDrawer:
         return {name: self.value(properties.get(name, {}), f"{path} {name}") for name in names}
 
     def array(self, schema: Mapping[str, Any], path: str) -> list[Any]:
-        """Draw the elements of a list: the least number that is allowed, but one instead of none if that is allowed
-        too."""
+        """Draw the elements of a list: as few as the schema allows, but one where it allows none and one.
+
+        A list whose elements contain the list's own schema stays empty, because it would never end.
+        """
         if schema.get("prefixItems"):
             return [self.value(item, path) for item in schema["prefixItems"]]
         items = schema.get("items") or {}

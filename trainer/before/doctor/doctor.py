@@ -238,11 +238,12 @@ def judge_forecast(
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
     """A learner that computes in float32 could be faster."""
-    bare = not learns_on_gpu(config, machine) and not config.cluster.on_ray
-    if config.learner.dtype == "float32" and machine.bfloat16 and bare:
+    # With "auto", a learner on this CPU tries bfloat16 and returns to float32 if the sampler's probabilities differ.
+    learns_in_process = not learns_on_gpu(config, machine) and not config.cluster.on_ray
+    if config.learner.dtype == "float32" and machine.bfloat16 and learns_in_process:
         text = (
             'the learner computes in float32: learner.dtype = "auto" multiplies in bfloat16 on this processor while '
-            "sampler and learner agree"
+            "the log-probabilities of sampler and learner agree"
         )
         yield Finding("ok", "precision", text)
     if config.learner.dtype == "float32" and learns_on_gpu(config, machine):
