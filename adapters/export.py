@@ -470,8 +470,8 @@ def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | No
 def _places_of_bases(
     run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved
 ) -> dict[str, str]:
-    """The present path of each base model that a run names, by recorded name. `moved` are the models that the user says
-    were moved.
+    """The present path of each base model that a run names, by its recorded name. `moved` has the new paths of models
+    that the user has moved.
     """
     names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
     if described.config.other_roles == "frozen":

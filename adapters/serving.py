@@ -78,8 +78,8 @@ def build_app(
         raise RequestError(404, _NO_RESPONSES, code="not_found")
 
     async def health(request: Request) -> Response:
-        """GET /health: the state of the server and its counts, for monitors. Only this machine and users with a token
-        get it.
+        """GET /health: the state of the server and its counts, for monitors. It needs no token. A server that has no
+        token refuses it to pages of other sites.
         """
         access.check_local(request.scope)
         info = await local.sampler.info()

@@ -90,7 +90,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return by_equal([(self.run, ""), *named])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
-        """Divide the samples by the recipe that trains them. Yields for each recipe a name ("" for the run's recipe),
+        """Divide the samples by the recipe that trains them. Returns for each recipe a name ("" for the run's recipe),
         the recipe, and the indices of its samples.
         """
         parts: list[tuple[str, Method, list[int]]] = []

@@ -58,7 +58,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.check.report import CheckLimits, render
     from cotune.trainer.config.load import load_config, read_toml
 
-    # A check needs no model, but a configuration does: any name will do.
+    # A check needs no model, but a configuration does. For the name `none`, no model is looked for.
     model = read_toml(a.config).get("model", "none")
     config = load_config(a.config, {"model": model, **fields_of(a), **settings(a.set)})
     with printing_aside() if a.json else nullcontext(), progress() as say:

@@ -114,8 +114,8 @@ def find_parts(
     inputs: dict[str, int] = {}
     for place, texts in recorded.texts.items():
         if (not roles or place.role in roles) and place.kind in kinds:
-            many_tasks = len(recorded.roles[place.role].tasks) >= TASKS
-            place_prompts, n_inputs = _of_place(place, list(texts.values()), many_tasks)
+            has_two_tasks = len(recorded.roles[place.role].tasks) >= TASKS
+            place_prompts, n_inputs = _of_place(place, list(texts.values()), has_two_tasks)
             prompts += place_prompts
             inputs[place.role] = inputs.get(place.role, 0) + n_inputs
 
@@ -141,16 +141,17 @@ def _is_first(part: PromptPart, has_system: set[str]) -> bool:
     return part.kind == "system" or (part.kind == "user" and not has_system & set(part.roles))
 
 
-def _of_place(place: Place, texts: Sequence[SeenText], many_tasks: bool) -> tuple[list[_PlacedPrompt], int]:
+def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> tuple[list[_PlacedPrompt], int]:
     """The prompts at one place of a role's calls, such as its system message, and the number of texts there that are
     input.
 
-    If the role has many tasks, a user message that occurs in only one or few of them is the task's input, not a prompt.
+    If the role has two tasks or more, a user message that occurs in only one of them is the task's input, not a prompt.
+    An answer that occurs in only one is left out, too.
     """
     prompts: list[_PlacedPrompt] = []
     inputs = 0
     for group in grouped(texts):
-        if place.kind in ("user", "assistant") and many_tasks and len(group.tasks) < TASKS:
+        if place.kind in ("user", "assistant") and has_two_tasks and len(group.tasks) < TASKS:
             inputs += len(group.texts) if place.kind == "user" else 0
             continue
         template = group.template()

@@ -31,8 +31,9 @@ class Uses:
 
 
 def read_uses(store: Store, calls: Iterable[CallRecord], prompts: Prompts) -> Uses:
-    """Count how often each edited part of the prompts occurs in the requests of these calls, and which calls are not
-    edited. Raises RecordError for a lost message.
+    """Count the calls that each edited part of the prompts matches, and the unedited calls of each role.
+
+    Raises RecordError for a lost message.
     """
     uses = Uses([PartUse(part) for part in prompts.parts if part.edited], {})
     for call in calls:

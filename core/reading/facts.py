@@ -49,9 +49,10 @@ def further_bases(run: OpenedRun) -> dict[str, str]:
 
 
 def facts(run: OpenedRun) -> Facts:
-    """The line that describes a run in lists and on its page: recipe, plan, models, workflow, steps, time and costs.
+    """The facts that describe a run in lists and on its page: recipe, plan, models, workflow, steps, time and costs.
 
-    They come from the configuration and the metrics. Records without a run are described by their latest episode.
+    They come from its configuration, its metrics and its records. Records without a run are described by their latest
+    episode.
     """
     config = run.config
     lines = run.metrics

@@ -200,7 +200,7 @@ def _reason(
 def _answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
     """The chosen answer of a call with the messages and tools it answers; None if a message was lost.
 
-    They are the ones that the application asked with if `asked`, otherwise the ones that were sent, with edited
+    With `asked` these are the application's own messages and tools, otherwise the ones that were sent, with edited
     prompts.
     """
     assert call.chosen is not None

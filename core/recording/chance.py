@@ -81,7 +81,7 @@ class Chance:
 
     def clock(self, kind: str, place: str, real: int) -> int:
         """The time of a clock in ns, asked for at this place in the code: the next recorded time, or else the `real`
-        time, moved by as much as the last recorded one.
+        time, moved by the largest distance so far between a recorded time and the real one.
         """
         with self._lock:
             queue = self._given.get((kind, place))

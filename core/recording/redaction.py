@@ -192,8 +192,8 @@ class Redaction:
         """The answer to store, for a prompt that is stored as `messages`.
 
         `grammar_changed` is whether a redactor changed tools or parameters, from which the answer's grammar was made.
-        The grammar is then withheld, and with it the token ids, as they cannot be trained on without it. The same holds
-        for images that are no longer in the stored messages.
+        The grammar is then withheld, and with it the token ids, as they cannot be trained on without it; with
+        `keep_token_ids` both are kept. Ids of images that are no longer in the stored messages are withheld.
         """
         candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)

@@ -124,8 +124,8 @@ class _Shared(random.Random):
 
 
 def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
-    """The values to repeat (`Chance`) of the episode that runs here, and the place in the code that asks for one of
-    them.
+    """If the episode that runs here is frozen, its recorded values (`Chance`), and the place in the code that asks for
+    one of them.
 
     `hook` is the module whose function was called instead of, for example, `random.random`. Returns None outside frozen
     episodes, for the standard library, and for packages whose names begin with one of `besides`: they use random

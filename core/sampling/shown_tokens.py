@@ -14,8 +14,8 @@ TextOf = Callable[[Sequence[int]], Sequence[TokenBytes]]
 def shown_tokens(
     completion: Completion, message: Mapping[str, Any], token_bytes: TextOf, whole: bool = False
 ) -> tuple[ShownToken, ...]:
-    """The tokens that an application gets which asked for log-probabilities: the ones in the content of `message`, with
-    text.
+    """The tokens, with their texts, for an application that asks for log-probabilities: the ones in the content of
+    `message`.
 
     `message` was parsed from `completion`. Reasoning, tool calls and the end of the turn are not content; with `whole`,
     the tokens of the whole reply are shown. Each token has its likeliest alternatives, if they were sampled.

@@ -82,7 +82,7 @@ class Client:
         def run(*args: Any, **options: Any) -> Any:
             """Make a call of the client, recorded if it is inside an episode.
 
-            The responder of the episode may answer instead of the provider. Edited prompts go to the provider only.
+            The responder of the episode may answer instead of the provider. Both see the edited prompts.
             """
             # The request is built only inside an episode, therefore the lambda.
             call = open_call(lambda: self.request(*args, **options))

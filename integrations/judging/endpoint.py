@@ -96,7 +96,7 @@ class Endpoint:
         """Send a chat request to the judge's model, and return the text of its answer.
 
         Requests wait for a place among the concurrent ones, and reserve their cost before they are sent. Raises Passing
-        for an error that another try may not meet, JudgeError for one that it would.
+        if another try may succeed, otherwise JudgeError.
         """
         lane = self._lane()
         async with lane.gate:

@@ -99,7 +99,7 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
 
 
 def _belongs(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """For a setting that does not exist: a sentence on the place of a setting with this last name, or with almost this
+    """For a setting that does not exist, a hint: where a setting of the same name belongs, or which one has a similar
     name. Yields nothing if there is none.
     """
     name = field.rpartition(".")[2]

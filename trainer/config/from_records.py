@@ -11,8 +11,8 @@ from cotune.storage.open_store import without_password
 
 
 def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSettings) -> None:
-    """Check the settings of runs that learn from records: they have no effect for other recipes, and recipes that learn
-    from records need some of them. Raises ConfigError.
+    """Check the table [records] against the recipe: only recipes that learn from records use it, and they need some of
+    its settings. Raises ConfigError.
     """
     if (shown := without_password(records.path)) != records.path:
         remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."

@@ -21,7 +21,7 @@ def written(config: TrainConfig) -> dict[str, Any]:
 
 
 def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the values of environment variables into a stored configuration, which names them only, as they may be
+    """Fill in the values of environment variables. A stored configuration has only their names, because values may be
     secrets.
 
     A value comes from `changes` (dotted names or nested tables), otherwise from this process. Raises ConfigError that

@@ -112,8 +112,8 @@ def find_best(run: RolloutRun) -> list[str]:
 def _best_checkpoints(run: RolloutRun, lines: Sequence[Mapping[str, Any]], current: str = "") -> dict[str, Best]:
     """The best held-out evaluation of each policy in these lines of metrics.jsonl. Of equal ones, the earliest.
 
-    A run that starts from other policies (`init`) may be best before its first step. With `keep_best`, only evaluations
-    whose checkpoints exist count, and the one of the `current` checkpoint, which is not written yet.
+    A run that starts from other policies (`init`) may be best before its first step. With `keep_best`, an evaluation
+    counts only if its checkpoint exists, or is `current`, which is about to be written.
     """
     evaluated = [(line["step"] + 1, line["held_out"]) for line in lines if line["held_out"]]
     games = [(steps, held_out) for steps, held_out in evaluated if is_game(held_out)]

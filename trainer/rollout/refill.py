@@ -90,9 +90,9 @@ async def run_refill(
     `own` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups differ.
 
     Without `at_once`, all drawn tasks are waited for before more are drawn, so the draws do not depend on time. With
-    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Until training sets
-    `needed`, as it waits for this step, tasks that are not required any more are waited for too: slow tasks would
-    otherwise be missing more often than others.
+    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Until training waits for
+    this step (`needed`), the refill also waits for running tasks that it no longer requires. Otherwise slow tasks would
+    be missing more often than others.
     """
     known_ids = {episode.id for episode in own}
     added: list[Episode] = []

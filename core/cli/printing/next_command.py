@@ -122,8 +122,8 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _blame(a: argparse.Namespace, status: int) -> list[Words]:
-    """After an attribution of fault: mend the role at fault, by its prompt or by training. Without a --reference
-    nothing was swapped, so name one. Otherwise look at the runs.
+    """After `cotune blame`. If no role was swapped, suggest --reference. If a role is at fault, suggest to improve its
+    prompt or to train it. Otherwise suggest to look at the runs.
     """
     result = getattr(a, "result", None)
     if result is None or a.json:

@@ -57,9 +57,9 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     """Search for better texts of prompts, or with --resume continue a search.
 
-    The search pays for calls of models, so it asks before it begins, unless the user set a limit. Orders that a resumed
-    folder holds, such as code to load, must come from the user or be trusted (`check_trusted`). Exit status: 0 if the
-    new texts are better on held-out tasks.
+    The search pays for calls of models, so it asks before it begins, unless the user set a limit. A folder that is
+    resumed may name code, addresses and keys: the user names them again, or trusts the folder (`check_trusted`). Exit
+    status: 0 if the new texts are better on held-out tasks.
     """
     tell(f"loading {a.workflow or a.out} ...")
     from cotune.cli.prompts.agreement import agreed

@@ -77,9 +77,7 @@ class _Astarted(AsyncGenerator[Any, Any]):
         return self._parts.__anext__() if self._graph is None else self._first()
 
     async def _first(self) -> Any:
-        """The first part of the stream. The graph starts its run with it, so this is when the run learns which graph it
-        is.
-        """
+        """The first part of the stream. The graph's run begins with it, so the graph is registered now."""
         graph = self._graph
         self._graph = None
         starts(graph)

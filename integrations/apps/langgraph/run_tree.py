@@ -204,8 +204,8 @@ def _node(run: GraphRun, name: str) -> GraphRun:
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
-    """The runs of nodes around a call, read from its namespace, for an application that replaced its callbacks so that
-    its runs are unknown.
+    """The nodes around a call, read from its namespace. This is for applications that replace LangGraph's callbacks,
+    which otherwise report the runs.
 
     A namespace is `node:id|node:id`, with numbers for parallel graphs of one node. Without `whole`, the innermost node
     is left out.

@@ -24,9 +24,8 @@ def sent(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
-    """The request, and a text that names those of its features that only a provider can serve, not a policy of the run.
-
-    The text is empty if a policy can serve the request.
+    """The request, and a text with its features that only a provider can serve. The text is empty if a policy can serve
+    the request.
     """
     reasons = []
     if tools := asked.get("tools"):

@@ -286,8 +286,8 @@ def _types(table: str) -> list[str]:
 def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
     """One row for each key, as one SQL statement cannot change a row twice.
 
-    Of rows with the same key, the first stays. Of episodes, a later row replaces it if it withdraws the episode; of
-    rows whose key has several columns, the last stays.
+    The first row of a key is kept, with two exceptions: a row that withdraws an episode replaces the episode's row, and
+    in tables whose keys have several columns the last row is kept.
     """
     n_key_columns = len(key_columns(table))
     row_of_key: dict[Any, Sequence[Any]] = {}

@@ -113,8 +113,8 @@ def _belongs_to(tail: str, name: str) -> bool:
 def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
     """Who makes a call: episode, role, parent calls and key.
 
-    Each field is taken from its header, else from the path, else from baggage. The role may also come from the header
-    `role_header`; without any source it is `app`. Raises RequestError (400) for a field that is malformed or passed
+    Each field is taken from its header, else from the path, else from baggage. If none of them has the role, it comes
+    from the header `role_header`, else it is `app`. Raises RequestError (400) for a field that is malformed or passed
     twice.
     """
     headers: dict[str, str] = {}

@@ -287,18 +287,18 @@ class Episodes:
 
         Without a task, it is an implicit episode, which is opened even beyond the limit.
         """
-        episode = self._sessions.get(key)
-        if episode is None:
+        place = self._sessions.get(key)
+        if place is None:
             if task is not None:
-                episode = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
+                place = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
             else:
-                episode = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
-            self._sessions[key] = episode
-            episode.key = key
+                place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key] = place
+            place.key = key
             if isinstance(key, asyncio.Future):
-                key.add_done_callback(functools.partial(self._pause_over, episode))
-        self._begin_pause(episode)
-        return episode
+                key.add_done_callback(functools.partial(self._pause_over, place))
+        self._begin_pause(place)
+        return place
 
     def _begin_pause(self, place: _Open) -> None:
         """End a session after a pause without a call.

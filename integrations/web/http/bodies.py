@@ -77,9 +77,8 @@ def decoded(raw: bytes, kind: type[T], values: int) -> T:
 def json_values(raw: bytes, exact_above: int = 0) -> int:
     """Count the values of a JSON text without decoding it, because a small text could decode to very many objects.
 
-    Commas, brackets and braces are counted. If there are at most `exact_above`, their number is returned: it may be too
-    high, as marks inside strings and empty objects count, but that is cheap. Above it, only marks outside of strings
-    count.
+    Commas, brackets and braces are counted. Up to `exact_above` their number is returned, which is cheap but may be too
+    high, as marks inside strings and empty objects count. Above it, only marks outside of strings count.
     """
     upper_bound = 1 + sum(raw.count(mark) for mark in (b",", b"[", b"{"))
     if upper_bound <= exact_above:

@@ -168,8 +168,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom, 
     """Read a body of JSON. While it arrives, its bytes count in `room`, which bounds the bodies of all requests
     together.
 
-    Raises RequestError if it is not JSON (415), is longer than `limit` (413), for the reason `why`, ends early (400),
-    or if the room is full (429).
+    Raises RequestError if it is not JSON (415), is longer than `limit` (413), ends early (400), or if the room is full
+    (429). `why` is the reason for the limit, for the message.
     """
     media_type, _, _ = header(scope, b"content-type").partition(b";")
     if media_type.strip().lower() != b"application/json":

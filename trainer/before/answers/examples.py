@@ -78,8 +78,8 @@ def json_in(text: str) -> Iterator[Any]:
 def schema_of(example: Any) -> Any:
     """A JSON schema for answers like an example that a prompt shows.
 
-    Values of the example stay as they are, except for those that stand for others: booleans, placeholders such as
-    `<name>`, and options such as `low|high`.
+    Values of the example become constants, except booleans, placeholders such as `<name>`, and options such as
+    `low|high`.
     """
     if isinstance(example, bool):
         return {"type": "boolean"}

@@ -382,8 +382,8 @@ def _untied(size: ModelSize) -> int:
 
 
 def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
-    """A sentence for each process that needs more memory than it finds, and for each device on which the processes of
-    the run together do: its demand, and how much is missing.
+    """A sentence for each process that lacks memory, and for each device whose processes together lack it: the demand,
+    and how much is missing.
     """
     processes_of_device: dict[str, list[ProcessMemory]] = defaultdict(list)
     for process in plan:
