@@ -94,7 +94,7 @@ def test_full_weights_stay_on_rank_0_until_they_are_read_and_for_one_more_update
     again = pickle.loads(pickle.dumps(first))
     assert same(dict(again), start)  # an engine that restarts during the publication
     learner.update("a", make_rows(seed=1))
-    with pytest.raises(SamplerError, match=r"the learner has replaced the version a/\d+"):
+    with pytest.raises(SamplerError, match="the learner has replaced the version a/1"):
         dict(pickle.loads(pickle.dumps(first)))
 
 
