@@ -16,7 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import GapError, SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, norm, publish_verified
+from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=2, seed=0)
 """Sampling of the probe: not truncated, so that the trainer's log-probabilities are of the same distribution. The first
@@ -65,6 +65,11 @@ class Probe:
 def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return a few different beginnings of prompts."""
     return list(dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts))[:PROBE_PROMPTS]
+
+
+def norm(weights: Weights) -> float:
+    """L2 norm over all tensors, summed in double precision."""
+    return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
 
 
 async def prove_publish(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -19,52 +18,17 @@ from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 
 Weights = Mapping[str, npt.NDArray[Any]]
-Shape = tuple[int, ...]
-
-
-class RemoteWeights(Mapping[str, npt.NDArray[Any]]):
-    """Weights that stay in the learner until an engine receives them. Reading an array fetches them.
-
-    `digest` is their fingerprint, `norm` their L2 norm, and `shapes` has all names in the learner's order.
-    """
-
-    def __init__(self, digest: str, norm: float, shapes: Mapping[str, Shape]) -> None:
-        self.digest = digest
-        self.norm = norm
-        self.shapes = shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 def fingerprint(weights: Weights) -> str:
     """SHA-256 of names, shapes and float32 bytes, in the order of names. It is the same in learner, sampler and
     export."""
-    if isinstance(weights, RemoteWeights):
-        return weights.digest
     digest = hashlib.sha256()
     for name in sorted(weights):
         array = np.ascontiguousarray(weights[name], dtype=np.float32)
         digest.update(f"{name}{array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def norm(weights: Weights) -> float:
-    """L2 norm over all tensors, summed in double precision."""
-    if isinstance(weights, RemoteWeights):
-        return weights.norm
-    return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
-
-
-def shapes_of(weights: Weights) -> Mapping[str, Shape]:
-    """The shape of each tensor by name."""
-    if isinstance(weights, RemoteWeights):
-        return weights.shapes
-    return {name: tuple(array.shape) for name, array in weights.items()}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

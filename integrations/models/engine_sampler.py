@@ -13,12 +13,9 @@ from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, RemoteWeights, SamplerInfo, SamplingParams, Weights, in_time
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
 
 T = TypeVar("T")
-
-BY_FILES = "published_by_files"
-"""The counter of publications that did not go directly from the learner to the engine, as they should have."""
 
 
 class CalledSampler(ABC):
@@ -37,9 +34,7 @@ class CalledSampler(ABC):
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
         """Serve `policy` with these weights; return the fingerprint of the weights that arrived."""
-        if not isinstance(weights, RemoteWeights):
-            weights = dict(weights)
-        return await self._call("publish", policy, weights, lora)
+        return await self._call("publish", policy, dict(weights), lora)
 
     async def retire(self, policy: PolicyRef) -> None:
         """Refuse new requests of a version from now on, and free it once its running requests have ended."""

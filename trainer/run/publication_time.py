@@ -5,24 +5,21 @@ from __future__ import annotations
 import pickle
 import time
 from contextlib import closing
-from typing import Literal
 
 import numpy as np
 
 from cotune.config.train import TrainConfig
-from cotune.integrations.cluster.weight_transfer import serving_here
 from cotune.integrations.models.folder import folder as model_folder
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.adapters import SharedFolders
 from cotune.records.policies import Policies
-from cotune.sampling.protocol import fingerprint, norm
+from cotune.sampling.protocol import fingerprint
 from cotune.trainer.config.engine import engine_kind
+from cotune.trainer.publish import norm
 
 SAMPLE_BYTES = 32 << 20
 FLOAT_BYTES = 4
 """Weights are published in float32."""
-Way = Literal["direct", "files", "pipe"]
-"""From the learner's process to the engine's workers, by files, or through the pipe of the in-process engine."""
 FINGERPRINTS = 3
 """The sender, the router in front of the engine and the engine itself compute one each."""
 
@@ -42,8 +39,9 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     if not large:
         return []
 
-    way, place = _way(config)
-    rate, notes = seconds_per_byte(way), []
+    by_files = engine_kind(config).fixed  # the in-process engine takes weights through its pipe
+    place = " by files" if by_files else ""
+    rate, notes = seconds_per_byte(by_files=by_files), []
     for model in large:
         size, names = sizes[model], ", ".join(bases[model])
         notes.append(
@@ -53,35 +51,16 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     return notes
 
 
-def _way(config: TrainConfig) -> tuple[Way, str]:
-    """How full weights get to the sampler, and this way in words (none for the pipe to a child process)."""
-    cluster = config.cluster
-    if cluster.on_ray:
-        over_nccl = cluster.gpus_per_engine > 0 and cluster.gpus_per_learner > 0 and not cluster.shares_gpu
-        return "direct", " over NCCL" if over_nccl else " over gloo"
-    # vLLM beside the learner, without Ray, reads them from a folder.
-    if engine_kind(config).fixed:
-        return "files", " by files"
-    return "pipe", ""
-
-
-def seconds_per_byte(way: Way) -> float:
-    """Measure the seconds for a byte of weights with a sample: its checks, and one transfer to another process.
-
-    A direct transfer is measured over gloo, because NCCL needs two GPUs. The sender computes the only fingerprint.
-    """
+def seconds_per_byte(*, by_files: bool) -> float:
+    """Measure the seconds for a byte of weights with a sample: its checks, one transfer to another process, and a file
+    if weights are sent by files."""
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
-    if way == "direct":
-        with serving_here() as server:
-            started = time.perf_counter()
-            dict(server.offer("sample", sample))  # computes norm and fingerprint, and fetches the arrays
-            return (time.perf_counter() - started) / SAMPLE_BYTES
     started = time.perf_counter()
     norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)
     pickle.loads(pickle.dumps(sample))
-    if way == "files":
+    if by_files:
         with closing(SharedFolders()) as folders:
             folder = folders.make("sample", SAMPLE_BYTES)
             model_folder.write_tensors(folder, sample)

@@ -54,8 +54,6 @@ class Engine:
         """Number of its latest request, in the order of all requests. The smallest one has waited longest."""
         self.faults = 0
         """Failed requests since its last good answer."""
-        self.by_files = 0
-        """Publications that it has counted as `BY_FILES`."""
         self._versions = versions
         self._health_timeout = health_timeout
         self._failed = failed

@@ -9,17 +9,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.cluster.router.queue import Queue, Request
 from cotune.integrations.cluster.router.replica import Artifact, Engine, Make, Replica, TakenOut
 from cotune.integrations.cluster.router.validate import validate_completions
-from cotune.integrations.models.engine_sampler import BY_FILES, LoopSampler
+from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.served_versions import Version
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, RemoteWeights, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Error of an unanswered request -> its counter; for any other error the counter is "failed"."""
@@ -250,8 +251,6 @@ class RoutedSampler(LoopSampler):
         """The error of a healthy engine that does not serve the version; None if it does, or was taken out."""
         try:
             await engine.publish(version)
-            if isinstance(version.target.weights, RemoteWeights):
-                await self._count_files(engine)
         except TakenOut:
             return None
         except TimeoutError as error:
@@ -261,13 +260,6 @@ class RoutedSampler(LoopSampler):
             await engine.probe()
             return error if isinstance(error, CotuneError) else SamplerError(error_line(error))
         return None
-
-    async def _count_files(self, engine: Engine) -> None:
-        """Count the publications that went to an engine by files, because it could not receive the learner's weights
-        directly."""
-        by_files = (await engine.info()).counters.get(BY_FILES, 0)
-        self.counters[BY_FILES] += by_files - engine.by_files
-        engine.by_files = by_files
 
     async def _order(self, method: str, *arguments: Any) -> None:
         await asyncio.gather(*(engine.order(method, *arguments) for engine in self._queue.healthy()))
@@ -308,9 +300,6 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
     ) from error
 
 
-def keep(weights: Weights) -> Weights:
-    """Weights that nobody can change: writable arrays are copied. Arrays from Ray are read-only already, and remote
-    weights are kept by the learner."""
-    if isinstance(weights, RemoteWeights):
-        return weights
+def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
+    """Weights that nobody can change: writable arrays are copied. Arrays from Ray are read-only already."""
     return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

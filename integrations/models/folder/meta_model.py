@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from cotune.integrations.models.folder.folder import count_token_ids, loading, l
 from cotune.integrations.models.folder.kinds import auto_class
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import RemoteWeights, Shape, Weights, shapes_of
+from cotune.sampling.protocol import Weights
 
 
 class ModelSkeleton:
@@ -37,7 +35,7 @@ class ModelSkeleton:
         """Raise RequestRefused for weights that are not finite or do not fit, with the name of the first tensor."""
         check_finite(policy, weights)
         if lora is None:
-            check_full(self._model, shapes_of(weights))
+            check_full(self._model, weights)
         else:
             from cotune.integrations.models.folder.adapter import read_adapter
 
@@ -60,28 +58,26 @@ class ModelSkeleton:
 
 def check_finite(policy: PolicyRef, weights: Weights) -> None:
     """Raise RequestRefused for values that are not finite, with the name of the first tensor."""
-    if isinstance(weights, RemoteWeights) and math.isfinite(weights.norm):
-        return
     for name, array in weights.items():
         if not np.isfinite(array).all():
             raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
 
 
-def check_full(model: Any, shapes: Mapping[str, Shape]) -> None:
-    """Raise RequestRefused unless weights of these shapes are all parameters of a model, by their names."""
+def check_full(model: Any, weights: Weights) -> None:
+    """Raise RequestRefused unless the weights are all parameters of a model, by their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # A shared parameter has several names, of which one is enough.
-    covered = {id(parameters[name]) for name in shapes if name in parameters}
-    unknown = sorted(set(shapes) - set(parameters))
+    covered = {id(parameters[name]) for name in weights if name in parameters}
+    unknown = sorted(set(weights) - set(parameters))
     missing = sorted(name for name, parameter in parameters.items() if id(parameter) not in covered)
     if unknown or missing:
         raise RequestRefused(
             f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
             "Publish all parameters of the sampler's own model, by their names.",
         )
-    for name, shape in shapes.items():
-        if shape != tuple(parameters[name].shape):
+    for name, array in weights.items():
+        if tuple(array.shape) != tuple(parameters[name].shape):
             raise RequestRefused(
-                f"{name} has shape {shape}; the model's is {tuple(parameters[name].shape)}.",
+                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(parameters[name].shape)}.",
                 "Publish weights that were trained from the sampler's base model.",
             )

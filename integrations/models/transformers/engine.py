@@ -33,7 +33,7 @@ from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.wire import PREFIX_PART, ModelSource
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint, shapes_of
+from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -300,9 +300,9 @@ class DecodingEngine:
         """A model of its own with these weights."""
         if self._packed:
             model = _read(self.source.model, "float32").eval()
-            check_full(model, shapes_of(weights))
+            check_full(model, weights)
         else:
-            check_full(self._base.model, shapes_of(weights))
+            check_full(self._base.model, weights)
             with self._base.lora.removed():
                 model = copy.deepcopy(self._base.model)
         own = dict(model.named_parameters(remove_duplicate=False))

@@ -14,12 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.apps.activation import NO_ACTIVATION
-from cotune.integrations.cluster.weight_transfer import OfferedWeights
-from cotune.integrations.models.engine_sampler import BY_FILES, LoopSampler
+from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
 from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
@@ -99,10 +96,6 @@ class VllmSampler(LoopSampler):
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
         self._replaced: set[PolicyRef] = set()
-        self._transfer_fault = ""
-        """Why the workers do not receive full weights directly from the learner."""
-        self._by_files = 0
-        """Number of publications of full weights that went by files, because the direct way failed."""
         self._llm: Any = None
 
     @classmethod
@@ -298,9 +291,9 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
-        offered = weights if isinstance(weights, OfferedWeights) else None
-        direct = offered is not None and not self._transfer_fault
-        folder = "" if direct else await self._write(policy, weights)
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
         try:
             # Refuse new requests of the current version or the base, and wait until its last request has ended.
             self._replaced |= {version.policy for version in self._versions.all()}
@@ -308,11 +301,9 @@ class VllmSampler(LoopSampler):
             while any(version.running for version in old):
                 await asyncio.sleep(0.01)
             await self._llm.pause_generation(mode="wait", clear_cache=True)
-            if offered is not None and direct and not await self._receive(policy, offered):
-                folder = await self._write(policy, weights)
-            if folder:
-                await self._update(folder)
-                self._by_files += offered is not None
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
+            await self._llm.finish_weight_update()
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
             return Version(policy, _same(await self._ask("cotune_weights")))
@@ -324,36 +315,6 @@ class VllmSampler(LoopSampler):
             raise lost from error
         finally:
             self._folders.remove(str(policy))
-
-    async def _write(self, policy: PolicyRef, weights: Weights) -> str:
-        """Write full weights into a folder that the workers can read."""
-        return str(await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None))
-
-    async def _update(self, folder: str) -> None:
-        """Let the workers replace their weights: from a folder, or, without one, from the learner that they have
-        connected to."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": folder}))
-        await self._llm.finish_weight_update()
-
-    async def _receive(self, policy: PolicyRef, weights: OfferedWeights) -> bool:
-        """Let the workers receive weights from the learner. If that fails, return False: the engine takes these and
-        all later weights from files, because another failure may take as long as the time-outs."""
-        workers = self._llm.vllm_config.parallel_config.world_size
-        try:
-            ticket = await asyncio.to_thread(weights.request, workers, "cuda" if on_gpu() else "cpu")
-            await self._ask("cotune_connect", ticket)
-            await self._update("")
-        except Exception as error:
-            if self._llm.errored:
-                raise
-            self._transfer_fault = error_line(error)
-            log.warning("%s is published by files, which takes longer, because %s", policy, self._transfer_fault)
-            await self._ask("cotune_end_update")
-            return False
-        return True
 
     async def _sleep(self, keep_weights: bool) -> None:
         """Free the engine's GPU memory, of the cache alone with `keep_weights`. On a CPU it only pauses."""
@@ -430,8 +391,7 @@ class VllmSampler(LoopSampler):
             await self._llm.is_paused()  # the engine's loop answers this, and only while the engine runs
         except Exception as error:
             raise self._failed(error) from error
-        info = await super()._info()
-        return msgspec.structs.replace(info, counters={BY_FILES: self._by_files}) if self._by_files else info
+        return await super()._info()
 
     async def _unload(self, version: Version) -> None:
         if version.target is not None:

@@ -5,7 +5,6 @@ Only vLLM imports this module (`worker_extension_cls`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.peft_helper import PEFTHelper
 
-from cotune.integrations.cluster.weight_transfer import Incoming
 from cotune.integrations.models.vllm.adapters import read_weights
 from cotune.integrations.models.vllm.arguments import BACKEND
 from cotune.integrations.models.vllm.slots import slot_digest
@@ -40,7 +38,6 @@ class CotuneWorker:
     weight_transfer_engine: Any
     device: torch.device
     wake_up: Any
-    finish_weight_update: Any
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Compute the fingerprint of a folder, after a check that the adapter in this engine has the same values.
@@ -115,17 +112,6 @@ class CotuneWorker:
         """The fingerprint of the full weights that this worker has loaded last."""
         return self.weight_transfer_engine.loaded
 
-    def cotune_connect(self, ticket: dict[str, Any]) -> str:
-        """Join the transfer of a ticket (`OfferedWeights.request`). The next update receives its weights."""
-        self.weight_transfer_engine.connect(ticket)
-        return ""
-
-    def cotune_end_update(self) -> str:
-        """End an update that failed on some worker, so that another one can begin."""
-        with contextlib.suppress(RuntimeError):  # this worker has none
-            self.finish_weight_update()
-        return ""
-
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Convert a tensor as vLLM does when it loads an adapter: to the model's dtype, and lora_B times the scale."""
@@ -153,25 +139,20 @@ class NoInit(WeightTransferInitInfo):
 
 @dataclass
 class Folder(WeightTransferUpdateInfo):
-    """The folder with the weights of one update; empty if they come directly from the learner."""
+    """The folder with the weights of one update."""
 
-    path: str = ""
+    path: str
 
 
-class PublishedWeights(WeightTransferEngine[NoInit, Folder]):
-    """A weight transfer of vLLM from the learner's process, or from a folder that every worker can read."""
+class FolderWeights(WeightTransferEngine[NoInit, Folder]):
+    """A weight transfer of vLLM from a folder that every worker can read, such as shared memory on one machine."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
     loaded = ""
-    _incoming: Incoming | None = None
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
-
-    def connect(self, ticket: dict[str, Any]) -> None:
-        """Join the transfer of a ticket."""
-        self._incoming = Incoming(ticket, self.parallel_config.rank + 1, self.device)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -187,30 +168,15 @@ class PublishedWeights(WeightTransferEngine[NoInit, Folder]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Load weights. Raises RuntimeError if they lack a parameter of the model. After an error, another update can
-        begin."""
+        """Load the weights of a folder. Raises RuntimeError if they lack a parameter of the model."""
         self.loaded = ""
-        try:
-            if update_info.path:
-                weights = read_weights(Path(update_info.path))
-                self._load((name, torch.from_numpy(array)) for name, array in weights.items())
-                self.loaded = fingerprint(weights)
-            else:
-                incoming, self._incoming = self._incoming, None
-                assert incoming is not None
-                self._load(incoming.tensors())
-                self.loaded = incoming.digest
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.finish_weight_update()
-            raise
-
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        loaded_names = self.model.load_weights(tensors)
+        weights = read_weights(Path(update_info.path))
+        loaded_names = self.model.load_weights((name, torch.from_numpy(array)) for name, array in weights.items())
         if loaded_names is not None:
             missing = sorted(self._expected - set(loaded_names))
             if missing:
                 raise RuntimeError(f"no weights for {missing[:3]}")
+        self.loaded = fingerprint(weights)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -225,4 +191,4 @@ class PublishedWeights(WeightTransferEngine[NoInit, Folder]):
         pass
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, PublishedWeights)
+WeightTransferEngineFactory.register_engine(BACKEND, FolderWeights)

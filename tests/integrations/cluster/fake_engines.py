@@ -102,7 +102,6 @@ class FakeEngine:
         self.cancelled = 0
         self.closed = False
         self.asleep = False
-        self.by_files = 0
         self._end = asyncio.Event()
 
     async def sample(
@@ -155,8 +154,7 @@ class FakeEngine:
     async def info(self) -> SamplerInfo:
         await self._control()
         served = {key: digest for key, (digest, _) in self.has.items()}
-        counters = {"published_by_files": self.by_files} if self.by_files else {}
-        return SamplerInfo(name="fake", max_model_len=self.site.max_model_len, served=served, counters=counters)
+        return SamplerInfo(name="fake", max_model_len=self.site.max_model_len, served=served)
 
     async def sleep(self, keep_weights: bool = False) -> None:
         await self._control()

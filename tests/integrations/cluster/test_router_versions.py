@@ -10,7 +10,7 @@ import pytest
 from cotune.errors import RequestRefused, SyncError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import RemoteWeights, fingerprint
+from cotune.sampling.protocol import fingerprint
 from tests.integrations.cluster.fake_engines import BASE_MARK, Site, weights_of
 from tests.integrations.cluster.routed import ROLE, fault, mark, marks, routed
 
@@ -113,49 +113,6 @@ def test_a_restarted_engine_has_all_live_versions_before_it_takes_requests(caplo
         "Engine engine-0 is restarted in 1 s (1 of 5).",
         "Engine engine-0 is back, with 2 published versions.",
     ]
-
-
-class InLearner(RemoteWeights):
-    """Weights that each engine fetches when it loads them."""
-
-    def __init__(self, mark: int) -> None:
-        super().__init__(fingerprint(weights_of(mark)), float(mark), {"w": (1,)})
-        self._mark = mark
-        self.read = 0
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        self.read += 1
-        return weights_of(self._mark)[name]
-
-
-def test_weights_of_the_learner_are_read_by_engines_alone_and_again_after_a_restart() -> None:
-    site = Site(2)
-
-    async def scenario(router: RoutedSampler) -> None:
-        weights = InLearner(11)
-        assert await router.publish(ROLE, weights) == weights.digest
-        assert set(await marks(router, 4, ROLE)) == {11}
-        of_engines = weights.read
-        await router.publish(ROLE, weights)
-        assert weights.read == of_engines  # the version is known by its proof
-        site.now(0).break_down("dead")
-        await asyncio.sleep(30)
-        assert site.now(0).has == {"planner@1": (weights.digest, 11)}
-        assert weights.read == of_engines * 3 // 2
-
-    routed(site, scenario)
-
-
-def test_publications_that_went_by_files_instead_are_counted() -> None:
-    site = Site(2)
-
-    async def scenario(router: RoutedSampler) -> None:
-        for version, by_files, expected in ((1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 2)):
-            site.now(1).by_files = by_files
-            await router.publish(PolicyRef("planner", version), InLearner(version))
-            assert router.counters["published_by_files"] == expected
-
-    routed(site, scenario)
 
 
 def test_a_version_published_while_an_engine_restarts_reaches_it() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -17,10 +16,9 @@ import ray
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
-from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError, SamplerError
+from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.sampling.protocol import RemoteWeights, fingerprint, norm
 from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
@@ -75,27 +73,6 @@ def test_parts_are_of_like_size_and_keep_prompts_together_where_they_can():
     alone = make_rows(groups=1, k=9, prompt=(2, 2), response=(6, 6))
     assert [len(part) for part in rank_parts(alone, range(9), 3, shared=True)] == [3, 3, 3]
     assert sorted(map(len, rank_parts(alone, range(1), 3, shared=True))) == [0, 0, 1]
-
-
-# -- weights that stay on rank 0
-
-
-def test_full_weights_stay_on_rank_0_until_they_are_read_and_for_one_more_update(base, two_ranks):
-    learner = two_ranks.learner(base, policies_for("full", ["a"], SMALL), FAST, LossSpec())
-    start = snapshot(LocalLearner.open(base, policies_for("full", ["a"], SMALL), FAST, LossSpec()), "a")
-    first = learner.weights("a")
-    assert isinstance(first, RemoteWeights)
-    assert (fingerprint(first), norm(first)) == (fingerprint(start), norm(start))
-    learner.update("a", make_rows())
-    assert same(dict(first), start)  # fetched after the update
-    second = learner.weights("a")
-    assert fingerprint(second) != fingerprint(first)
-    assert fingerprint(dict(second)) == fingerprint(second)
-    again = pickle.loads(pickle.dumps(first))
-    assert same(dict(again), start)  # an engine that restarts during the publication
-    learner.update("a", make_rows(seed=1))
-    with pytest.raises(SamplerError, match="the learner has replaced the version a/1"):
-        dict(pickle.loads(pickle.dumps(first)))
 
 
 # -- equal to the local learner

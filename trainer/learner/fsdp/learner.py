@@ -58,7 +58,7 @@ class Ranks:
         ranks = cls(workers)
         try:
             port = ranks.call("listen", workers.host, HANG_SECONDS)
-            ranks.call("join", workers.host, port, device, HANG_SECONDS, cluster.shares_gpu)
+            ranks.call("join", workers.host, port, device, HANG_SECONDS)
         except BaseException:
             workers.close()
             raise
@@ -146,15 +146,7 @@ class FsdpLearner:
         return figures
 
     def weights(self, policy: str) -> Weights:
-        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`.
-
-        Full weights stay on rank 0 until they are read, as `RemoteWeights`. Rank 0 keeps the version before them too,
-        until the next update.
-        """
-        self._check(policy)
-        if self._specs[policy].kind == "full":
-            offered: Weights = self._ranks.call("offer", policy)
-            return offered
+        """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
         return {name: np.array(array) for name, array in self._ask(policy, "weights").items()}
 
     def adopt(self, policy: str, weights: Weights) -> None:

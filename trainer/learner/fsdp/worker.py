@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.config.learner import LearnerSettings
-from cotune.integrations.cluster.weight_transfer import OfferedWeights, WeightServer
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
@@ -109,8 +108,6 @@ class FsdpWorker:
         self._rank = rank
         self._size = size
         self._store: dist.TCPStore | None = None
-        self._server: WeightServer | None = None
-        """Serves full weights to engines, on rank 0."""
 
     def listen(self, host: str, seconds: float) -> int:
         """Serve the address book of the group on a free port of rank 0, which is returned."""
@@ -120,16 +117,13 @@ class FsdpWorker:
         self._store = dist.TCPStore(host, 0, self._size, is_master=True, timeout=wait, wait_for_workers=False)
         return int(self._store.port)
 
-    def join(self, host: str, port: int, device: str, seconds: float, shares_gpu: bool = False) -> None:
-        """Form the process group: NCCL between GPUs and gloo between CPUs. `seconds` bounds every exchange.
-        `shares_gpu` says whether engines are on the same GPUs, between which NCCL does not work."""
+    def join(self, host: str, port: int, device: str, seconds: float) -> None:
+        """Form the process group: NCCL between GPUs and gloo between CPUs. `seconds` bounds every exchange."""
         wait = timedelta(seconds=seconds)
         store = self._store or dist.TCPStore(host, port, self._size, is_master=False, timeout=wait)
         self._device = _device_type(device)
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=wait)
-        if self._rank == 0:
-            self._server = WeightServer(host, port, "cpu" if shares_gpu else self._device)
 
     def open(
         self,
@@ -156,14 +150,7 @@ class FsdpWorker:
         use_threads_for(opened, settings)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 
-    def offer(self, policy: str) -> OfferedWeights | None:
-        """Gather the weights of a policy on rank 0, which serves them to engines."""
-        weights = self._learner.weights(policy)
-        return self._server.offer(policy, weights) if self._server else None
-
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
-        if self._server:
-            self._server.keep(policy)  # every engine has the newest version by now
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
 
     def learner(self, method: str, *arguments: Any) -> Any:

@@ -16,9 +16,8 @@ _WORKER = {"worker_extension_cls": "tests.integrations.models.samplers.vllm_prob
 
 
 class Probe(VllmSampler):
-    """`info().counters` also holds the adapters in the engine, the requests of its last step, this process, how many of
-    cotune's finders stand on the path of imports in this process and in the workers, and with full weights the
-    beginning of the model's digest."""
+    """`info().counters` holds the adapters in the engine, the requests of its last step, this process, and how many of
+    cotune's finders stand on the path of imports in this process and in the workers."""
 
     async def _info(self) -> SamplerInfo:
         loras = set() if self._full else await self._llm.list_loras()
@@ -26,11 +25,7 @@ class Probe(VllmSampler):
         here = sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
         counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
         counters["finders"] = here + sum(await self._ask("cotune_finders"))
-        if self._full:
-            digests = await self._ask("cotune_model")
-            counters["model"] = int("".join(digests)[:12], 16)
-        info = await super()._info()
-        return msgspec.structs.replace(info, counters={**info.counters, **counters})
+        return msgspec.structs.replace(await super()._info(), counters=counters)
 
 
 class Spoiled(Probe):
