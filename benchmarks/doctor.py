@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from cotune.records.policies import LoraSpec
 
 if TYPE_CHECKING:
@@ -110,7 +112,9 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
     from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure_folder
 
-    machine, found = look(Path()), {}
+    # The measured learner and sampler are on the CPU.
+    machine = msgspec.structs.replace(look(Path()), gpus=())
+    found = {}
     print(f"{'process':16} {'forecast, GB':>12} {'measured':>9} {'ratio':>6}")
     for layout in ("lora", "full"):
         config = configuration(model, layout, mini_batch=rows)

@@ -33,8 +33,11 @@ def store_result(kind: str, key: bytes, result: Any) -> None:
     file = _file(kind, key)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(file) as out:
+        # Two processes may measure the same at once, so each writes a file of its own, and the last one stays.
+        written = file.with_suffix(f".{os.getpid()}")
+        with whole_file(written) as out:
             out.write(msgspec.json.encode(result))
+        written.replace(file)
 
 
 def _file(kind: str, key: bytes) -> Path:

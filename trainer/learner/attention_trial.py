@@ -103,7 +103,7 @@ def attention_shape(config: Any) -> AttentionShape | None:
 def tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool) -> Verdict:
     """The verdict of an earlier trial on this kind of GPU with these versions, or of one that is made now.
 
-    A trial that ran out of memory is made again by the next run.
+    A trial that failed is made again by the next run: a compiler may be installed, or memory free, by then.
     """
     gpu = torch.cuda.get_device_name(device)
     key = msgspec.json.encode([shape, str(dtype), autocast, gpu, str(torch.__version__), _triton_version(), _SOURCE])
@@ -132,8 +132,8 @@ def _triton_version() -> str:
 def try_flex(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool
 ) -> tuple[Verdict, bool]:
-    """Run both kinds of attention forward and backward, and log which is taken and why. Also return whether the
-    verdict lasts: not if memory ran out.
+    """Run both kinds of attention forward and backward, and log which is taken and why. Also return whether the trial
+    was completed, so that its verdict lasts.
 
     FlexAttention is not taken if it fails, for example without Triton, with too little shared memory for its backward
     kernel, or if memory runs out; nor if it computes other values or is not clearly faster.
@@ -153,7 +153,7 @@ def try_flex(
         cause = getattr(error, "inner_exception", error)  # dynamo wraps the errors of its compiler
         line = f"Rows attend by SDPA, because FlexAttention does not work here ({error_line(cause)})"
         log.warning("%s", line)
-        return Verdict(flex=False, line=line), not isinstance(cause, torch.OutOfMemoryError)
+        return Verdict(flex=False, line=line), False
 
     is_faster = flex_seconds <= CLEARLY_FASTER * blocks_seconds
     line = (

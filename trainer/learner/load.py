@@ -258,4 +258,4 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
         remedy = 'Set CUDA_VISIBLE_DEVICES to another GPU, or to "" to train on the CPU.'
-        raise ConfigError("learner", name, f"is not a torch device of this machine ({error})", remedy) from None
+        raise ConfigError("device", name, f"is not a torch device of this machine ({error})", remedy) from None

@@ -232,17 +232,17 @@ def test_later_runs_attend_by_the_verdict_of_the_first(trials, monkeypatch, capl
     assert len(trials) == 6
 
 
-def test_a_verdict_for_lack_of_memory_is_not_kept(trials):
+def test_a_verdict_that_does_not_last_is_not_kept(trials):
     for _ in range(2):
         in_a_new_process(dtype=torch.float16)
     assert len(trials) == 2
 
 
-def test_a_trial_without_memory_says_that_its_verdict_does_not_last(trial, monkeypatch):
-    with_kernel(monkeypatch, out_of_memory)
-    assert attention_trial.try_flex(SHAPE, CPU, torch.float32, autocast=False)[1] is False
-    with_kernel(monkeypatch, without_triton)
+def test_the_verdict_of_a_trial_lasts_unless_it_failed(trial, monkeypatch):
     assert attention_trial.try_flex(SHAPE, CPU, torch.float32, autocast=False)[1] is True
+    for fails in (out_of_memory, without_triton):
+        with_kernel(monkeypatch, fails)
+        assert attention_trial.try_flex(SHAPE, CPU, torch.float32, autocast=False)[1] is False
 
 
 class OneRank:

@@ -225,7 +225,7 @@ def test_bad_settings_name_the_field(base, tmp_path):
     for fields in ({"mini_batch": 0}, {"lr": 0.0}):
         with pytest.raises(ConfigError, match=rf"learner\.{next(iter(fields))}"):
             change(FAST, **fields)
-    with pytest.raises(ConfigError, match="learner = 'abacus' is not a torch device"):
+    with pytest.raises(ConfigError, match="device = 'abacus' is not a torch device"):
         opened(base, settings=change(FAST, device="abacus"))
     with pytest.raises(ConfigError, match="model"):
         opened(str(tmp_path))

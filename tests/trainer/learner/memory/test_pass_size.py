@@ -186,7 +186,7 @@ def test_a_gpu_says_in_several_ways_that_it_has_no_memory(text: str) -> None:
 def test_a_device_that_is_not_there_is_an_error_of_the_configuration(base: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match=r"learner = 'cuda' is not a torch device.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=r"device = 'cuda' is not a torch device.*CUDA_VISIBLE_DEVICES"):
         open_one(base, change(FAST, device="cuda"))
 
 
