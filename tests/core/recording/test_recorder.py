@@ -28,6 +28,7 @@ from cotune.records.structs import (
     Task,
     Usage,
 )
+from cotune.runtime import warn_once
 
 
 class Sink(list):
@@ -256,7 +257,7 @@ def test_a_sink_that_fails_is_counted_and_said_once(caplog: pytest.LogCaptureFix
         def write(self, records):
             raise OSError("disk full")
 
-    monkeypatch.setattr("cotune.recording.recorder._logged", set())
+    warn_once._first_of.cache_clear()
     with caplog.at_level(logging.WARNING, "cotune"):
         for _ in range(2):
             episode = LiveEpisode(Full(), Task(id="t", input={}), workflow="w")

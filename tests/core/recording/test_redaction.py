@@ -17,6 +17,7 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.recording.redaction import FAILED, Redaction, each_text, load_redactor
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, Segment, ShownToken, Task
+from cotune.runtime import warn_once
 from cotune.storage.sqlite_store import SqliteStore
 
 SECRET = "4111-1111"
@@ -153,7 +154,7 @@ def test_redactors_apply_in_order():
     ids=["raises", "returns None", "returns a text", "returns what is no JSON"],
 )
 def test_a_redactor_that_fails_leaks_nothing_and_is_counted(broken, caplog, monkeypatch):
-    monkeypatch.setattr("cotune.recording.recorder._logged", set())
+    warn_once._first_of.cache_clear()
     episode = live(broken)
     with caplog.at_level(logging.INFO):
         record_everything(episode)

@@ -20,6 +20,7 @@ import cotune
 from cotune.cli.main import main
 from cotune.recording import call_records
 from cotune.records.structs import Message
+from cotune.runtime import warn_once
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode
@@ -30,7 +31,7 @@ USER = [{"role": "user", "content": f"remember {SECRET}"}]
 
 def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog, monkeypatch):
     """Failures of the provider, the application, a redactor, a responder, the store and the recorder itself."""
-    monkeypatch.setattr("cotune.recording.recorder._logged", set())
+    warn_once._first_of.cache_clear()
     echo = {"error": {"message": f"bad prompt: {SECRET}"}}
     replies = [
         json_reply(echo, 400),
@@ -80,7 +81,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
 
 def test_details_are_logged_at_debug(caplog, monkeypatch, record: Recorded, nowhere: None):
-    monkeypatch.setattr("cotune.recording.recorder._logged", set())
+    warn_once._first_of.cache_clear()
 
     class Broken(Sink):
         def write(self, records):
