@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from examples.workloads.sandbox.permission import SandboxUnavailable, cause_of, find_tools
+from examples.workloads.sandbox.permission import SandboxUnavailable, cause_of, closed_part, find_tools
 from examples.workloads.sandbox.system_calls import refusing_filter
 
 SCRATCH = "/tmp"
@@ -168,15 +168,11 @@ def _interpreter() -> Path:
     own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}").resolve()
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     for found in (own, Path(system).resolve() if system else None):
-        if found and found.exists() and (os.geteuid() != 0 or _open_to_all(found)):
+        if found and found.exists() and (os.geteuid() != 0 or closed_part(found) is None):
             return found
     raise SandboxUnavailable(
         f"programs run as an unprivileged user, who cannot read {own}; on Debian or Ubuntu: apt-get install python3"
     )
-
-
-def _open_to_all(path: Path) -> bool:
-    return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
 
 
 def _memory_file(files: contextlib.ExitStack, content: bytes) -> int:
