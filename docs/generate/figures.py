@@ -114,9 +114,14 @@ def teams() -> str:
 
 def balance() -> str:
     """Rewards of two roles that share a policy, plainly and balanced, or have one each."""
+    lines_of_way: dict[str, list[Line]] = {"shared": [], "equal": [], "isolated": []}
+    for line in sorted(_lines("balance"), key=lambda line: line["seed"]):
+        lines_of_way[line["way"]].append(line)
+    # Means of different seeds cannot be compared, so only seeds that every way has are shown.
+    shared_seeds = set.intersection(*({line["seed"] for line in lines} for lines in lines_of_way.values()))
     rows = []
-    for way in ("shared", "equal", "isolated"):
-        found = sorted((line for line in _lines("balance") if line["way"] == way), key=lambda line: line["seed"])
+    for way, lines in lines_of_way.items():
+        found = [line for line in lines if line["seed"] in shared_seeds]
         cells = [f"`{way}`"]
         for role in ("worker", "chief"):
             cells += [_mean_of([line[role] for line in found], when) for when in ("first", "middle", "last")]
