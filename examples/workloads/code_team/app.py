@@ -129,7 +129,13 @@ def run_on_puzzle(program: str, kind: Kind, rows: list[str]) -> tuple[str, list[
     """
     ran = run(program, "\n".join(rows))
     if not ran.ok or ran.cut:
-        cause = ran.stderr.strip().rpartition("\n")[2] or f"ended by the limit on {ran.ended}"
+        cause = ran.stderr.strip().rpartition("\n")[2]
+        if ran.ended != "exit":
+            cause = f"ended by the limit on {ran.ended}"
+        elif ran.ok:
+            cause = f"it printed more than {sandbox().limits.output_kb} KB"
+        elif not cause:
+            cause = f"it ended with exit code {ran.code} and printed no error"
         return f"error: {cause[-SHOWN:]}", None
     last_line = ran.stdout.strip().rpartition("\n")[2]
     return last_line[:SHOWN], answer_in(kind, ran.stdout, len(rows))

@@ -165,6 +165,19 @@ def test_an_error_is_shown_by_its_last_line() -> None:
     assert app.run_on_puzzle(prints("nowhere"), "plan_path", PATH["rows"]) == ("nowhere", None)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("raise SystemExit(3)", "it ended with exit code 3 and printed no error"),
+        ("print('up ' * 40_000)", "it printed more than 64 KB"),
+        ("import sys; print('a warning', file=sys.stderr); print('up ' * 40_000)", "it printed more than 64 KB"),
+        ("while True: pass", "ended by the limit on cpu"),
+    ],
+)
+def test_an_end_without_an_error_is_reported_as_it_happened(text: str, error: str) -> None:
+    assert app.run_on_puzzle(text, "plan_path", PATH["rows"]) == (f"error: {error}", None)
+
+
 # The team, with scripted agents.
 
 
