@@ -151,12 +151,12 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             return group_signals(collect_samples(run, episodes, step), run.recipes)
 
         progress.rollout(len(drawn.own) * plan.episodes_per_task)
-        own = await run_tasks(drawn.own)
-        rolled_out = RolledOut(episodes=own)
+        first_episodes = await run_tasks(drawn.own)
+        rolled_out = RolledOut(episodes=first_episodes)
 
         # Refill: groups with equal rewards teach nothing, so further tasks are drawn in their place.
         if run.config.refill.budget:
-            rolled_out = await refill_step(run, progress, step, own, run_tasks, compare, needed)
+            rolled_out = await refill_step(run, progress, step, first_episodes, run_tasks, compare, needed)
 
         report_faults(run, step, progress)
         refusals = await judged.finish()

@@ -232,7 +232,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
     An error that is neither the sampler's nor a cancellation fails the whole episode, even if the application swallows
     it.
     """
-    status, *_ = reason_of(error)
+    status, _text = reason_of(error)
     code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
     if code == 500:
         fatal = error if isinstance(error, CotuneError) else None

@@ -252,7 +252,8 @@ def _reserve(size: int, cpus: float, gpus: float, timeout: float, setting: str) 
             missing[kind] = total.get(kind, 0.0)
     if missing:
         raise _no_room(setting, size, resources, f"it has {missing}")
-    bundle = {kind: amount for kind, amount in resources.items() if amount}  # Ray refuses amounts of 0
+    # An amount of 0 reserves nothing. Ray refuses a bundle without any amount above 0.
+    bundle = {kind: amount for kind, amount in resources.items() if amount}
     group = ray.util.placement_group([bundle] * size, strategy="PACK")
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)

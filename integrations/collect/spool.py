@@ -334,7 +334,7 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
         if is_frame or budget < 0:
             break
         if is_frame is False:  # its length was possible, so its checksum was computed
-            length, *_ = _HEAD.unpack_from(data[offset:])
+            length, _records, _crc = _HEAD.unpack_from(data[offset:])
             budget -= length
         offset += 1
     if budget < 0:

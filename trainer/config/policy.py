@@ -54,30 +54,30 @@ def check_policies(
     """Check the settings of [[policy]] tables, and their ranges of steps. Raises ConfigError, also for a setting that
     has no effect on its kind of policy.
     """
-    for one in policies:
-        if one.model and one.kind == "provider":
-            fault = f"is the base of {one.name}, which the provider answers"
-            raise ConfigError("policy.model", one.model, fault, 'Leave it out, or use kind = "frozen".')
-        if one.model and one.name == UNTRAINED.name:
+    for policy in policies:
+        if policy.model and policy.kind == "provider":
+            fault = f"is the base of {policy.name}, which the provider answers"
+            raise ConfigError("policy.model", policy.model, fault, 'Leave it out, or use kind = "frozen".')
+        if policy.model and policy.name == UNTRAINED.name:
             fault = "is the name of the run's own model, untrained, and this policy has another"
-            raise ConfigError("policy.name", one.name, fault, "Rename it.")
-        for name in () if one.trained else one.of_training:
-            fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
-            raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
+            raise ConfigError("policy.name", policy.name, fault, "Rename it.")
+        for name in () if policy.trained else policy.of_training:
+            fault = f"has no effect: policy {policy.name} is of kind {policy.kind}, which is not trained"
+            raise ConfigError(f"policy.{name}", getattr(policy, name), fault, 'Leave it out, or set kind = "lora".')
         for name in ("k", "temperature", "select"):
-            if one.kind == "provider" and getattr(one, name) is not None:
-                fault = f"has no effect: the provider answers for policy {one.name}"
-                raise ConfigError(f"policy.{name}", getattr(one, name), fault, "Leave it out.")
+            if policy.kind == "provider" and getattr(policy, name) is not None:
+                fault = f"has no effect: the provider answers for policy {policy.name}"
+                raise ConfigError(f"policy.{name}", getattr(policy, name), fault, "Leave it out.")
         for name in ("recipe", "rewards", "loss", "train", "teacher", "k", "temperature", "select"):
-            value = getattr(one, name)
+            value = getattr(policy, name)
             if recipe in FROM_RECORDS and value not in UNSET:
                 fault = f"cannot be used with recipe {recipe}, which learns from records"
-                raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {one.name}.")
-        if one.recipe in FROM_RECORDS:
-            fault = f"of policy {one.name} learns from records, and so is the recipe of a whole run"
-            raise ConfigError("policy.recipe", one.recipe, fault, f"Set `recipe`, or another one for {one.name}.")
+                raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {policy.name}.")
+        if policy.recipe in FROM_RECORDS:
+            fault = f"of policy {policy.name} learns from records, and so is the recipe of a whole run"
+            raise ConfigError("policy.recipe", policy.recipe, fault, f"Set `recipe`, or another one for {policy.name}.")
     _check_tool_formats(policies, specs)
-    check_ranges({one.name: one.train for one in policies if one.trained}, steps)
+    check_ranges({policy.name: policy.train for policy in policies if policy.trained}, steps)
 
 
 def settings_of(config: TrainConfig, policy: str) -> PolicySettings:

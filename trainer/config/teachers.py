@@ -15,9 +15,13 @@ def is_address(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def teacher_of(config: TrainConfig, own: PolicyConfig | None) -> str:
-    """The teacher of a policy with this table, or of one without; "" where it learns from none."""
-    return ((own.teacher if own else "") or config.distill.teacher) if taught_by(config, own) == "teacher" else ""
+def teacher_of(config: TrainConfig, policy: PolicyConfig | None) -> str:
+    """The teacher of a policy with this table, or of one without; "" if it does not learn from a teacher."""
+    if taught_by(config, policy) != "teacher":
+        return ""
+    if policy is not None and policy.teacher:
+        return policy.teacher
+    return config.distill.teacher
 
 
 def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
@@ -37,15 +41,15 @@ def check_teachers(config: TrainConfig, model: str) -> None:
     under another sampling temperature than it scores at."""
     default = config.distill.teacher
     shared = False
-    for own in _learning(config):
-        taught = taught_by(config, own) == "teacher"
-        named = own.teacher if own else ""
-        if own and named and not taught:
-            fault = f"has no effect: policy {own.name} does not learn from a teacher"
+    for policy in _learning(config):
+        taught = taught_by(config, policy) == "teacher"
+        named = policy.teacher if policy else ""
+        if policy and named and not taught:
+            fault = f"has no effect: policy {policy.name} does not learn from a teacher"
             raise ConfigError("policy.teacher", named, fault, 'Set recipe = "distill" for it, or leave this out.')
         if taught and not (named or default):
             fault = "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address"
-            remedy = f"Or set `teacher` of policy {own.name}." if own else ""
+            remedy = f"Or set `teacher` of policy {policy.name}." if policy else ""
             raise ConfigError("distill.teacher", "", fault, remedy)
         shared |= taught and not named
     if default and not shared and config.policy:
@@ -58,13 +62,13 @@ def check_teachers(config: TrainConfig, model: str) -> None:
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
             field = next(iter(bases.values()))
             raise ConfigError(field, name, "is an address without http:// or https://")
-    for own in _learning(config):
+    for policy in _learning(config):
         field = "sampling.temperature"
         temperature = config.sampling.temperature
-        if own is not None and own.temperature is not None:
+        if policy is not None and policy.temperature is not None:
             field = "policy.temperature"
-            temperature = own.temperature
-        if is_address(teacher_of(config, own)) and temperature != 1.0:
+            temperature = policy.temperature
+        if is_address(teacher_of(config, policy)) and temperature != 1.0:
             raise ConfigError(
                 field,
                 temperature,
@@ -75,4 +79,4 @@ def check_teachers(config: TrainConfig, model: str) -> None:
 
 def _learning(config: TrainConfig) -> list[PolicyConfig | None]:
     """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
-    return [*(one for one in config.policy if one.trained)] or [None]
+    return [*(policy for policy in config.policy if policy.trained)] or [None]

@@ -229,7 +229,7 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | N
     except RecordError:
         return None
     # Another tokenizer may know the ids too, but reads another text in them.
-    text, *_ = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)
+    text, _message, _finish_reason = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)
     return (prompt, ids) if text == answer.candidate.text else None
 
 

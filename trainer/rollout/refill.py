@@ -78,7 +78,7 @@ async def refill_step(
 
 async def run_refill(
     refill: Refill,
-    own: Sequence[Episode],
+    first_episodes: Sequence[Episode],
     run_drawn: RunTasks,
     compare: Compare,
     at_once: int | None,
@@ -87,14 +87,15 @@ async def run_refill(
     """Draw tasks until every role has enough groups with different rewards or the budget is spent. Returns the new
     episodes, and the ids of the tasks that did not end in time, whose episodes are cancelled.
 
-    `own` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups differ.
+    `first_episodes` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups
+    differ.
 
     Without `at_once`, all drawn tasks are waited for before more are drawn, so the draws do not depend on time. With
     it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Until training waits for
     this step (`needed`), the refill also waits for running tasks that it no longer requires. Otherwise slow tasks would
     be missing more often than others.
     """
-    known_ids = {episode.id for episode in own}
+    known_ids = {episode.id for episode in first_episodes}
     added: list[Episode] = []
     running: dict[asyncio.Task[list[Episode]], list[str]] = {}  # the ids of the tasks that each of them runs
     needed = needed or asyncio.Event()

@@ -209,7 +209,8 @@ class Transactions:
         candidates.
         """
         names_of_rows: list[set[str]] = []
-        for target, *_ in rows:
+        for row in rows:
+            target = row[0]
             call, _, _ = target.rpartition(".")
             names_of_rows.append({target, call})
         names = set().union(*names_of_rows)

@@ -137,5 +137,5 @@ def filled(label: str, placeholder: str) -> str:
     is_example = re.match(r"\w", placeholder) or "</" in placeholder
     if is_example:
         return placeholder
-    first, *_ = typical_texts(label) or ["a"]
-    return first
+    texts = typical_texts(label) or ["a"]
+    return texts[0]

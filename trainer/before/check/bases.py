@@ -43,7 +43,7 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
             contexts = {folder: context_length(folder) for folder in templates}
     except ConfigError as error:
         if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
-            first_policy, *_ = next(iter(policies_of_model.values()))
+            first_policy = next(iter(policies_of_model.values()))[0]
             raise of_policy(error, first_policy) from None
         raise
     bases: dict[str, CheckedBase] = {}

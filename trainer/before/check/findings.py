@@ -109,8 +109,8 @@ def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
     before = prompts_by_role(first, store)
     after = prompts_by_role(again, store)
     for role in sorted(before.keys() & after.keys()):
-        old_prompt, *_ = before[role]
-        new_prompt, *_ = after[role]
+        old_prompt = before[role][0]
+        new_prompt = after[role][0]
         # A role may get several requests at the same time, in any order.
         if new_prompt in before[role] or old_prompt in after[role]:
             continue
