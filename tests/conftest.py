@@ -23,7 +23,6 @@ import pytest
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from tests.postgres import Server, server
-from tests.warm_ray import warm_workers
 
 # In the background of a shell, which ignores Ctrl-C there, programs that tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,9 +96,8 @@ file would keep one worker busy after the others have run out of tests."""
 
 @pytest.fixture(scope="session")
 def ray_runtime() -> Iterator[str]:
-    """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's. Its workers are forks
-    of a process that has imported what they need."""
-    with warm_workers(), open_ray("local", num_cpus=32) as runtime:
+    """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's."""
+    with open_ray("local", num_cpus=32) as runtime:
         yield runtime
 
 
