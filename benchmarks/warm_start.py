@@ -30,8 +30,9 @@ from rich.table import Table
 from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells, train_once
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
+from examples.stages import run_cotune
 from examples.tool_agent import clerk_base
-from examples.tool_agent.distill import CONFIG, WORKFLOW, cotune, write_tasks
+from examples.tool_agent.distill import CONFIG, WORKFLOW, write_tasks
 from examples.tool_agent.provider import serving
 from examples.tool_agent.shop import make_tasks
 
@@ -91,7 +92,7 @@ def main() -> None:
     if not (traced / "records.db").is_file():
         listed = write_tasks(options.out / "recorded.jsonl", RECORDED, 0)
         with serving() as url:
-            cotune(url, "trace", WORKFLOW, "--tasks", listed, "--out", str(traced))
+            run_cotune(url, "trace", WORKFLOW, "--tasks", listed, "--out", str(traced))
     for seed in map(int, options.seeds.split(",")):
         if line := results.once(partial(result, seed, traced, options), seed=seed):
             console.print(f"seed {seed}: {line['reached']} of {options.tasks}")

@@ -1,9 +1,15 @@
-"""Stages of a demo that can be stopped. Each is announced, runs once, and stores its result and its time."""
+"""Steps of demonstrations: stages that can be stopped, and commands of cotune.
+
+Each stage is announced, runs once, and stores its result and its time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +18,16 @@ from typing import Any
 
 import psutil
 from rich.console import Console
+
+
+def run_cotune(url: str, *words: str) -> None:
+    """Print and run a cotune command in a process of its own, with the application's provider at `url`."""
+    print("$ cotune " + " ".join(words), flush=True)
+    began = time.perf_counter()
+    environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
+    subprocess.run([sys.executable, "-m", "cotune", *words], env=environment, check=True)
+    print(f"({time.perf_counter() - began:.0f} s)", flush=True)
+
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the memory."""

@@ -51,6 +51,31 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
+CHAT_MARKS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+_REGEX_MARKS = str.maketrans({mark: f"\\{mark}" for mark in ".^$*+?{}[]\\|()#/-&~"})
+"""Characters that are escaped in a pattern. `re.escape` also escapes line ends, in a way that this engine misreads."""
+
+
+def piece_tokenizer(pieces: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer for tool calls: a token for each piece of text, for the marks around a call, and for each character
+    that is in no piece. `template` is its chat template.
+
+    Pieces are looked for in their order, so one that begins like another one must come before it if it is longer.
+    """
+    characters = [chr(number) for number in range(10, 127)]
+    tokens = dict.fromkeys([*CHAT_MARKS, *CALL_MARKS, *pieces, *characters])
+    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="?"))
+    pattern = "|".join([*(piece.translate(_REGEX_MARKS) for piece in pieces), r"[\s\S]"])
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(list(CHAT_MARKS))
+    inner.add_tokens(list(CALL_MARKS))
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = template
+    return fast
+
+
 def byte_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `size` tokens, learned from `texts`, with a chat template: for any text,
     and in a form that GGUF files can hold."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.adapters.fingerprint import base_fingerprint
 from cotune.errors import ConfigError
 from cotune.trainer.config.load import read_toml
 
@@ -47,14 +48,10 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self, seed: int) -> str:
         """Identify the run by everything that decides its outcome: workflow, tasks, settings, base model and seed."""
-        parts = [self.workflow, file_digest(self.tasks), self.settings, seed]
         model = Path(str(self.settings.get("model", "")))
-        if model.is_dir():
-            # A base model that was built again in the same folder is another model.
-            for file in sorted(model.rglob("*")):
-                if file.is_file():
-                    parts += [file.name, file_digest(file)]
-        return digest_of(parts)
+        # A base model that was built again in the same folder is another model.
+        base = base_fingerprint(model) if model.is_dir() else None
+        return digest_of([self.workflow, file_digest(self.tasks), self.settings, base, seed])
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,9 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.tiny_model import UNLABELLED, Row, build_model, warm_up
+from examples.tiny_model import UNLABELLED, Row, build_model, piece_tokenizer, warm_up
 from examples.tool_agent.shop import PRICE_OF, SYSTEM, calculate, find, question
 
 STEPS, BATCH, LR = 150, 16, 5e-3
@@ -31,8 +30,6 @@ ERRING = 0.2
 BROKEN = 0.1
 """Share of steps with a tool call that cannot be read."""
 
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-MARKS = ["<tool_call>", "</tool_call>"]
 PIECES = ['{"name": "', '", "arguments": {"', '": "', '"}}', " * ", " + "]
 """Parts of tool calls that are one token each."""
 TOOLS = {"search": "query", "calculator": "expression"}
@@ -69,16 +66,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     ]
     words = {word for text in [*texts, *PRICE_OF] for word in re.findall(r"[A-Za-z]{2,}", text)}
     whole = [*PIECES, *sorted(words, key=lambda word: (-len(word), word)), *(str(n) for n in range(99, 9, -1))]
-    characters = [chr(i) for i in range(10, 127)]
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*SPECIAL, *MARKS, *whole, *characters]))}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, whole), r"[\s\S]"])), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.add_special_tokens(SPECIAL)
-    inner.add_tokens(MARKS)
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return piece_tokenizer(whole, TEMPLATE)
 
 
 def conversation(rng: random.Random) -> list[Message]:

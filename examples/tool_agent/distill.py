@@ -9,26 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from examples.stages import run_cotune
 from examples.tool_agent.provider import serving
 from examples.tool_agent.shop import make_tasks
 
 WORKFLOW = "examples.tool_agent.train:solve"
 CONFIG = str(Path(__file__).parent / "train.toml")
-
-
-def cotune(url: str, *words: str) -> None:
-    """Run a cotune command in a process of its own, with the application's provider at `url`."""
-    print("$ cotune " + " ".join(words), flush=True)
-    started = time.perf_counter()
-    environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
-    subprocess.run([sys.executable, "-m", "cotune", *words], env=environment, check=True)
-    print(f"({time.perf_counter() - started:.0f} s)", flush=True)
 
 
 def write_tasks(path: Path, count: int, seed: int) -> str:
@@ -55,8 +45,8 @@ def main() -> None:
     held_out = write_tasks(out / "held_out.jsonl", options.held_out, options.seed + 1)
     common = ["--config", CONFIG, "--model", base, "--set", f"seed={options.seed}", "--policies", "shared"]
     with serving() as url:
-        cotune(url, "trace", WORKFLOW, "--tasks", tasks, "--out", traced)
-        cotune(url, "trace", WORKFLOW, "--tasks", held_out, "--out", str(out / "today"))
+        run_cotune(url, "trace", WORKFLOW, "--tasks", tasks, "--out", traced)
+        run_cotune(url, "trace", WORKFLOW, "--tasks", held_out, "--out", str(out / "today"))
         sft = [
             "--recipe",
             "sft",
@@ -67,13 +57,13 @@ def main() -> None:
             "--steps",
             str(options.sft_steps),
         ]
-        cotune(url, "train", WORKFLOW, *common, *sft, "--out", learned)
+        run_cotune(url, "train", WORKFLOW, *common, *sft, "--out", learned)
         rl = ["--tasks", tasks, "--init", learned, "--steps", str(options.steps)]
-        cotune(url, "train", WORKFLOW, *common, *rl, "--out", reinforced)
+        run_cotune(url, "train", WORKFLOW, *common, *rl, "--out", reinforced)
         prices = ["--price", "clerk=0.15/0.60", "--price", f"{base}=0.01/0.02"]
         for run in (learned, reinforced):
             words = ["--run", run, "--modes", "base,trained", "--records", str(out / "today"), "--out", f"{run}/eval"]
-            cotune(url, "eval", WORKFLOW, "--tasks", held_out, *words, *prices)
+            run_cotune(url, "eval", WORKFLOW, "--tasks", held_out, *words, *prices)
 
 
 if __name__ == "__main__":

@@ -35,14 +35,16 @@ def check_knows_nothing_of_cotune(path: Path) -> None:
 @contextlib.contextmanager
 def imported_again(prefix: str) -> Iterator[None]:
     """Within, modules whose names begin so are imported anew: an application's client reads its address then."""
-    before = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
+    before = {name: module for name, module in sys.modules.copy().items() if name.startswith(prefix)}
     for name in before:
         del sys.modules[name]
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.startswith(prefix)]:
-            del sys.modules[name]
+        # A copy, because a thread that still runs may import something now.
+        for name in sys.modules.copy():
+            if name.startswith(prefix):
+                sys.modules.pop(name, None)
         sys.modules.update(before)
 
 

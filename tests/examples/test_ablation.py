@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from cotune.errors import ConfigError
 from cotune.trainer.evaluation.statistics import paired_difference
@@ -175,8 +177,9 @@ def test_another_configuration_in_the_same_folder_is_another_ablation(
     monkeypatch.setattr(command, "evaluated", evaluated)
     base = tmp_path / "base"
     base.mkdir()
-    for file, text in (("tasks.jsonl", "{}"), ("held_out.jsonl", "{}"), ("base/model.safetensors", "one")):
-        (tmp_path / file).write_text(text)
+    for file in ("tasks.jsonl", "held_out.jsonl", "base/config.json"):
+        (tmp_path / file).write_text("{}")
+    save_file({"weight": torch.zeros(1)}, base / "model.safetensors")
     config = tmp_path / "ablation.toml"
 
     def run(text: str) -> list[str]:
@@ -191,7 +194,7 @@ def test_another_configuration_in_the_same_folder_is_another_ablation(
     assert run(small) == []
     assert "train" in run(small.replace("steps = 1", "steps = 2"))
     assert run(small) == [], "the results of the first configuration are still there"
-    (base / "model.safetensors").write_text("two")
+    save_file({"weight": torch.ones(1)}, base / "model.safetensors")
     assert "train" in run(small), "a base model built again is another one"
     (tmp_path / "held_out.jsonl").write_text("{} ")
     assert set(run(small)) == {"evaluate"}, "other held-out tasks need no training"

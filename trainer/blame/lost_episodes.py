@@ -42,7 +42,7 @@ def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
         if is_cut_off(runs.store, episode):
             fault = "did not run to its end, because of a limit or an interruption"
             raise ConfigError("episodes", chosen, fault, "Pass: failed. Runs that were cut off are made again.")
-        if episode.phase != OWN.phase or not has_failed(runs.store, episode, span):
+        if episode.phase != OWN.phase or not has_failed(episode, runs.outcome_of(episode), span):
             fault = "is not a failed run of the application as it is"
             raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
         return [episode], 0
@@ -52,7 +52,7 @@ def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
     for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
         if is_cut_off(runs.store, episode):
             cut_off += 1
-        elif has_failed(runs.store, episode, span):
+        elif has_failed(episode, runs.outcome_of(episode), span):
             worst.setdefault(episode.task.id, episode)
     ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
     return ranked[:MOST_EPISODES], cut_off
@@ -99,13 +99,8 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     count = sum(search.counts.forks)
     lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
     if decision.probability < CONFIDENCE:
-        if not count:
-            why = "no fork came to an outcome"
-        elif decision.call is None:
-            why = f"{count} forks do not tell, perhaps no single call decides"
-        else:
-            why = f"{count} forks do not tell, perhaps {_block_name(blocks[decision.call])}"
-        return msgspec.structs.replace(lost, why=why, forks=count)
+        likely = None if decision.call is None else blocks[decision.call]
+        return msgspec.structs.replace(lost, why=_why_undecided(count, likely), forks=count)
     if decision.call is None:
         return msgspec.structs.replace(lost, why="no single call decides", forks=count)
 
@@ -141,6 +136,15 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
 
 Block = Sequence[CallRecord]
 """Calls of an episode that ran at the same time; usually one."""
+
+
+def _why_undecided(forks: int, likely: Block | None) -> str:
+    """Why no decisive call is claimed after so many forks. `likely` is the block that is most likely to be decisive;
+    None if it is most likely that no single call decides."""
+    if not forks:
+        return "no fork came to an outcome"
+    perhaps = "no single call decides" if likely is None else _block_name(likely)
+    return f"{forks} forks do not tell, perhaps {perhaps}"
 
 
 @dataclass

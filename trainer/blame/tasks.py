@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cotune.errors import ConfigError
-from cotune.reading.blame import FORK, FRESH_FORK, RESCORED
+from cotune.reading.blame import FORK, FRESH_FORK, RESCORED, summed_outcome
 from cotune.records.structs import JUDGING, REFLECTING, Episode, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
@@ -17,7 +17,7 @@ from cotune.tables import plural
 from cotune.trainer.blame.arms import OWN, PHASES, arm_of
 from cotune.trainer.blame.estimates import Outcomes, Span
 from cotune.trainer.blame.options import BlameOptions
-from cotune.trainer.blame.runs import is_cut, recorded_outcome
+from cotune.trainer.blame.runs import is_cut
 
 EVALUATED = "eval-"
 """How the phases of evaluations with a model of their own begin; `eval-today` is the application as it is."""
@@ -62,24 +62,27 @@ def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
 def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
     """By task, the first failed run of the unchanged application in records; and the number of failed runs that were
     cut off, which are left out. Raises ConfigError if no run failed."""
-    episodes = [one for one in store.episodes() if is_unchanged_run(one)]
-    ended = [one for one in episodes if one.is_outcome]
+    episodes = [episode for episode in store.episodes() if is_unchanged_run(episode)]
+    ended = [episode for episode in episodes if episode.is_outcome]
+    rewards = store.rewards([episode.id for episode in ended])
+    outcome_of: dict[str, float | None] = {}
     outcomes = Outcomes()
-    for one in ended:
-        outcome = recorded_outcome(store, one)
+    for episode in ended:
+        outcome = summed_outcome(episode, rewards.get(episode.id))
+        outcome_of[episode.id] = outcome
         if outcome is not None:
-            outcomes.add(OWN, one.task.id, outcome)
+            outcomes.add(OWN, episode.task.id, outcome)
     span = outcomes.span()
 
     failed: dict[str, Episode] = {}
-    cut_off = sum(one.status == "cancelled" for one in episodes)
-    for one in ended:
-        if not has_failed(store, one, span):
+    cut_off = sum(episode.status == "cancelled" for episode in episodes)
+    for episode in ended:
+        if not has_failed(episode, outcome_of[episode.id], span):
             continue
-        if is_cut_off(store, one):
+        if is_cut_off(store, episode):
             cut_off += 1
-        elif one.task.id not in failed:
-            failed[one.task.id] = one
+        elif episode.task.id not in failed:
+            failed[episode.task.id] = episode
     if not failed:
         fault = f"has {plural(len(ended), 'episode')} of the unchanged application with a known end, and none failed"
         if cut_off:
@@ -104,13 +107,13 @@ def is_unchanged_run(episode: Episode) -> bool:
     return episode.phase not in (FORK, FRESH_FORK, RESCORED, "replay", "check", JUDGING, REFLECTING)
 
 
-def has_failed(store: Store, episode: Episode, span: Span) -> bool:
-    """Whether the outcome of an episode is known and a failure: as its metric `success` says, else by the outcome."""
+def has_failed(episode: Episode, outcome: float | None, span: Span) -> bool:
+    """Whether an episode with this `outcome` (None: not known) failed: as its metric `success` says, else by the
+    outcome."""
     if not episode.is_outcome:
         return False
     if episode.status == "error":
         return True
-    outcome = recorded_outcome(store, episode)
     if outcome is None:
         return False
     return span.share(outcome) <= 0.5 if episode.solved is None else not episode.solved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -99,7 +99,7 @@ async def run_refill(
     added: list[Episode] = []
     running: dict[asyncio.Task[list[Episode]], list[str]] = {}  # the ids of the tasks that each of them runs
     needed = needed or asyncio.Event()
-    waiting_for_need: asyncio.Task[Literal[True]] | None = None
+    waiting_for_need = asyncio.ensure_future(needed.wait())
 
     async def take(ended: Collection[asyncio.Task[list[Episode]]]) -> None:
         """Take the episodes of jobs that have ended, and count the groups that they make."""
@@ -125,7 +125,6 @@ async def run_refill(
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             await take(ended)
 
-        waiting_for_need = asyncio.ensure_future(needed.wait())
         while running and not needed.is_set():
             either: set[asyncio.Task[Any]] = {*running, waiting_for_need}
             ended, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -133,8 +132,7 @@ async def run_refill(
         late = [task_id for task_ids in running.values() for task_id in task_ids]
         return added, late
     finally:
-        if waiting_for_need is not None:
-            waiting_for_need.cancel()
+        waiting_for_need.cancel()
         for job in running:
             job.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.tiny_model import build_model
+from examples.stages import run_cotune
+from examples.tiny_model import build_model, piece_tokenizer
 from examples.tool_agent.provider import serving
 from examples.workloads.code_team.app import ACCEPT, ALONE, CODER, NO_PROGRAM, PLANNER, REJECT, RULES
 from examples.workloads.code_team.expert import next_message
@@ -35,8 +29,6 @@ EXAMPLES = 600
 """Tasks on which the expert is recorded; it solves a part of them."""
 TURNS = 2
 """Turns of a task in the small training."""
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-MARKS = ["<tool_call>", "</tool_call>"]
 CALL = ['{"name": "run_python", "arguments": {"program": "', '"}}']
 """The text between the marks of a call, before and after the program."""
 TEMPLATE = (
@@ -70,30 +62,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     phrases += ["no answer", "system", "user", "assistant", "tools", "tool"]
     # A longer text is looked for first, so that no piece is taken for the beginning of another one.
     whole = sorted({*programs, *in_calls, *CALL, *moves, *phrases}, key=lambda text: (-len(text), text))
-    characters = [chr(number) for number in range(10, 127)]
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*SPECIAL, *MARKS, *whole, *characters]))}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    pattern = "|".join(text.translate(_REGEX_MARKS) for text in whole)
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(f"{pattern}|[\\s\\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.add_special_tokens(SPECIAL)
-    inner.add_tokens(MARKS)
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-_REGEX_MARKS = str.maketrans({mark: f"\\{mark}" for mark in ".^$*+?{}[]\\|()#/-&~"})
-"""Characters that are escaped in a pattern. `re.escape` also escapes line ends, in a way that this engine misreads."""
-
-
-def cotune(url: str, *words: str) -> None:
-    """Run a cotune command in a process of its own, with the application's provider at `url`."""
-    print("$ cotune " + " ".join(words), flush=True)
-    began = time.perf_counter()
-    environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
-    subprocess.run([sys.executable, "-m", "cotune", *words], env=environment, check=True)
-    print(f"({time.perf_counter() - began:.0f} s)", flush=True)
+    return piece_tokenizer(whole, TEMPLATE)
 
 
 def build(out: Path, *, seed: int = 0, examples: int = EXAMPLES, settings: tuple[str, ...] = ()) -> Path:
@@ -116,12 +85,12 @@ def build(out: Path, *, seed: int = 0, examples: int = EXAMPLES, settings: tuple
             lines.append(json.dumps({**task, "flow": flow}) + "\n")
         tasks.write_text("".join(lines))
         with serving(answers=next_message) as url:
-            cotune(url, "trace", f"{HERE / 'train.py'}:recorded", "--tasks", str(tasks), "--out", str(recorded))
+            run_cotune(url, "trace", f"{HERE / 'train.py'}:recorded", "--tasks", str(tasks), "--out", str(recorded))
     if not start.is_dir():
         words = ["--config", str(HERE / "sft.toml"), "--model", str(untrained), "--records", str(recorded)]
         words += ["--set", f"seed={seed}", *settings, "--out", str(learned)]
-        cotune("http://127.0.0.1:9/v1", "train", f"{HERE / 'train.py'}:recorded", *words)
-        cotune("http://127.0.0.1:9/v1", "export", str(learned), "--out", str(start))
+        run_cotune("http://127.0.0.1:9/v1", "train", f"{HERE / 'train.py'}:recorded", *words)
+        run_cotune("http://127.0.0.1:9/v1", "export", str(learned), "--out", str(start))
     return start / "team"
 
 

@@ -298,7 +298,7 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' is not one of all, first:N"),
+        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' is not one of all, decisive, first:N"),
         ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
         ({"replay": {"budget": 0}}, "replay.budget = 0 must be 1 or more"),
