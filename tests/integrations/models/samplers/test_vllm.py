@@ -126,7 +126,7 @@ def test_a_cancelled_or_late_request_is_aborted_in_the_engine(vllm_in_ray: Sampl
         how = params(max_tokens=450)
         tasks = [asyncio.create_task(vllm_in_ray.sample(PROMPTS[0], 8, how, BASE)) for _ in range(3)]
         late = asyncio.create_task(vllm_in_ray.sample(PROMPTS[1], 8, params(max_tokens=450, timeout=0.3), BASE))
-        while (await vllm_in_ray.info()).counters["requests"] < 24:
+        while (await vllm_in_ray.info()).counters["requests"] < 12:  # not all of them: an answer may end early
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
