@@ -363,7 +363,7 @@ def test_a_small_model_learns_from_solved_examples_and_then_by_at_grpo(
         with imported_again("examples."):  # the application's clients read the address when they are made
             assert main(list(words)) == 0
 
-    monkeypatch.setattr(base, "cotune", in_this_process)
+    monkeypatch.setattr(base, "run_cotune", in_this_process)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     start = base.build(tmp_path, examples=24, settings=("--steps", "2", "--set", "tasks_per_step=4"))
     sft = list(read_metrics(tmp_path / "sft"))

@@ -36,10 +36,6 @@ takes `CONTEXT` of the device."""
 CONTEXT = 0.5e9
 ALLOCATOR = 1.05
 """What a pass takes of a device, as a multiple of its tensors; passes are chosen with more."""
-GAPS = {False: 1.2, True: 1.9}
-"""What the pages that an update keeps on the CPU take beside a pass, as a multiple of it, by whether the pass is
-checkpointed; for a large model with room for them. Measured at 512 tokens of SmolLM2, and at 8,192 checkpointed tokens
-in rows of 2,048 of a model of 18 million parameters: small tensors that stay lie between large ones that go."""
 ROLLOUTS, UPDATE = "rollouts", "update"
 """Phases of a step. In mode sync one ends before the other begins."""
 
@@ -253,10 +249,11 @@ def learner_memory(
     fixed = taken + sum(libraries.values()) + weights + adapters + state + memory.fixed + memory.logits
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
+    sizes = pass_sizes(memory, config, share, device)
     tokens, checkpointed = pass_tokens(memory, config, load, share, device)
     passes = ALLOCATOR * memory.peak(tokens, checkpointed=checkpointed)
     large = device == "cpu" and size.parameters > LARGE
-    keeps = large and not settings.memory and keeps_pages(share, bound - fixed)
+    keeps = large and not settings.memory and keeps_pages(memory, sizes, bound - fixed)
     name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
     whole = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
@@ -273,7 +270,7 @@ def learner_memory(
             WEIGHTS: weights + adapters,
             STATE: state,
             name: passes,
-            **({PAGES: GAPS[checkpointed] * (passes - memory.logits)} if keeps else {}),
+            **({PAGES: memory.gaps(tokens, checkpointed=checkpointed)} if keeps else {}),
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
         },
@@ -338,25 +335,32 @@ def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
     return {"passes over images, at most": PASS_BYTES * size.image_factor, **kept}
 
 
-def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
-    """Forecast the tokens of the largest pass that the learner will make in `room` bytes, and whether its layers are
-    computed again in the backward pass (activation checkpointing)."""
+def pass_sizes(memory: PassMemory, config: TrainConfig, room: float, device: str) -> dict[bool, int]:
+    """Forecast the tokens of the passes that the learner allows itself in `room` bytes, by whether their layers are
+    computed again in the backward pass (activation checkpointing), as `PassSizes` chooses them."""
     from cotune.trainer.learner.memory.pass_size import auto_tokens
 
     settings = config.learner
-    # The size of passes without and with checkpointing, chosen as `PassSizes` chooses it.
-    fits = {checkpointed: room / memory.planned(checkpointed=checkpointed) for checkpointed in (False, True)}
-    asked = settings.micro_batch_tokens
     sizes: dict[bool, int] = {}
-    for checkpointed, fit in fits.items():
-        if asked == "auto":
-            sizes[checkpointed] = auto_tokens(fit, "cpu" if device == "cpu" else "cuda")
-        else:
-            sizes[checkpointed] = asked
+    for checkpointed in (False, True):
+        if not checkpointed or settings.activation_checkpointing:
+            fit = room / memory.planned(checkpointed=checkpointed)
+            asked = settings.micro_batch_tokens
+            kind = "cpu" if device == "cpu" else "cuda"
+            sizes[checkpointed] = auto_tokens(fit, kind) if asked == "auto" else asked
+    return sizes
+
+
+def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
+    """Forecast the tokens of the largest pass that the learner will make in `room` bytes, and whether it is
+    checkpointed."""
+    settings = config.learner
+    sizes = pass_sizes(memory, config, room, device)
+    plain_fit = room / memory.planned(checkpointed=False)
 
     # "auto" checkpoints if the longest row fits into no plain pass.
     wanted = settings.activation_checkpointing
-    recomputes = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], fits[False])
+    recomputes = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], plain_fit)
 
     # Tokens that rows share are computed once. A row longer than a pass goes through alone; else a step is cut evenly.
     step_tokens = math.ceil(settings.mini_batch * (load.row - load.shared))

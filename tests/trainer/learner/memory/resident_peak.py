@@ -55,10 +55,11 @@ def main(folder: str, *, checkpointed: bool, kept: bool) -> None:
         device="cpu", dtype="float32", micro_batch_tokens=PASS, activation_checkpointing=checkpointed, threads=1
     )
     learner = LocalLearner.open(folder, policies_for("lora", ["a"], LoraSpec(rank=4)), settings, LossSpec())
-    planned = pass_size.pass_memory(learner._policies["a"]).peak(PASS, checkpointed=checkpointed)
+    memory = pass_size.pass_memory(learner._policies["a"])
+    planned, gaps = memory.peak(PASS, checkpointed=checkpointed), memory.gaps(PASS, checkpointed=checkpointed)
     rows, before = make_rows(), process_memory()
     figures = learner.update("a", rows)
-    measured = {"planned": planned, "taken": peak_memory() - before, "tokens": figures["computed_tokens"]}
+    measured = {"planned": planned, "gaps": gaps, "taken": peak_memory() - before, "tokens": figures["computed_tokens"]}
     sys.stdout.write(json.dumps(measured) + "\n")
 
 
