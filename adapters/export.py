@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -375,6 +375,8 @@ class TrainedPolicy:
     """The reason why no step has updated a trained policy; empty if one has."""
     step: int | None = None
     """How many steps its run had made at its checkpoint; None for a policy without a run."""
+    evaluation_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The `top_p`, `top_k` and `min_p` of its roles in evaluations, as far as its run sets them."""
 
     def check_trained_on(self, model: str, present: BaseFingerprint) -> None:
         """Raise AdapterError if `present`, the fingerprint of `model`, differs from the base that it was trained on."""
@@ -505,6 +507,7 @@ def _policies_of_checkpoint(described: RunDescription, checkpoint: Path, moved: 
             tool_format=described.config.tool_format_of(policy.name),
             dtype=dtype,
             step=steps_of(checkpoint),
+            evaluation_sampling=described.config.evaluation_sampling(policy.name),
         )
         for policy in saved
     ]

@@ -30,6 +30,27 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True):
         return LoraSpec(rank=self.rank, alpha=2.0 * self.rank, targets=self.targets)
 
 
+class EvaluationSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """[policy.evaluation] Unlikely tokens that the roles of one policy never draw in evaluations. In training the whole
+    distribution is sampled: what these settings cut away depends on the weights that are trained."""
+
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that have this share of the probability together; above 0, and at most 1 (all
+    tokens)."""
+    top_k: int = 0
+    """Draw from this number of the likeliest tokens; 0: from all."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the likeliest token's probability; 0: from all."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "top_p", table="policy.evaluation.")
+        check_bounds(self, "top_k", "min_p", least=0, table="policy.evaluation.")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value > 1.0:
+                raise ConfigError(f"policy.evaluation.{name}", value, "must be at most 1")
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
@@ -59,6 +80,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     select: Select | None = None
     """Which of its candidates the application gets, under a tree plan: argmax | sample | first; without a value
     `plan.select`."""
+    evaluation: EvaluationSampling = EvaluationSampling()
+    """Settings of sampling that only hold in evaluations."""
     teacher: str = ""
     """Its teacher with recipe distill, as `distill.teacher`, which it is without a value."""
     train: str = ""
@@ -90,5 +113,5 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in TRAINED
 
 
-UNSET = (None, "", RewardSettings(), LossSettings())
+UNSET = (None, "", RewardSettings(), LossSettings(), EvaluationSampling())
 """Values of fields that a [[policy]] table does not set."""

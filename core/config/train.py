@@ -15,7 +15,7 @@ import msgspec
 from cotune.config.cluster import ClusterConfig
 from cotune.config.learner import LearnerSettings, ScheduleConfig
 from cotune.config.methods import LossSettings, RewardSettings, changed_settings
-from cotune.config.policy import LoraSettings, PolicyConfig
+from cotune.config.policy import EvaluationSampling, LoraSettings, PolicyConfig
 from cotune.config.records import LEARN_FROM_RECORDS, DistillConfig, RecordsConfig
 from cotune.config.rollouts import (
     CurriculumConfig,
@@ -252,14 +252,31 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
                 plans[role] = msgspec.structs.replace(plan, k=k, select=policy_table.select or plan.select)
         return plans
 
-    def temperatures_of(self, policies: Mapping[str, str]) -> dict[str, float]:
-        """The temperature of each role whose policy has one of its own. `policies` has their names by role."""
-        temperatures: dict[str, float] = {}
+    def own_sampling(self, policies: Mapping[str, str], *, evaluation: bool = False) -> dict[str, dict[str, Any]]:
+        """The settings of sampling of each role whose policy has its own: the temperature, and in an evaluation
+        `top_p`, `top_k` and `min_p`. `policies` has their names by role."""
+        own_sampling: dict[str, dict[str, Any]] = {}
         for role, name in policies.items():
+            settings = self.evaluation_sampling(name) if evaluation else {}
             policy_table = self.policy_table(name)
             if policy_table is not None and policy_table.temperature is not None:
-                temperatures[role] = policy_table.temperature
-        return temperatures
+                settings["temperature"] = policy_table.temperature
+            if settings:
+                own_sampling[role] = settings
+        return own_sampling
+
+    def evaluation_sampling(self, policy: str) -> dict[str, Any]:
+        """The `top_p`, `top_k` and `min_p` of a policy in evaluations, as far as they cut something away."""
+        policy_table = self.policy_table(policy)
+        if policy_table is None:
+            return {}
+        default = EvaluationSampling()
+        settings: dict[str, Any] = {}
+        for name in EvaluationSampling.__struct_fields__:
+            value = getattr(policy_table.evaluation, name)
+            if value != getattr(default, name):
+                settings[name] = value
+        return settings
 
     def policy_table(self, name: str) -> PolicyConfig | None:
         """The [[policy]] table of a policy; None for a policy without a table."""

@@ -67,9 +67,9 @@ class PolicyResponder:
     own: Mapping[str, Attribution] = field(default_factory=dict)
     defaults: SamplingParams = field(default_factory=SamplingParams)
     override: Mapping[str, Any] | None = None
-    temperatures: Mapping[str, float] = field(default_factory=dict)
-    """Temperatures of the roles whose policy has one of its own, in place of that of `override`; without an `override`
-    the application's own hold."""
+    own_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of the roles whose policy has its own, which replace those of `override`; without an `override` the
+    application's settings hold."""
     provider_roles: Collection[str] = ()
     others: PolicyRef | None = None
     seed: int | None = None
@@ -224,9 +224,9 @@ class PolicyResponder:
 
     def _override_of(self, role: str) -> Mapping[str, Any] | None:
         """The values that replace the application's parameters in calls of a role."""
-        if self.override is None or role not in self.temperatures:
-            return self.override
-        return {**self.override, "temperature": self.temperatures[role]}
+        if self.override is None:
+            return None
+        return {**self.override, **self.own_sampling.get(role, {})}
 
     def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
         """The parameters with the seed of the call. In a run, each call has a different seed, which also depends on the
@@ -246,7 +246,7 @@ class PolicyResponder:
             call.episode.warn("not_enforced", text)
         # `override` holds the temperature and UNSHAPED. `cotune check` reports the temperature, so only UNSHAPED is
         # warned of here.
-        for name, value in (self.override or {}).items():
+        for name, value in (self._override_of(call.role) or {}).items():
             if name in UNSHAPED and requested.get(name) not in (None, value):
                 text = f"Role {call.role!r} asks for {name} = {requested[name]}; it is sampled with {value:g}."
                 call.episode.warn(f"replaced_{name}", text)

@@ -11,7 +11,7 @@ from wording import entry, prose, small
 
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.command import documentation
-from cotune.config.policy import PolicyConfig
+from cotune.config.policy import EvaluationSampling, PolicyConfig
 from cotune.config.prompts import SearchSettings
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
@@ -27,7 +27,7 @@ def fields() -> str:
     """Every field by table: name, type, default, what is allowed, text."""
     tables = {f.encode_name: f.type for f in msgspec.structs.fields(TrainConfig) if _is_table(f.type)}
     parts = ["### Without a table", *_entries(TrainConfig, "")]
-    for name, table in {**tables, "policy": PolicyConfig}.items():
+    for name, table in {**tables, "policy": PolicyConfig, "policy.evaluation": EvaluationSampling}.items():
         title = "[[policy]]" if name == "policy" else f"[{name}]"
         said = (table.__doc__ or "").partition(title)[2].strip()
         parts += [f"### {title} {{#{name}}}", prose(said), *_entries(table, f"{name}.")]

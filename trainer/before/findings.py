@@ -144,7 +144,7 @@ def call_findings(
 ) -> Iterator[Finding]:
     """Yield calls that failed, and request parameters that training replaces."""
     plans = config.plans_of(plan, config.named_roles)
-    temperatures = config.temperatures_of(config.named_roles)
+    own_sampling = config.own_sampling(config.named_roles)
     for checked in roles:
         role = checked.role
         role_calls = [call for call in calls if call.role == role]
@@ -167,9 +167,10 @@ def call_findings(
             if plan.kind == "tree":
                 drawn = f"{max(n, plans.get(role, plan).k)} are drawn and compared"
             yield Finding("warns", role, f"asks for n = {n} choices; {drawn}.")
-        temperature = temperatures.get(role, config.sampling.temperature)
+        own_temperature = own_sampling.get(role, {}).get("temperature")
+        temperature = config.sampling.temperature if own_temperature is None else own_temperature
         if requested["temperature"] and requested["temperature"] != [temperature]:
-            setting = "temperature of its [[policy]]" if role in temperatures else "sampling.temperature"
+            setting = "sampling.temperature" if own_temperature is None else "temperature of its [[policy]]"
             text = f"asks for temperature {_listed(requested['temperature'])}; training samples at"
             yield Finding("note", role, f"{text} {temperature:g} ({setting}).")
         role_limits = sorted({*requested["max_tokens"], *requested["max_completion_tokens"]})

@@ -76,7 +76,7 @@ async def preflight(
         own=recipes.attributions(recipes.roles),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override={"temperature": config.sampling.temperature},
-        temperatures=config.temperatures_of(config.named_roles),
+        own_sampling=config.own_sampling(config.named_roles),
         provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
         others=UNTRAINED,
         seed=config.seed,

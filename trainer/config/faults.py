@@ -88,7 +88,7 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
     parent, _, name = name_without_indices.rpartition(".")
     if name in TRUNCATIONS and parent in ("", "sampling", "policy"):
         message = "cannot be set for training: which tokens it cuts away depends on the weights that are trained"
-        remedy = "Ask for it in your application: training replaces it, and cotune eval --temperature app keeps it."
+        remedy = f"Set it for evaluations, in a [[policy]] table: evaluation = {{ {name} = {value} }}"
         return ConfigError(field, value, message, remedy)
     message = "is not a field of the configuration"
     if field in table and "." in field:  # a dotted name as a key of its own

@@ -64,10 +64,13 @@ def check_policies(
         for name in () if policy.trained else policy.of_training:
             fault = f"has no effect: policy {policy.name} is of kind {policy.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(policy, name), fault, 'Leave it out, or set kind = "lora".')
-        for name in ("k", "temperature", "select"):
-            if policy.kind == "provider" and getattr(policy, name) is not None:
+        for name in ("k", "temperature", "select", "evaluation"):
+            value = getattr(policy, name)
+            if policy.kind == "provider" and value not in UNSET:
+                if name == "evaluation":
+                    value = msgspec.structs.asdict(value)
                 fault = f"has no effect: the provider answers for policy {policy.name}"
-                raise ConfigError(f"policy.{name}", getattr(policy, name), fault, "Leave it out.")
+                raise ConfigError(f"policy.{name}", value, fault, "Leave it out.")
         for name in ("recipe", "rewards", "loss", "train", "teacher", "k", "temperature", "select"):
             value = getattr(policy, name)
             if recipe in FROM_RECORDS and value not in UNSET:

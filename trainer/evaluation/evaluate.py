@@ -51,6 +51,7 @@ from cotune.trainer.evaluation.modes import (
     Contest,
     EvaluationOptions,
     Lineup,
+    Temperature,
     against_base,
     modes_of,
     temperature_of,
@@ -117,7 +118,7 @@ def evaluate(
         app = app.redacted(config.redact, keep_token_ids=config.keep_token_ids)
     app = app.prompted(subject.prompts(chosen.prompts))
     goal, note = _goal(subject, configs, app)
-    contest = subject.contest(modes, temperature)
+    contest = dataclasses.replace(subject.contest(modes, temperature), own_sampling=evaluated.evaluation_sampling)
     prices = _prices(configs.values(), chosen.prices, evaluated)
     timeout = chosen.timeout
     if timeout is None:
@@ -136,6 +137,7 @@ def evaluate(
         subject.note,
         *stored_notes,
         note,
+        _sampling_note(evaluated, temperature),
         *trained_on_notes(subject.runs, held_out),
         subject.prompts_note(app.prompts),
     ]
@@ -272,7 +274,13 @@ async def evaluate_modes(
         """Play one lineup and store its result under `label`."""
         player = None
         if lineup.policies is not None:
-            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
+            own_sampling: dict[str, Mapping[str, Any]] = {}
+            for role, policy in lineup.policies.items():
+                if policy.name in contest.own_sampling:
+                    own_sampling[role] = contest.own_sampling[policy.name]
+            player = dataclasses.replace(
+                responder, policies=lineup.policies, override=lineup.override, own_sampling=own_sampling
+            )
             if lineup.others is not None:
                 player.others = lineup.others.player
                 player.provider_roles = lineup.others.provider_roles
@@ -334,6 +342,19 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
             for role in policy.roles:
                 players[role] = policy.name
     return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
+
+
+def _sampling_note(evaluated: EvaluatedPolicies, temperature: Temperature) -> str:
+    """Name the policies that are sampled with a `top_p`, `top_k` or `min_p` of their own; empty if there are none."""
+    policies: list[str] = []
+    for policy, settings in evaluated.evaluation_sampling.items():
+        values = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        policies.append(f"{policy} ({values})")
+    if not policies:
+        return ""
+    if temperature == "app":
+        return f"At --temperature app the evaluation settings of [[policy]] tables are not used: {', '.join(policies)}."
+    return f"The evaluation settings of [[policy]] tables hold in all modes except today: {', '.join(policies)}."
 
 
 @contextlib.contextmanager

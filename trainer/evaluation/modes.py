@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -189,13 +189,15 @@ class Contest:
 
     `opponents` has a label and its possible opponents: it is compared with the first of them in which not every episode
     failed. `candidates` are the labels that are compared with recorded episodes. `notes` name lineups that are not
-    played, with the reason.
+    played, with the reason. `own_sampling` has settings of sampling (`top_p`, ...) by policy, for its roles in all
+    lineups whose temperature is a number.
     """
 
     lineups: Mapping[str, Lineup]
     opponents: Sequence[tuple[str, Sequence[str]]]
     candidates: Sequence[str]
     notes: Sequence[str] = ()
+    own_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def pairs(self, sound: Collection[str]) -> list[tuple[str, str]]:
         """Return the comparisons of lineups that are in `sound`: not every episode of them failed."""

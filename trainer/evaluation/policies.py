@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,11 @@ class EvaluatedPolicies:
     def trained(self) -> list[str]:
         """Names of the policies with trained weights."""
         return [policy.name for policy in self.policies if policy.weights is not None]
+
+    @property
+    def evaluation_sampling(self) -> dict[str, Mapping[str, Any]]:
+        """The `top_p`, `top_k` and `min_p` of the policies that have their own, by the name of the policy."""
+        return {policy.name: policy.evaluation_sampling for policy in self.policies if policy.evaluation_sampling}
 
     @property
     def provider_roles(self) -> list[str]:

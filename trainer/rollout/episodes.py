@@ -45,7 +45,7 @@ def answering(
     """Return how `policies` answer calls with the sampling of the run; see `run_episodes` for the arguments."""
     config = run.config
     names = {role: policy.name for role, policy in policies.items()}
-    # In an evaluation the untrained model plays a role at the temperature of the role's policy, so that both compare.
+    # In an evaluation the untrained model plays a role with the sampling of the role's policy, so that both compare.
     sampled_as = {
         **run.state.policies.roles,
         **{role: name for role, name in names.items() if config.policy_table(name)},
@@ -58,7 +58,7 @@ def answering(
         own=run.recipes.attributions(names),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.request_timeout),
         override=at_temperature(config.sampling.temperature),
-        temperatures=config.temperatures_of(sampled_as),
+        own_sampling=config.own_sampling(sampled_as, evaluation=plan is None),  # only evaluations have no plan
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed,

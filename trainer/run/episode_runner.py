@@ -27,7 +27,7 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     own: dict[str, Attribution] = {}
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
-    temperatures: dict[str, float] = {}
+    own_sampling: dict[str, dict[str, Any]] = {}
     provider_roles: tuple[str, ...] = ()
     others: PolicyRef | None = None
     seed: int | None = None

@@ -16,6 +16,7 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
+from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.run.engines import candidates_of_call
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
@@ -77,6 +78,67 @@ def test_each_policy_of_a_tree_has_its_own_k_temperature_and_choice(trainer: Tra
         assert {len(call.candidates) for of_role in by_role.values() for call in of_role} == {1}
 
 
+def shapes(calls: list[CallRecord]) -> set[tuple[float, int, float]]:
+    """The top_p, top_k and min_p with which calls were sampled."""
+    return {(call.sampling["top_p"], call.sampling["top_k"], call.sampling["min_p"]) for call in calls}
+
+
+def greedy_words(run: Path, phase: str) -> list[str]:
+    """The first role's answers to the held-out task."""
+    return [call.candidates[0].text for call in calls_by_role(run, phase)["first"]]
+
+
+async def narrow(task: dict[str, str]) -> dict[str, float]:
+    """As `converse`, but the application asks for a cut of its own."""
+    heard = await ask("first", f"say {task['letter']}", top_p=0.5)
+    return {"team": (await ask("second", f"after {heard}", top_p=0.5)).count(task["letter"]) / 4}
+
+
+def test_cuts_of_a_policy_hold_in_evaluations_alone(trainer: Trainer, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"id": "held", "letter": "d"}\n')
+    app = application(narrow, first=letters, second=letters)
+    trainer(
+        app,
+        policy=team({"evaluation": {"top_k": 1}}, {"evaluation": {"top_p": 0.9, "min_p": 0.05}}),
+        evaluation={"tasks": str(held_out), "every": 1},
+        steps=1,
+    )
+    run = trainer.folder / "run"
+    whole, first, second = {(1.0, 0, 0.0)}, {(1.0, 1, 0.0)}, {(0.9, 0, 0.05)}
+    trained_on = calls_by_role(run)
+    assert shapes(trained_on["first"]) == whole and shapes(trained_on["second"]) == whole
+    phases = evaluated_phases(run)
+    assert phases == ["eval"]
+    held = calls_by_role(run, "eval")
+    assert len(held["first"]) == 2, "before the first step, by the untrained model, and after it"
+    assert shapes(held["first"]) == first and shapes(held["second"]) == second
+
+    # cotune eval: each policy with its own settings, also where it plays the role of the other.
+    options: dict[str, Any] = {"samples": 3, "seed": 1}
+    report = evaluate(run, app, held_out, out=tmp_path / "numbers", **options)
+    for mode in ("base", "trained"):
+        by_role = calls_by_role(tmp_path / "numbers", f"eval-{mode}")
+        assert shapes(by_role["first"]) == first and shapes(by_role["second"]) == second
+        assert len(set(greedy_words(tmp_path / "numbers", f"eval-{mode}"))) == 1, "top_k = 1 leaves one answer"
+    swapped = calls_by_role(tmp_path / "numbers", "eval-swapped")
+    assert shapes(swapped["first"]) == second and shapes(swapped["second"]) == first
+    assert (
+        "The evaluation settings of [[policy]] tables hold in all modes except today: asker (top_k 1), writer "
+        "(top_p 0.9, min_p 0.05)."
+    ) in report.notes
+
+    # As the application asks: its own cut.
+    report = evaluate(run, app, held_out, out=tmp_path / "app", temperature="app", modes=("trained",))
+    assert shapes(calls_by_role(tmp_path / "app", "eval-trained")["first"]) == {(0.5, 0, 0.0)}
+    assert any(note.startswith("At --temperature app the evaluation settings") for note in report.notes)
+
+    # A resumed run may change them.
+    changed = team({"evaluation": {"top_k": 2}}, {})
+    trainer.resume(app, policy=changed, steps=2)
+    assert shapes(calls_by_role(run, "eval")["first"]) == {(1.0, 1, 0.0), (1.0, 2, 0.0)}
+
+
 def evaluated_phases(run: Path) -> list[str]:
     with contextlib.closing(SqliteStore.open(run / "records.db")) as store:
         return sorted({episode.phase for episode in store.episodes()} - {"train", "check"})
@@ -120,8 +182,22 @@ def test_an_engine_makes_room_for_the_largest_k() -> None:
             {"policy": team({"kind": "provider", "k": 2}, {})},
             r"policy.k = 2 has no effect: the provider answers for policy asker",
         ),
-        ({"policy": team({"top_p": 0.9}, {})}, r"policy\[0\].top_p = 0.9 cannot be set for training: which tokens"),
+        (
+            {"policy": team({"top_p": 0.9}, {})},
+            r"policy\[0\].top_p = 0.9 cannot be set for training: which tokens it cuts away depends on the weights "
+            r"that are trained. Set it for evaluations, in a \[\[policy\]\] table: evaluation = { top_p = 0.9 }",
+        ),
         ({"sampling": {"min_p": 0.1}}, r"sampling.min_p = 0.1 cannot be set for training: which tokens"),
+        (
+            {"policy": team({"evaluation": {"top_p": 0.0}}, {})},
+            r"policy.evaluation.top_p = 0.0 must be a number above 0",
+        ),
+        ({"policy": team({"evaluation": {"min_p": 1.5}}, {})}, r"policy.evaluation.min_p = 1.5 must be at most 1"),
+        ({"policy": team({"evaluation": {"top_k": -1}}, {})}, r"policy.evaluation.top_k = -1 must be 0 or more"),
+        (
+            {"policy": team({"kind": "provider", "evaluation": {"top_k": 5}}, {})},
+            r"policy.evaluation = .*'top_k': 5.* has no effect: the provider answers for policy asker",
+        ),
         (
             {"policy": team({"recipe": "distill", "teacher": "http://h:1", "temperature": 0.5}, {})},
             r"policy.temperature = 0.5 cannot be used with a teacher by its address",

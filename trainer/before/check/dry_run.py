@@ -187,7 +187,7 @@ async def answers_of_runs(
         "plans": config.plans_of(plan, roles),
         "attribution": recipes.run.attribution,
         "own": attribution,
-        "temperatures": config.temperatures_of(roles),
+        "own_sampling": config.own_sampling(roles),
     }
     sampling: dict[str, Any] = {"temperature": config.sampling.temperature}
     if answers is not None and not answers.startswith(RECORDS):
