@@ -29,7 +29,9 @@ from cotune.sampling.responder import PolicyResponder
 
 log = logging.getLogger("cotune")
 
-ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
+ENTRIES = 4096
+BYTES = 64 << 20
+REPLIES = 64
 """Limits of the memory of conversations: requests, bytes of all, replies to one request."""
 _OVERHEAD = 400
 """Approximate bytes of an entry without its token ids."""

@@ -19,14 +19,14 @@ def svg(charts: Sequence[Chart]) -> str:
     """An image of these charts: each with its lines, their names, and the ends of both axes."""
     parts: list[str] = []
     for number, chart in enumerate(charts):
-        parts += _chart(chart, number * WIDTH)
+        parts += _draw_chart(chart, number * WIDTH)
     size = f'width="{WIDTH * len(charts)}" height="{HEIGHT}" viewBox="0 0 {WIDTH * len(charts)} {HEIGHT}"'
     style = 'font-family="sans-serif" font-size="11" fill="#24292f"'
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', ground, *parts, "</svg>", ""])
 
 
-def _chart(chart: Chart, x: int) -> Iterator[str]:
+def _draw_chart(chart: Chart, x: int) -> Iterator[str]:
     """SVG elements of one chart, whose left edge is at `x`."""
     values: list[float] = []
     for line in chart.series:
@@ -49,13 +49,13 @@ def _chart(chart: Chart, x: int) -> Iterator[str]:
     legend_x = left
     for line, hue in zip(chart.series, _HUES, strict=False):
         steps = (chart.steps[0], max(chart.steps[-1] - chart.steps[0], 1))
-        points = _points(line, chart.steps, steps, (low, high), (left, right, base))
+        points = _polyline_points(line, chart.steps, steps, (low, high), (left, right, base))
         yield f'<polyline points="{points}" fill="none" stroke="{hue}" stroke-width="1.8"/>'
         yield _text(legend_x, base + 32, line.label, f'fill="{hue}"')
         legend_x += 12 + 6 * len(line.label)
 
 
-def _points(
+def _polyline_points(
     line: Series,
     steps: Sequence[int],
     span: tuple[int, int],

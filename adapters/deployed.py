@@ -247,7 +247,7 @@ class Deployment:
         episode = _EndlessEpisode(
             self, task, workflow="deployed", responder=self._responder, roles=self._roles, prompts=self.prompts
         )
-        episode.tape.keeps = False
+        episode.tape.records_results = False
         return episode
 
 

@@ -259,7 +259,8 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
 
 def _gguf_commands(manifest: Manifest, roles_of_policy: dict[str, list[str]]) -> dict[str, list[str]]:
     """The commands that serve GGUF files, by server. llama.cpp serves one file per process, on a port of its own."""
-    llama_cpp, ollama = [], []
+    llama_cpp = []
+    ollama = []
     port = LLAMA_CPP_PORT
     for policy in manifest.policies:
         if not policy.gguf:

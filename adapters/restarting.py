@@ -24,7 +24,8 @@ class EngineThatEnds(Sampler, Protocol):
         """The error that ended it; None while it answers."""
 
 
-RESTARTS, WITHIN = 3, 600.0
+RESTARTS = 3
+WITHIN = 600.0
 """Most restarts of an engine, and the seconds in which they are counted."""
 log = logging.getLogger("cotune.engine")
 

@@ -108,12 +108,12 @@ def measured(model: str, part: str, layout: str, count: int) -> float:
 
 
 def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
-    from cotune.trainer.before.doctor.machine import look
+    from cotune.trainer.before.doctor.machine import examine_machine
     from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure_folder
 
     # The measured learner and sampler are on the CPU.
-    machine = msgspec.structs.replace(look(Path()), gpus=())
+    machine = msgspec.structs.replace(examine_machine(Path()), gpus=())
     found = {}
     print(f"{'process':16} {'forecast, GB':>12} {'measured':>9} {'ratio':>6}")
     for layout in ("lora", "full"):
@@ -133,12 +133,12 @@ def paper() -> dict[str, Any]:
     import msgspec
 
     from benchmarks.qwen3 import QWEN3, qwen3_config
-    from cotune.trainer.before.doctor.machine import gpu_of, look
+    from cotune.trainer.before.doctor.machine import examine_machine, gpu_of
     from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure
     from cotune.trainer.config.load import convert
 
-    machine = look(Path())
+    machine = examine_machine(Path())
     rows: list[list[str]] = []
     load = Workload(
         row=PAPER_PROMPT + PAPER_ANSWER, sequences=PAPER_ANSWERS, candidates=PAPER_ANSWERS // 32, policies=2

@@ -110,7 +110,7 @@ def code_of_gpu() -> Iterator[None]:
 
     with ExitStack() as patches:
         for owner, name, replacement in (
-            (tree_attention, "_sdpa", sdpa),
+            (tree_attention, "_attend_by_sdpa", sdpa),
             (tree_attention, "_attend", lambda *states: (sdpa(*states), None)),
             (logprobs, "widened_product", widened_product),
             (logprobs, "chunk_tokens", lambda vocabulary, device: logprobs.CHUNK_ROWS["cuda"]),

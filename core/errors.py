@@ -26,7 +26,7 @@ class CotuneError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., CotuneError], tuple[type[CotuneError], str, dict[str, Any]]]:
         """Crosses processes whole, whatever the arguments of its class."""
-        return _restored, (type(self), str(self), self.__dict__)
+        return _restore_error, (type(self), str(self), self.__dict__)
 
 
 def install_extra(extra: str) -> str:
@@ -72,7 +72,7 @@ _KINDS = {
 }
 
 
-def expected(fault: str) -> str:
+def expectation_clause(fault: str) -> str:
     """The clause for a ConfigError from the text of msgspec's ValidationError: "must be a number, not text"."""
     match = re.match(r"Expected `(.+)`, got `(.+)`$", fault)
     if match is None:
@@ -85,7 +85,7 @@ def _kinds_text(kinds: str) -> str:
     return " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | "))
 
 
-def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:
+def _restore_error(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:
     error = kind.__new__(kind, message)
     error.__dict__.update(fields)
     return error
@@ -213,17 +213,17 @@ class RunError(CotuneError):
 
 class UntrustedFolderError(RunError):
     """A folder that this user did not write on this machine names code or addresses. `orders` are all its settings of
-    this kind, `taken` are the ones that the command would use."""
+    this kind, `used_orders` are the ones that the command would use."""
 
-    def __init__(self, folder: Path, taken: Mapping[str, str], orders: Any) -> None:
-        """`taken` are the settings that the command would follow, with their values; `orders` are all orders of the
-        folder (`FolderOrders`), to remember them if the user agrees."""
-        named = "; ".join(f"{name}: {value}" for name, value in taken.items())
+    def __init__(self, folder: Path, used_orders: Mapping[str, str], orders: Any) -> None:
+        """`used_orders` are the settings that the command would follow, with their values; `orders` are all orders of
+        the folder (`FolderOrders`), to remember them if the user agrees."""
+        listed = "; ".join(f"{name}: {value}" for name, value in used_orders.items())
         super().__init__(
-            f"{folder} was not written by you on this machine, and it chooses code or addresses: {named}.",
+            f"{folder} was not written by you on this machine, and it chooses code or addresses: {listed}.",
             "If you trust all of them, pass --trust-folder, or set COTUNE_TRUST_FOLDERS to a folder above it. Or pass "
             "these settings yourself on the command line.",
         )
         self.folder = str(folder)
-        self.taken = dict(taken)
+        self.used_orders = dict(used_orders)
         self.orders = orders

@@ -20,12 +20,12 @@ def file_name(name: str) -> str:
     if name and safe_part == name == name.lower() and len(name.encode()) <= LONGEST:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "backslashreplace"), digest_size=5).hexdigest()
-    return f"{_cut(safe_part, LONGEST - len(digest) - 1) or 'name'}-{digest}"
+    return f"{_truncate_bytes(safe_part, LONGEST - len(digest) - 1) or 'name'}-{digest}"
 
 
 def readable_file_name(name: str, taken: Collection[str], default: str = "role") -> str:
     """A file name that looks like the name. It gets a number if the name is already in `taken`; case is ignored."""
-    stem = _cut(re.sub(r"[^\w.-]+", "_", name).strip("."), LONGEST) or default
+    stem = _truncate_bytes(re.sub(r"[^\w.-]+", "_", name).strip("."), LONGEST) or default
     lower = {other.lower() for other in taken}
     candidate = stem
     number = 1
@@ -35,6 +35,6 @@ def readable_file_name(name: str, taken: Collection[str], default: str = "role")
     return candidate
 
 
-def _cut(text: str, size: int) -> str:
+def _truncate_bytes(text: str, size: int) -> str:
     """The start of a text, at most `size` bytes in UTF-8."""
     return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore")

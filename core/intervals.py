@@ -52,7 +52,7 @@ def student_quantile(freedom: int, level: float = LEVEL) -> float:
     which is inverted by bisection.
     """
 
-    def inside(t: float) -> float:
+    def central_probability(t: float) -> float:
         """The probability of a value between -t and t."""
         angle = math.atan(t / math.sqrt(freedom))
         cosine = math.cos(angle)
@@ -70,7 +70,7 @@ def student_quantile(freedom: int, level: float = LEVEL) -> float:
     low, high = 0.0, 1e3
     for _ in range(100):
         middle = (low + high) / 2
-        if inside(middle) < level:
+        if central_probability(middle) < level:
             low = middle
         else:
             high = middle

@@ -129,7 +129,9 @@ class Grid(Table):
 def grid(*columns: str, title: str = "") -> Grid:
     """A table without inner lines. A column whose name ends with `>` holds numbers. Without any name it has no head."""
     table = Grid(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
-    table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
+    table.title = title or None
+    table.title_justify = "left"
+    table.show_header = any(columns)
     table.below = {}
     for name in columns:
         justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"

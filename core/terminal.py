@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
-_PIPED = 200
+_PIPED_WIDTH = 200
 """Width of output that does not go to a terminal, in columns."""
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but line ends and tabs
@@ -52,14 +52,14 @@ def suggest(*commands: str) -> None:
             tell(f"{lead} {command}")
 
 
-def agrees(question: str, *, unsaid: bool) -> bool:
-    """Whether the user at the terminal answers yes. An empty line means `unsaid`, the end of the input no."""
+def ask_yes_no(question: str, *, default: bool) -> bool:
+    """Ask the user at the terminal. An empty line means `default`, and the end of the input means no."""
     try:
         reply = input(question).strip().lower()
     except EOFError:
         tell("\nno answer, which is taken as no")
         return False
-    return reply in ("y", "yes") or (unsaid and not reply.startswith("n"))
+    return reply in ("y", "yes") or (default and not reply.startswith("n"))
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def terminal(**options: Any) -> Console:
     In a pipe or file it prints wide lines, so that tables stay tables, unless COLUMNS is set."""
     console = _terminal_class()(markup=False, **options)
     if not (console.is_terminal or "width" in options or "COLUMNS" in os.environ):
-        console.width = _PIPED
+        console.width = _PIPED_WIDTH
     return console
 
 

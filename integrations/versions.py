@@ -60,7 +60,7 @@ class UnsupportedVersion(CotuneError):
     """A package is installed in a version that is not supported; recording a framework anyway would lose calls."""
 
 
-def require(distribution: str) -> str:
+def require_version(distribution: str) -> str:
     """The installed version of a framework, or "" if it has no distribution (a vendored copy).
 
     Raises UnsupportedVersion as `check` does.
@@ -79,10 +79,10 @@ def check(distribution: str, installed_version: str) -> None:
     Raises UnsupportedVersion if it is older than the tested ones, or of a newer major version that COTUNE_UNTESTED=1
     does not allow.
     """
-    refused = refusal(distribution, installed_version)
+    refused = version_refusal(distribution, installed_version)
     if refused is not None:
         raise refused
-    if untested(distribution, installed_version):
+    if is_untested(distribution, installed_version):
         warn_once(
             f"untested {distribution} {installed_version}",
             "%s %s is newer than the versions that cotune is tested with (%s). If calls are missing or fail, install "
@@ -93,13 +93,13 @@ def check(distribution: str, installed_version: str) -> None:
         )
 
 
-def untested(distribution: str, installed_version: str) -> bool:
+def is_untested(distribution: str, installed_version: str) -> bool:
     """Whether a version is newer than those that the tests ran with."""
     newest = _release(SUPPORTED[distribution].newest)
     return _release(installed_version)[: len(newest)] > newest
 
 
-def refusal(distribution: str, installed_version: str) -> UnsupportedVersion | None:
+def version_refusal(distribution: str, installed_version: str) -> UnsupportedVersion | None:
     """The error for a version that is not supported; None if it is, or if `SUPPORTED` does not list the distribution.
     Unlike `check` this neither warns nor raises."""
     tested = SUPPORTED.get(distribution)
@@ -117,7 +117,7 @@ def refusal(distribution: str, installed_version: str) -> UnsupportedVersion | N
     )
 
 
-def installed(distributions: Iterable[str]) -> dict[str, str]:
+def versions_of_installed(distributions: Iterable[str]) -> dict[str, str]:
     """The versions of the distributions that are installed."""
     versions = {}
     for name in distributions:
@@ -141,7 +141,7 @@ def require_hooks(distribution: str, owner: Any, *names: str) -> None:
             )
 
 
-def unhooked(distributions: Sequence[str], error: Exception) -> UnsupportedVersion:
+def hooks_failed(distributions: Sequence[str], error: Exception) -> UnsupportedVersion:
     """The error for a framework whose private parts are not as they were, though its version is in the range."""
     installed_versions = ", ".join(f"{name} {version(name)}" for name in distributions)
     refused = UnsupportedVersion(

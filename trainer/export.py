@@ -82,7 +82,8 @@ def export(
             _push(out, push, private, say)
         return manifest
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
-    gguf, step = form.get("gguf"), form.get("step")
+    gguf = form.get("gguf")
+    step = form.get("step")
     if form.get("merge") or gguf:
         _say_size(whole_models_size(run, gguf, form.get("model")), out, say)
     manifest = export_run(run, out, prompts=chosen, **form)

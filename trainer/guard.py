@@ -32,7 +32,7 @@ MAX_GAP = 0.25
 1.28, where the widest common loss (clip_high of DAPO) begins to clip, so updates no longer follow the rewards."""
 
 
-def collapse(lines: Sequence[Line], rewards: Watched = "each", taught: Container[str] = ()) -> str | None:
+def find_collapse(lines: Sequence[Line], rewards: Watched = "each", taught: Container[str] = ()) -> str | None:
     """The sentence that says how training has collapsed in the last `WINDOW` steps, or None if it has not.
 
     Roles in `taught` learn from a teacher, so their rewards are not watched.
@@ -44,7 +44,7 @@ def collapse(lines: Sequence[Line], rewards: Watched = "each", taught: Container
     for name in sorted({name for of_step in rewards_of_steps for name in of_step}):
         # A role that does not learn in every step is compared with the steps in which it does.
         series = [of_step[name] for of_step in rewards_of_steps if name in of_step]
-        if fall := _fall(series):
+        if fall := _describe_fall(series):
             return f"{name} {fall}"
 
     for role in sorted({role for line in lines for role in line["roles"]}):
@@ -58,7 +58,8 @@ def collapse(lines: Sequence[Line], rewards: Watched = "each", taught: Container
 def best_window(lines: Sequence[Line]) -> int | None:
     """How many steps were done at the end of the window whose mean reward, over all roles, was the best; None if no
     window has ended."""
-    steps_done, means = [], []
+    steps_done = []
+    means = []
     for line in lines:
         mean = _mean([*_rewards(line).values()])
         if math.isfinite(mean):
@@ -84,18 +85,19 @@ def watch(run: RolloutRun, metrics: StepMetrics) -> str:
         return ""
     lines = of_one_level([*read_metrics(run.folder.path), msgspec.to_builtins(metrics)], run.schedule.level)
     taught = {role for role, name in run.trained.items() if not run.recipes.of(name).takes_rewards}
-    how = collapse(lines, _watched(run), taught)
+    how = find_collapse(lines, _choose_watched(run), taught)
     if how is None:
         run.collapse = ""
         return ""
     if run.config.guard == "stop":
-        run.ended, run.way_back = f"the guard: {how}", way_back(run)
+        run.ended = f"the guard: {how}"
+        run.way_back = way_back(run)
         return ""
     run.collapse = run.collapse or f"The guard: {how}. {way_back(run)}"
     return run.collapse
 
 
-def _watched(run: RolloutRun) -> Watched:
+def _choose_watched(run: RolloutRun) -> Watched:
     """Decide which rewards can show a collapse: of each role, their mean over roles, or none."""
     recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
     # An adaptive pool draws harder tasks as policies improve, so lower rewards may mean progress.
@@ -147,13 +149,14 @@ def safe_checkpoint(run: Run, pending: int | None = None) -> str | None:
     return max((checkpoint_name(count) for count in steps if count <= end), default=None)
 
 
-def _fall(series: Sequence[float]) -> str | None:
+def _describe_fall(series: Sequence[float]) -> str | None:
     """Describe the fall from the mean of the best window to the last one; None if it is within the bounds."""
     if len(series) < 2 * WINDOW:
         return None
     values = np.asarray(series, np.float64)
     means = np.convolve(values, np.full(WINDOW, 1 / WINDOW), "valid")
-    best, last = float(means.max()), float(means[-1])
+    best = float(means.max())
+    last = float(means[-1])
     gain = max(best - float(means[0]), abs(best) / 2)
     # The noise of one step, from the differences between neighbours: a slow rise hardly adds to these.
     variance = float(np.mean(np.diff(values) ** 2)) / 2

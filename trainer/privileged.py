@@ -17,7 +17,7 @@ from cotune.errors import ConfigError, GroupError, PromptTooLong, SamplerError, 
 from cotune.judging.episodes import finished_call
 from cotune.records.ids import candidate_id
 from cotune.records.structs import Episode, Task
-from cotune.runtime.user_code import origin
+from cotune.runtime.user_code import error_origin
 from cotune.sampling.protocol import ChatFormat, ChatFormats
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
@@ -156,7 +156,7 @@ def _hint_of_function(spec: str, sample: Sample, call: Any) -> str | list[dict[s
     try:
         hint = function(candidate, call, call.task.input)
     except Exception as error:
-        raise GroupError(f"{spec} raised {error_text(error)}{origin(error)}.", "Correct the function.") from error
+        raise GroupError(f"{spec} raised {error_text(error)}{error_origin(error)}.", "Correct the function.") from error
     if hint is None or isinstance(hint, str):
         return hint or ""
     if isinstance(hint, Sequence) and all(isinstance(message, Mapping) for message in hint):

@@ -35,7 +35,7 @@ the probe takes longer than the rest of a publication."""
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence that a version is served.
 
-    `norm` is the L2 norm of all weights, `norm_moved` its change since the previous version (0 for the first).
+    `weights_norm` is the L2 norm of all weights, `norm_moved` its change since the previous version (0 for the first).
     The probe gap is |log pi_sampler - log pi_train| in nats over `probe_tokens` sampled tokens.
     """
 
@@ -67,7 +67,7 @@ def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts))[:PROBE_PROMPTS]
 
 
-def norm(weights: Weights) -> float:
+def weights_norm(weights: Weights) -> float:
     """L2 norm over all tensors, summed in double precision."""
     return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
 
@@ -87,20 +87,20 @@ async def prove_publish(
     Checks, in order: the weights differ from the `previous` proof; the fingerprint of the weights that arrived; the
     mean gap of the `probe`. Raises SyncError with the figures.
     """
-    proof = _moved(policy, weights, previous)
+    proof = _prove_moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
     if probe is not None and probe.prompts:
-        proof = await _probed(sampler, proof, probe)
+        proof = await _prove_gap(sampler, proof, probe)
     for old in retire:
         await sampler.retire(old)
     return proof
 
 
-def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
+def _prove_moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
     """The proof that an update changed the weights: their fingerprint and norm, and how far the norm moved. Raises
     SyncError if the weights are not finite, or equal to the `previous` ones.
     """
-    proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=norm(weights))
+    proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=weights_norm(weights))
     if not math.isfinite(proof.norm):
         raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")
     if previous is None:
@@ -152,7 +152,7 @@ async def probe_rows(
     return rows
 
 
-async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
+async def _prove_gap(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
     """Compare the log-probabilities of sampler and trainer on samples of the probe, and add their gap to the proof.
     Raises GapError if the mean is above the bound."""
     gap = await sampled_gaps(sampler, proof.policy, probe)

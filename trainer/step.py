@@ -24,7 +24,7 @@ from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
 from cotune.trainer.judging.step import JudgedStep, judge_bench
 from cotune.trainer.opening.restore import add_new_roles, recover
-from cotune.trainer.reporting.profile import profiled
+from cotune.trainer.reporting.profile import profiling
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import answering, run_episodes
 from cotune.trainer.rollout.forks import run_forks
@@ -52,7 +52,7 @@ async def train_on_rollouts(run: RolloutRun, progress: Progress) -> None:
         while not (run.finished or run.stopping):
             try:
                 await add_new_roles(run, report)
-                async with profiled(run, progress):
+                async with profiling(run, progress):
                     await make_step(run, rollouts, report)
             except (LearnerLost, GapError) as error:
                 await recover(run, rollouts, report, error)  # the loop continues from the last checkpoint

@@ -18,13 +18,13 @@ from cotune.trainer.batch import GIVE_OUTCOMES, NO_OUTCOME, Batch, misses_outcom
 from cotune.trainer.privileged import NO_FEEDBACK
 from cotune.trainer.reporting.metrics import (
     Updates,
-    lags,
-    moved,
+    count_lags,
     outcome_means,
     outcome_path,
+    policies_that_moved,
+    reasons_for_staying,
     role_metrics,
-    stayed,
-    throughput,
+    throughput_fields,
 )
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import NO_SIGNAL, SILENT_STEPS
@@ -91,7 +91,9 @@ class RolloutReport(StepReport):
         tokens = 0
         for call in calls:
             tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
-        unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps))
+        unmoved = reasons_for_staying(
+            state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps)
+        )
         trained_roles = run.trained_roles(state.steps)
         plans = config.plans_of(run.plan, trained_roles)
         roles = role_metrics(prepared, collected, batch.rows, updates, trained_roles)
@@ -119,12 +121,12 @@ class RolloutReport(StepReport):
             roles=roles,
             policies={name: self._policy(name, updates) for name in updates},
             left_out=dict(batch.left_out),
-            staleness=lags(prepared.trained, batch.versions),
+            staleness=count_lags(prepared.trained, batch.versions),
             counters=counters,
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
             seconds=dict(self.progress.activity.seconds),
-            **throughput(updates, self.progress.activity.seconds, tokens),
-            updated=bool(moved(updates)),
+            **throughput_fields(updates, self.progress.activity.seconds, tokens),
+            updated=bool(policies_that_moved(updates)),
             stayed=unmoved,
             silent=silent,
             refill=_refill_figures(rolled),
@@ -162,7 +164,7 @@ class RolloutReport(StepReport):
     def _policy(self, name: str, updates: Updates) -> dict[str, float]:
         """Return the figures of a policy's update. If it has moved, the proof of its publication is included."""
         figures = {key: float(value) for key, value in updates[name].items() if "/" not in key}
-        if name not in moved(updates):
+        if name not in policies_that_moved(updates):
             return figures
         proof = self._run.published[name][-1]
         return figures | {

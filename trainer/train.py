@@ -43,7 +43,7 @@ from cotune.storage.run_layout import (
 )
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
-from cotune.trainer.config.withheld import with_values, written
+from cotune.trainer.config.withheld import with_values, without_variables
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.opening.open_run import open_run
 from cotune.trainer.opening.resume import (
@@ -180,7 +180,9 @@ def resume(
         description = without_values(described)
         if changed:
             all_changes = [*described.get("changes", ()), {"step": done, "changed": changed}]
-            description |= without_values({"model": config.model, "config": written(config), "changes": all_changes})
+            description |= without_values(
+                {"model": config.model, "config": without_variables(config), "changes": all_changes}
+            )
         if description != described:
             folder.describe_as(description)
         check_tools(config.loggers)
@@ -291,24 +293,7 @@ async def _train(
         if split.note:
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
-        # The base models' files are hashed while the run opens.
-        base = asyncio.create_task(asyncio.to_thread(base_digests, config.bases))
-        run: RolloutRun | RecordsRun
-        try:
-            if config.from_records:
-                run = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
-            else:
-                opening = open_run(folder, config, flow, split.tasks, split.held_out, progress)
-                run = await stack.enter_async_context(opening)
-        except BaseException:
-            base.cancel()
-            raise
-        if not base.done():
-            progress.say("hashing the base model's files ...")
-        check_bases(folder, await base)
-        # Before the first checkpoint only: a resumed run has its own weights.
-        if config.init and run.committed < 0:
-            check_same_bases(config.init, run.state.policies, base.result())
+        run = await _open_and_check(folder, config, flow, split, progress, stack)
         if gpu := unused_gpu() or untried_gpu():
             progress.say(f"warning: {gpu}")
         progress.say(where_it_runs(run.config))
@@ -337,16 +322,7 @@ async def _train(
                 if folder.latest.exists():
                     progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
-            if ended := run.ended:
-                progress.say(f"ended after step {run.state.steps}: {ended}")
-                if run.way_back:
-                    progress.say(run.way_back)
-                folder.note_end("ended", ended, run.way_back)
-            elif run.stopping and not run.finished:
-                progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
-                folder.note_end("stopped", "It was stopped.")
-            if (run.profile_step or 0) > run.state.steps:
-                progress.say(f"step {run.profile_step} has no profile: it was not reached")
+            _report_end(run, folder, progress, go_on_with)
         run.store.flush()
         if run.store.health.lost:
             progress.say(f"{run.store.health.lost} records could not be stored and are lost")
@@ -357,5 +333,49 @@ async def _train(
             lost_records=run.store.health.lost,
             seconds=time.perf_counter() - started,
             held_out=held_out_file,
-            ended=ended,
+            ended=run.ended,
         )
+
+
+async def _open_and_check(
+    folder: RunFolder,
+    config: TrainConfig,
+    flow: Workflow,
+    split: Split,
+    progress: Progress,
+    stack: contextlib.AsyncExitStack,
+) -> RolloutRun | RecordsRun:
+    """Open the run, and check that its base models are the ones that it was started with. `stack` closes the run."""
+    # The base models' files are hashed while the run opens.
+    hashing = asyncio.create_task(asyncio.to_thread(base_digests, config.bases))
+    run: RolloutRun | RecordsRun
+    try:
+        if config.from_records:
+            run = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
+        else:
+            opening = open_run(folder, config, flow, split.tasks, split.held_out, progress)
+            run = await stack.enter_async_context(opening)
+    except BaseException:
+        hashing.cancel()
+        raise
+    if not hashing.done():
+        progress.say("hashing the base model's files ...")
+    check_bases(folder, await hashing)
+    # Before the first checkpoint only: a resumed run has its own weights.
+    if config.init and run.committed < 0:
+        check_same_bases(config.init, run.state.policies, hashing.result())
+    return run
+
+
+def _report_end(run: RolloutRun | RecordsRun, folder: RunFolder, progress: Progress, go_on_with: str) -> None:
+    """Print and store why a run ended before its last step, if it did. `go_on_with` is the command to continue."""
+    if run.ended:
+        progress.say(f"ended after step {run.state.steps}: {run.ended}")
+        if run.way_back:
+            progress.say(run.way_back)
+        folder.note_end("ended", run.ended, run.way_back)
+    elif run.stopping and not run.finished:
+        progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
+        folder.note_end("stopped", "It was stopped.")
+    if (run.profile_step or 0) > run.state.steps:
+        progress.say(f"step {run.profile_step} has no profile: it was not reached")

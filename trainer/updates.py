@@ -16,7 +16,7 @@ from cotune.storage.token_figures import CandidateTokens, write_token_figures
 from cotune.trainer.config.engine import engine_sleeps
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
-from cotune.trainer.reporting.metrics import Updates, moved
+from cotune.trainer.reporting.metrics import Updates, policies_that_moved
 from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.step_report import StepReport
@@ -119,7 +119,7 @@ def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> Non
 
 async def publish(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:
     """Publish the next version of every policy that has moved."""
-    for name in moved(updates):
+    for name in policies_that_moved(updates):
         probe = probe_prompts(row.prompt_ids for row in rows[name])
         await publish_version(run, name, run.next_version(name), probe=probe)
 

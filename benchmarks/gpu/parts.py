@@ -29,7 +29,7 @@ from benchmarks.gpu.tools import (
     wait,
 )
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 from cotune.trainer.before.doctor.memory import Workload, learner_memory
 from cotune.trainer.before.doctor.model_size import measure
 from cotune.trainer.config.load import convert
@@ -52,7 +52,7 @@ def models(bench: Bench) -> tuple[str, ...]:
 def device(bench: Bench) -> Iterator[Figures]:
     """The name of the device, and the share of its peaks that is reached."""
     figures: Figures = {"python": platform.python_version(), "cores": os.cpu_count()}
-    figures |= installed(("torch", "transformers", "peft", "triton"))
+    figures |= versions_of_installed(("torch", "transformers", "peft", "triton"))
     if bench.device == "cuda":
         about = torch.cuda.get_device_properties(0)
         figures |= {

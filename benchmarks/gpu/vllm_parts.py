@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu.models import build, config_of, plain_rows
 from benchmarks.gpu.tools import LORA, Bench, Engine, Figures, gap, open_learner, wait
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 from cotune.trainer.learner.local import LocalLearner
 
 MODEL = "Qwen3-1.7B"
@@ -73,7 +73,7 @@ def measure(bench: Bench, kind: Literal["lora", "full"], sections: Sequence[Sect
     """Open a learner and an engine, and run the sections; one that fails is a line."""
     name = "tiny" if bench.tiny else MODEL
     with model_folder(name, bench) as folder:
-        yield dict(installed(("torch", "vllm", "transformers")))
+        yield dict(versions_of_installed(("torch", "vllm", "transformers")))
         began = time.perf_counter()
         engine = vllm_engine(folder, bench, kind)
         try:

@@ -31,7 +31,7 @@ class Weighed(NamedTuple):
         return np.where(self.counts, self.own + self.outcome, np.nan)
 
 
-def weigh(
+def weigh_rewards(
     samples: Sequence[Sample],
     attribution: Attribution,
     group_by: Sequence[str],
@@ -63,8 +63,8 @@ def weigh(
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
     gate = np.ones(len(samples))
     if attribution.gates:
-        gate = _gate([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
-    own_value = own_sum.value - overlong(samples, attribution)
+        gate = _gate_product([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
+    own_value = own_sum.value - overlong_penalties(samples, attribution)
     gate_missing = np.isnan(gate) & failed
     own_value = np.where(gate_missing, np.minimum(own_value, 0.0), gate * own_value)
 
@@ -240,7 +240,7 @@ def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mea
     return np.asarray(total / (1 + n_chosen_in_turn - n_chosen_of_role))
 
 
-def _gate(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
+def _gate_product(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
     """[n] product of the gates. A missing gate is NaN if other samples of the role have it, and 1 if none has it."""
     gate = np.ones(len(rewards))
     for name in attribution.gates:
@@ -258,17 +258,17 @@ class Length(NamedTuple):
     truncated: bool
 
 
-def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
+def overlong_penalties(samples: Sequence[Sample], attribution: Attribution) -> Floats:
     """[n] penalty of each sample for its length: `overlong_penalty` times a share that is 0 up to `overlong_buffer`
     tokens before its limit, rises to 1 at the limit, and is 1 for an answer that was cut (arXiv 2503.14476, equation
     13, with the opposite sign)."""
     if not attribution.overlong_penalty:
         return np.zeros(len(samples))
-    return _overlong([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
+    return _penalties_by_length([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
 
 
-def _overlong(lengths: Sequence[Length], attribution: Attribution) -> Floats:
-    """[n] penalties by length, as in `overlong`, for lengths without their samples."""
+def _penalties_by_length(lengths: Sequence[Length], attribution: Attribution) -> Floats:
+    """[n] penalties by length, as in `overlong_penalties`, for lengths without their samples."""
     buffer = attribution.overlong_buffer
     shares = np.zeros(len(lengths))
     for i, (tokens, limit, truncated) in enumerate(lengths):
@@ -285,11 +285,14 @@ def attribute_siblings(
     """The rewards, [n], that decide which candidate of a call becomes the answer. NaN for a candidate without a
     reward.
 
-    They are the candidates' own rewards as `weigh` computes them for training: weighted components, less the penalty
-    for too long answers, times the gate. `lengths` are the lengths of the candidates; without them there is no penalty.
+    They are the candidates' own rewards as `weigh_rewards` computes them for training: weighted components, less the
+    penalty for too long answers, times the gate. `lengths` are the lengths of the candidates; without them there is no
+    penalty.
     """
     roles = [role] * len(rewards)
     weighted_sum = _weighted_sum(rewards, roles, np.zeros(len(rewards), np.int64), attribution)
-    penalty = _overlong(lengths, attribution) if rewards and lengths and attribution.overlong_penalty else 0.0
-    gate = _gate(rewards, roles, attribution) if attribution.gates else 1.0
+    penalty = (
+        _penalties_by_length(lengths, attribution) if rewards and lengths and attribution.overlong_penalty else 0.0
+    )
+    gate = _gate_product(rewards, roles, attribution) if attribution.gates else 1.0
     return np.where(weighted_sum.counts, gate * (weighted_sum.value - penalty), np.nan)

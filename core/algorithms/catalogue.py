@@ -42,7 +42,7 @@ from cotune.algorithms.methods.spiral import Spiral
 from cotune.algorithms.methods.sweet_rl import SweetRl
 from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec
 from cotune.config.methods import LossSettings, RewardSettings
-from cotune.errors import ConfigError, expected, field_and_fault
+from cotune.errors import ConfigError, expectation_clause, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from cotune.user_objects import load_object
 
@@ -181,5 +181,9 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
         path, message = field_and_fault(error)
         field = re.split(r"\W", path)[0]
         options = get_args(get_type_hints(type(struct)).get(field))
-        fault = f"is not one of {', '.join(options)}" if options and isinstance(options[0], str) else expected(message)
+        fault = (
+            f"is not one of {', '.join(options)}"
+            if options and isinstance(options[0], str)
+            else expectation_clause(message)
+        )
         raise ConfigError(field, fields.get(field), fault) from None

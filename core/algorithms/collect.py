@@ -15,6 +15,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -82,96 +84,23 @@ def collect(
     episode is the failure of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left
     out. If any method `joins_calls`, `others` has the answers of calls that are not trained on, for their rewards.
     """
-    left_out: Counter[str] = Counter()
-    usable: list[tuple[Episode, CallRecord]] = []
-    answered: list[tuple[Episode, CallRecord]] = []  # their rewards count for other calls, trained on or not
-    timed_out: set[str] = set()
-    calling_roles: set[str] = set()
-    turns: dict[str, int] = {}
-    images: dict[str, bytes] = {}
+    rules = _Rules(plan, roles, versions or {}, max_lag, on_failure, method_of)
     episodes = list(episodes)
     # The forked call of the trunk, by the call that replaces it in a branch: siblings have the same one.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
-
-    # Calls to train on; the first reason against a call counts for all of its candidates.
-    for episode in episodes:
-        if episode.blame == "divergence":
-            left_out["diverged"] += 1
-            continue
-        calls_made = store.calls(episode.id)
-        failed = failure_of(episode, on_failure) is not None
-        culprit = failed_seat(calls_made) if failed else None
-        for call in calls_made:
-            if call.status == "ok" and call.chosen is not None:
-                answered.append((episode, call))
-            if call.replayed is not None:  # repeated from the record
-                continue
-            turns[call.id] = call.turn
-            calling_roles.add(call.role)
-            if call.status == "timeout" and (roles is None or call.role in roles):
-                timed_out.add(episode.id)
-            method = method_of(call.role)
-            reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
-            if reason is None and plan == "replay":
-                trains_branches = method is not None and method.trains_branches
-                reason = _replay_reason(episode, call, trunk_calls, trains_branches)
-            if reason is None and failed and call.role != culprit and method is not None and method.by_seat:
-                reason = "opponent_failed"
-            if reason is None:
-                reason = _load_images(store, call, images)
-            if reason is None:
-                usable.append((episode, call))
-            else:
-                left_out[reason] += max(1, len(call.candidates))
-
-    methods = [method_of(role) for role in sorted({call.role for _, call in usable})]
-    if not any(method is not None and method.joins_calls for method in methods):
-        answered = []
-
-    # All rewards in one query.
-    targets = [episode.id for episode in episodes]
-    targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
-    # A call that a replay repeated has its rewards under the recorded call's id.
-    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in answered]
-    rewards = store.rewards(targets)
-
-    def make_sample(episode: Episode, call: CallRecord, candidate: Candidate) -> Sample:
-        """A candidate, with the fields that its call and its episode give it."""
-        prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
-        return Sample(
-            id=candidate_id(call.id, candidate.index),
-            task=episode.task.id,
-            rollout=episode.id,
-            role=call.role,
-            turn=call.turn,
-            step=call.step,
-            branch=episode.id if plan == "tree" else prompt,
-            prompt=prompt,
-            policy=call.policy or PolicyRef(""),
-            tokens=len(candidate.token_ids),
-            observation=call.messages[-1] if call.messages else "",
-            # An estimate of the entropy from the sampled tokens alone: their mean negative log-probability.
-            entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
-            # A call that a replay answered from the record has the rewards of the recorded call.
-            rewards=rewards.get(candidate_id(call.replayed or call.id, candidate.index)) or {},
-            outcome=rewards.get(episode.id) or {},
-            failure=failure_of(episode, on_failure),
-            chosen=candidate.index == call.chosen,
-            training_step=episode.training_step,
-            limit=call.sampling.get("max_tokens"),
-            truncated=candidate.finish_reason == "length",
-            timed_out=episode.id in timed_out,
-        )
+    calls = _choose_calls(store, episodes, trunk_calls, rules)
+    rewards = _load_rewards(store, episodes, calls)
+    left_out = calls.left_out
 
     # One sample per candidate that is sound and has its reward.
     samples: list[Sample] = []
     unrewarded: set[str] = set()
-    for episode, call in usable:
+    for episode, call in calls.usable:
         method = method_of(call.role)
         for candidate in call.candidates:
             reason = _candidate_reason(candidate, call, plan)
             if reason is None:
-                sample = make_sample(episode, call, candidate)
+                sample = _make_sample(episode, call, candidate, rewards, calls, rules)
                 if method is None or method.takes_rewards:
                     reason = _reward_reason(sample, call, plan)
             if reason is not None:
@@ -180,31 +109,146 @@ def collect(
                     unrewarded.add(call.policy.name)
                 continue
             if plan == "replay":
-                sample = _placed(sample, trunk_calls.get(call.id), turns)
+                sample = _place_in_branch(sample, trunk_calls.get(call.id), calls.turns)
             samples.append(sample)
 
     # The chosen answers of the other calls of these episodes, for their rewards.
     sampled = {sample.id for sample in samples}
     sampled_episodes = {sample.rollout for sample in samples}
     others: list[Sample] = []
-    for episode, call in answered:
+    for episode, call in calls.joined:
         answer = next((candidate for candidate in call.candidates if candidate.index == call.chosen), None)
         if answer is None or episode.id not in sampled_episodes or candidate_id(call.id, answer.index) in sampled:
             continue
-        others.append(make_sample(episode, call, answer))
+        others.append(_make_sample(episode, call, answer, rewards, calls, rules))
     return Collected(
         samples=samples,
         others=others,
-        calls={call.id: call for _, call in usable},
+        calls={call.id: call for _, call in calls.usable},
         left_out=dict(left_out),
-        roles=frozenset(calling_roles),
+        roles=frozenset(calls.roles),
         unrewarded=frozenset(unrewarded),
-        images=images,
+        images=calls.images,
         outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
 
 
-def _placed(sample: Sample, trunk_call: str | None, turns: Mapping[str, int]) -> Sample:
+class _Rules(NamedTuple):
+    """The arguments of `collect` that decide which candidates become samples."""
+
+    plan: PlanKind
+    roles: Collection[str] | Mapping[str, str] | None
+    versions: Mapping[str, int]
+    max_lag: int
+    on_failure: OnFailure
+    method_of: Callable[[str], Method | None]
+
+
+@dataclass
+class _Calls:
+    """The calls of the episodes: the ones to train on, and facts about all of them."""
+
+    usable: list[tuple[Episode, CallRecord]] = field(default_factory=list)
+    joined: list[tuple[Episode, CallRecord]] = field(default_factory=list)
+    """Answered calls, trained on or not, if their rewards count for other calls (`Method.joins_calls`)."""
+    timed_out: set[str] = field(default_factory=set)
+    """Ids of the episodes in which a call of a trained role timed out."""
+    roles: set[str] = field(default_factory=set)
+    turns: dict[str, int] = field(default_factory=dict)
+    images: dict[str, bytes] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def _choose_calls(store: Store, episodes: Sequence[Episode], trunk_calls: Mapping[str, str], rules: _Rules) -> _Calls:
+    """Read the calls of the episodes, and choose the ones to train on.
+
+    The first reason against a call counts for all of its candidates. `trunk_calls` has the forked call of the trunk for
+    the first call of each branch.
+    """
+    calls = _Calls()
+    for episode in episodes:
+        if episode.blame == "divergence":
+            calls.left_out["diverged"] += 1
+            continue
+        calls_made = store.calls(episode.id)
+        failed = failure_of(episode, rules.on_failure) is not None
+        culprit = failed_seat(calls_made) if failed else None
+        for call in calls_made:
+            if call.status == "ok" and call.chosen is not None:
+                calls.joined.append((episode, call))
+            if call.replayed is not None:  # repeated from the record
+                continue
+            calls.turns[call.id] = call.turn
+            calls.roles.add(call.role)
+            if call.status == "timeout" and (rules.roles is None or call.role in rules.roles):
+                calls.timed_out.add(episode.id)
+            method = rules.method_of(call.role)
+            reason = _episode_reason(episode, rules.plan, rules.on_failure)
+            reason = reason or _call_reason(call, rules.roles, rules.versions, rules.max_lag)
+            if reason is None and rules.plan == "replay":
+                trains_branches = method is not None and method.trains_branches
+                reason = _replay_reason(episode, call, trunk_calls, trains_branches)
+            if reason is None and failed and call.role != culprit and method is not None and method.by_seat:
+                reason = "opponent_failed"
+            if reason is None:
+                reason = _load_images(store, call, calls.images)
+            if reason is None:
+                calls.usable.append((episode, call))
+            else:
+                calls.left_out[reason] += max(1, len(call.candidates))
+
+    methods = [rules.method_of(role) for role in sorted({call.role for _, call in calls.usable})]
+    if not any(method is not None and method.joins_calls for method in methods):
+        calls.joined = []
+    return calls
+
+
+def _load_rewards(store: Store, episodes: Sequence[Episode], calls: _Calls) -> Mapping[str, Mapping[str, float]]:
+    """The rewards of the episodes and of the candidates of their calls, by target, in one query."""
+    targets = [episode.id for episode in episodes]
+    targets += [candidate_id(call.id, c.index) for _, call in calls.usable for c in call.candidates]
+    # A call that a replay repeated has its rewards under the recorded call's id.
+    targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in calls.joined]
+    return store.rewards(targets)
+
+
+def _make_sample(
+    episode: Episode,
+    call: CallRecord,
+    candidate: Candidate,
+    rewards: Mapping[str, Mapping[str, float]],
+    calls: _Calls,
+    rules: _Rules,
+) -> Sample:
+    """A candidate, with the fields that its call and its episode give it."""
+    prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
+    return Sample(
+        id=candidate_id(call.id, candidate.index),
+        task=episode.task.id,
+        rollout=episode.id,
+        role=call.role,
+        turn=call.turn,
+        step=call.step,
+        branch=episode.id if rules.plan == "tree" else prompt,
+        prompt=prompt,
+        policy=call.policy or PolicyRef(""),
+        tokens=len(candidate.token_ids),
+        observation=call.messages[-1] if call.messages else "",
+        # An estimate of the entropy from the sampled tokens alone: their mean negative log-probability.
+        entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
+        # A call that a replay answered from the record has the rewards of the recorded call.
+        rewards=rewards.get(candidate_id(call.replayed or call.id, candidate.index)) or {},
+        outcome=rewards.get(episode.id) or {},
+        failure=failure_of(episode, rules.on_failure),
+        chosen=candidate.index == call.chosen,
+        training_step=episode.training_step,
+        limit=call.sampling.get("max_tokens"),
+        truncated=candidate.finish_reason == "length",
+        timed_out=episode.id in calls.timed_out,
+    )
+
+
+def _place_in_branch(sample: Sample, trunk_call: str | None, turns: Mapping[str, int]) -> Sample:
     """A sample of a branch. At the fork it gets the `branch` and the turn of the forked call, as its siblings do;
     otherwise it is marked as after the fork."""
     if trunk_call is None:
@@ -250,6 +294,7 @@ def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:
 
 
 def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
+    """The reason to leave out all calls of an episode, or None."""
     if episode.status == "ok":
         return None
     if episode.status == "cancelled" or on_failure == "exclude":
@@ -257,7 +302,7 @@ def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> 
     return "outage" if plan != "tree" and not episode.is_outcome else None
 
 
-_FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
+_REASON_OF_STATUS = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
 
 
 def _call_reason(
@@ -268,7 +313,7 @@ def _call_reason(
     `roles` are the trained roles, and `versions` the present version of each policy, as in `collect`.
     """
     if call.status != "ok" or not call.candidates:
-        return _FAILED.get(call.status, "failed_call")
+        return _REASON_OF_STATUS.get(call.status, "failed_call")
     if roles is not None and call.role not in roles:
         return "untrained_role"
     if call.policy is None:
@@ -285,11 +330,15 @@ def _call_reason(
 
 
 def _replay_reason(
-    episode: Episode, call: CallRecord, trunk_calls: Mapping[str, str], continuations: bool
+    episode: Episode, call: CallRecord, trunk_calls: Mapping[str, str], trains_branches: bool
 ) -> str | None:
+    """The reason to leave out a call under a replay plan, or None.
+
+    Samples come from branches only: from the call at the fork, and if `trains_branches` from later calls.
+    """
     if episode.fork is None:
         return "trunk"
-    return None if continuations or call.id in trunk_calls else "not_forked"
+    return None if trains_branches or call.id in trunk_calls else "not_forked"
 
 
 def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> str | None:
@@ -323,9 +372,13 @@ def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) ->
 
 
 def _reward_reason(sample: Sample, call: CallRecord, plan: PlanKind) -> str | None:
-    own = sample.rewards
-    outcome = sample.outcome
-    if not own and (plan == "tree" or not (outcome or sample.failure is not None)):
+    """The reason to leave out a sample because of its rewards, or None.
+
+    Under a tree plan it needs a reward of its own; under other plans the episode's outcome or failure is enough.
+    """
+    has_outcome = bool(sample.outcome) or sample.failure is not None
+    if not sample.rewards and (plan == "tree" or not has_outcome):
         return "scorer_failed" if call.error else "missing_reward"
-    finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
+    values = (*sample.rewards.values(), *sample.outcome.values())
+    finite = all(math.isfinite(value) for value in values)
     return None if finite else "non_finite_reward"

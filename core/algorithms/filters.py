@@ -133,7 +133,7 @@ def _outside_share(groups: Sequence[Group], stats: Spread, filters: Filters, can
     return outside
 
 
-def align(samples: Sequence[Sample], most: int) -> list[int]:
+def align_call_counts(samples: Sequence[Sample], most: int) -> list[int]:
     """Choose samples so that every episode of a task trains a role on the same number of calls. Returns the indices of
     the samples, in order, some of them twice or more.
 

@@ -36,7 +36,7 @@ class Preference(NamedTuple):
     advantage: float
 
 
-def preferences(better: Sequence[float], worse: Sequence[float], beta: float) -> list[Preference]:
+def preference_losses(better: Sequence[float], worse: Sequence[float], beta: float) -> list[Preference]:
     """The losses of pairs, from log pi - log pi_0 of the better and the worse answer of each pair, in nats."""
     margins = beta * (np.asarray(better) - np.asarray(worse))
     losses = np.logaddexp(0.0, -margins)  # -log sigmoid(m)

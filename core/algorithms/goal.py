@@ -126,7 +126,7 @@ def goal_of_policies(
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
-    """The chosen answer of a call as a sample, whoever gave it. `worth` adds the task and the outcome."""
+    """The chosen answer of a call as a sample, whoever gave it. `rewards_by_goal` adds the task and the outcome."""
     assert call.chosen is not None
     candidate = call.candidates[call.chosen]
     return Sample(
@@ -146,7 +146,7 @@ def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
     )
 
 
-def worth(played: Sequence[Played], goal: Goal) -> Worth:
+def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     """The rewards of episodes.
 
     Episodes that the infrastructure failed, that were cancelled, or that failed under `on_failure = "exclude"` have no
@@ -154,14 +154,14 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
     rewards up to the end.
     """
     if goal.taught:
-        return _with_taught(worth(played, msgspec.structs.replace(goal, taught=())), goal.taught)
+        return _with_taught(rewards_by_goal(played, msgspec.structs.replace(goal, taught=())), goal.taught)
     if goal.others:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
-        return _together(played, goals, [worth(played, part) for part in goals])
+        return _combine_goals(played, goals, [rewards_by_goal(played, part) for part in goals])
     samples: list[Sample] = []
     for run in played:
         if _has_reward(run.episode, goal):
-            samples += _samples(run, goal)
+            samples += _samples_of_episode(run, goal)
     step = goal.method.step(samples)
     rewards = _rewards_by_role(step, goal)
 
@@ -192,7 +192,7 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         by_role=[rewards.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
-        opposed=_opposed(sound, dict.fromkeys(_names(sound), goal.method), _components(played)),
+        opposed=_opposed_roles(sound, dict.fromkeys(_names(sound), goal.method), _components(played)),
     )
 
 
@@ -206,7 +206,7 @@ def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
     return msgspec.structs.replace(of_others, by_role=by_role)
 
 
-def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
+def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
     """The worth of episodes whose roles have different goals. `parts` has the worth for each goal."""
     by_role: list[dict[str, float]] = []
     failed: list[bool] = []
@@ -225,7 +225,7 @@ def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[W
     opposed = tuple(role for part in parts for role in part.opposed)
     if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
         methods = {role: goal.method for goal in goals for role in goal.roles or ()}
-        opposed = _opposed(sound, methods, _components(played))
+        opposed = _opposed_roles(sound, methods, _components(played))
     return Worth(
         reward=[fmean(rewards.values()) if rewards else None for rewards in by_role],
         by_role=by_role,
@@ -257,7 +257,7 @@ def _has_reward(episode: Episode, goal: Goal) -> bool:
     return episode.status == "ok" or (episode.is_outcome and goal.on_failure != "exclude")
 
 
-def _samples(played: Played, goal: Goal) -> list[Sample]:
+def _samples_of_episode(played: Played, goal: Goal) -> list[Sample]:
     """The samples of an episode with its task and outcome. An episode without an answered call has one sample, for its
     outcome."""
     episode = played.episode
@@ -291,7 +291,7 @@ def _components(played: Sequence[Played]) -> list[str]:
     return sorted(set().union(*(run.outcome for run in played)))
 
 
-def _opposed(
+def _opposed_roles(
     sound: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
 ) -> tuple[str, ...]:
     """The roles whose rewards always add up to the same number, although each weighs the outcome differently.

@@ -78,7 +78,7 @@ def unknown_names(
     notes on rewards that no episode had. For the arguments see `learns_from`; `roles` are all roles."""
     errors: list[ConfigError] = []
     notes: list[str] = []
-    for setting, name, known in _unknown(recipe, set().union(*own.values()), outcome, roles):
+    for setting, name, known in _unknown_settings(recipe, set().union(*own.values()), outcome, roles):
         near = did_you_mean(near_names(name, known))
         seen = ", ".join(known)
         # A user names weights; all other names come with the recipe, and the application has to follow them.
@@ -103,7 +103,7 @@ def unknown_names(
     return errors, notes
 
 
-def _unknown(
+def _unknown_settings(
     recipe: Method, scored: Collection[str], outcome: Collection[str], roles: Collection[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
     """The names in a method's settings that do not exist, as (setting, name, existing names).

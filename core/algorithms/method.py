@@ -79,7 +79,8 @@ class Method:
             )
         changed = self.replaced(plan=plan)
         if plan != "independent" and not self.takes_rewards:  # nothing is compared
-            changed.group_by, changed.attribution = PROMPT_KEY, Attribution()
+            changed.group_by = PROMPT_KEY
+            changed.attribution = Attribution()
         elif plan != "tree" and self.plan == "tree":
             # Outside a tree each candidate has a separate episode, so the outcomes of candidates can differ.
             changed.attribution = msgspec.structs.replace(self.attribution, outcome=True)
@@ -173,7 +174,8 @@ class Unread(Method):
     unread = True
 
     def __init__(self, name: str, plan: PlanKind) -> None:
-        self.name, self.plan = name, plan
+        self.name = name
+        self.plan = plan
         self.group_by = ("task", "role") if plan == "independent" else PROMPT_KEY
         self.attribution = Attribution(outcome=plan != "tree", absent=0.0)
         # A token_loss, so that no sample is left out because its advantage is zero.

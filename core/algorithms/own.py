@@ -13,7 +13,7 @@ from cotune.algorithms.method import Method
 from cotune.algorithms.samples import Floats
 from cotune.algorithms.step import Step
 from cotune.errors import ConfigError, CotuneError, GroupError, error_text
-from cotune.runtime.user_code import origin
+from cotune.runtime.user_code import error_origin
 from cotune.user_objects import load_object, takes
 
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -37,13 +37,13 @@ def own_function(setting: str, spec: str) -> Callable[..., Any]:
 
 def rewards_of(method: Method, step: Step) -> Floats:
     """[n] `method.rewards(step)`. Raises GroupError if a user's method fails, with its file and line."""
-    return _array(method, method.rewards, step)
+    return _checked_array(method, method.rewards, step)
 
 
 def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
     """[n] `method.advantages(step, rewards)`. Raises GroupError if a user's method fails, with its file and line, and
     for advantages that are not finite numbers."""
-    advantages = _array(method, method.advantages, step, rewards.copy())
+    advantages = _checked_array(method, method.advantages, step, rewards.copy())
     for group in step.groups:
         if not np.isfinite(advantages[group]).all():
             raise GroupError(
@@ -54,7 +54,7 @@ def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
     return advantages
 
 
-def _array(method: Method, function: Callable[..., Any], step: Step, *more: Floats) -> Floats:
+def _checked_array(method: Method, function: Callable[..., Any], step: Step, *more: Floats) -> Floats:
     """The array that `rewards` or `advantages` of a method return for a step, [n].
 
     For a method of the user, errors and arrays of the wrong shape become GroupError, with the place in the user's code.
@@ -67,7 +67,7 @@ def _array(method: Method, function: Callable[..., Any], step: Step, *more: Floa
     except CotuneError:
         raise
     except Exception as error:
-        text = f"{name} of {method.name} raised {error_text(error)}{origin(error)}."
+        text = f"{name} of {method.name} raised {error_text(error)}{error_origin(error)}."
         raise GroupError(text, "Correct the method.") from error
     if values.shape != (len(step.samples),):
         raise GroupError(

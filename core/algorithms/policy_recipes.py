@@ -123,7 +123,7 @@ def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
     for _, recipe, indices in recipes.split(collected.samples):
         samples = [collected.samples[i] for i in indices]
         # Answers of other calls help to compute the rewards. They come last, and are cut off again.
-        around = _around(collected.samples, samples, recipe, collected.others)
+        around = _answers_around(collected.samples, samples, recipe, collected.others)
         rewards[indices] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
     return rewards
 
@@ -147,14 +147,14 @@ def prepare_each(
         # Empty parts are skipped, except the run's: a step without any sample still needs one result.
         if not of_recipe and part:
             continue
-        around = _around(samples, of_recipe, recipe, others)
+        around = _answers_around(samples, of_recipe, recipe, others)
         prepared = prepare(of_recipe, recipe, state, context=context, others=around, part=part)
         parts.append(prepared)
         state = prepared.state
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return parts[0] if len(parts) == 1 else _join_parts(parts)
 
 
-def _joined(parts: Sequence[Prepared]) -> Prepared:
+def _join_parts(parts: Sequence[Prepared]) -> Prepared:
     """The parts of a step as one."""
     samples: list[Sample] = []
     trained: list[Sample] = []
@@ -192,7 +192,7 @@ def _joined(parts: Sequence[Prepared]) -> Prepared:
     )
 
 
-def _around(
+def _answers_around(
     samples: Sequence[Sample], of_recipe: Sequence[Sample], recipe: Method, others: Sequence[Sample]
 ) -> Sequence[Sample]:
     """The chosen answers of other calls in the same episodes, if the recipe adds their rewards to its samples'."""

@@ -20,10 +20,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cotune.algorithms.attribution import overlong
+from cotune.algorithms.attribution import overlong_penalties
 from cotune.algorithms.collect import Collected, temperature
 from cotune.algorithms.comparing import Spread, spread, units
-from cotune.algorithms.filters import align, group_reasons, low_entropy, sample_reason, tied
+from cotune.algorithms.filters import align_call_counts, group_reasons, low_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import advantages_of, rewards_of
@@ -121,7 +121,7 @@ def prepare(
     step = recipe.step(every, state, part)
     all_rewards = rewards_of(recipe, step)
     rewards = all_rewards[: len(samples)]
-    shown = _shown(samples, every, rewards)
+    shown = _known_rewards(samples, every, rewards)
     _require_small(samples, rewards)
     has_reward = ~np.isnan(rewards) & ~step.unknown[: len(samples)]
     if not recipe.takes_rewards:  # a teacher, or the policy itself, scores these samples
@@ -138,10 +138,10 @@ def prepare(
     continuing = [sample for sample in usable if sample.continues]
     built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
     left_out.update(built.left_out)
-    warnings = list(_missing(samples, has_reward))
+    warnings = list(_missing_reward_warnings(samples, has_reward))
     if recipe.takes_rewards:
-        warnings += _lacking(step)
-    warnings += _alone(recipe, left_out["group_of_one"], len(usable) - len(continuing))
+        warnings += _lacking_component_warnings(step)
+    warnings += _lone_candidates_warning(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
     # Whole groups are filtered before the advantages are computed.
     index_of = {sample.id: i for i, sample in enumerate(samples)}
@@ -175,7 +175,7 @@ def prepare(
 
     # Alignment repeats some samples and leaves others out.
     if filters.align_to is not None:
-        aligned = align([row.sample for row in rows], filters.align_to)
+        aligned = align_call_counts([row.sample for row in rows], filters.align_to)
         for i in set(range(len(rows))).difference(aligned):
             rows[i].reason = "beyond_alignment"
         rows = [rows[i] for i in aligned]
@@ -197,7 +197,7 @@ def prepare(
         roles=_role_stats(samples, shown, built.groups, stats, trained, recipe.attribution, context.task_weights),
         reward=mean_over_tasks(means_by_task(samples, shown), context.task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
-        reached=_reached(samples, has_reward, ties, built.groups, stats.flat),
+        reached=_last_stages(samples, has_reward, ties, built.groups, stats.flat),
         warnings=tuple(warnings),
         state=step.state,
     )
@@ -300,7 +300,7 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
         )
 
 
-def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
+def _missing_reward_warnings(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
     """A warning for each role without a single usable reward: its set-up is wrong, as this is not chance."""
     rewarded = {samples[i].role for i in np.flatnonzero(has_reward)}
     for role in sorted({sample.role for sample in samples} - rewarded):
@@ -312,7 +312,7 @@ def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
         )
 
 
-def _reached(
+def _last_stages(
     samples: Sequence[Sample], has_reward: Bools, ties: Bools, groups: Sequence[Group], flat: Bools
 ) -> dict[str, Reached]:
     """The last stage that samples of each policy reached.
@@ -333,7 +333,7 @@ def _reached(
     return reached
 
 
-def _lacking(step: Step) -> Iterable[str]:
+def _lacking_component_warnings(step: Step) -> Iterable[str]:
     """A warning for each component that samples lack and other samples of their group have."""
     for role, name in sorted(step.lacking):
         yield (
@@ -342,7 +342,7 @@ def _lacking(step: Step) -> Iterable[str]:
         )
 
 
-def _alone(recipe: Method, alone: int, total: int) -> Iterable[str]:
+def _lone_candidates_warning(recipe: Method, alone: int, total: int) -> Iterable[str]:
     """A warning if some of `total` candidates are alone in their group. Raises GroupError if the plan cannot work."""
     if not alone:
         return
@@ -360,7 +360,7 @@ def group_spread(groups: Sequence[Group], rewards: Sequence[Floats], recipe: Met
     return spread(units(members, values, np.repeat(np.arange(len(groups)), sizes), recipe.unit), len(groups))
 
 
-def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
+def _known_rewards(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
     """`rewards` [n] without unknown ones: if no episode ended well, `lowest` gives no reward for a failure."""
     if any(sample.failure is None for sample in every):
         return rewards
@@ -392,7 +392,7 @@ def _role_stats(
             for member in group.samples:
                 groups_of_role.setdefault(member.role, set()).add(number)
     trained_of_role = Counter(sample.role for sample in trained)
-    loses_by_length = overlong(samples, attribution) > 0
+    loses_by_length = overlong_penalties(samples, attribution) > 0
     deviation = np.sqrt(stats.variance)
 
     result: dict[str, RoleStats] = {}

@@ -39,7 +39,7 @@ def _require(holds: bool, field: str, value: object, fault: str, remedy: str = "
         raise ConfigError(field, value, fault, remedy)
 
 
-def _shares(settings: object, *names: str) -> None:
+def _check_shares(settings: object, *names: str) -> None:
     """Raise ConfigError for a field that is not between 0 and 1."""
     for name in names:
         value = getattr(settings, name)
@@ -207,7 +207,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings outside their bounds, and for settings that need another that is not set."""
-        _shares(self, "clip_low", "gae_gamma", "gae_lambda")
+        _check_shares(self, "clip_low", "gae_gamma", "gae_lambda")
         check_bounds(self, "clip_high", "kl", least=0)
         check_bounds(self, "critic_lr", "tis_cap")
         check_bounds(self, "constant_length", least=1)

@@ -42,8 +42,8 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
     if not bounds:
         return None
     # An episode that fails without any answer has only this reward.
-    failure = _failure(goal)
-    return _hull(bounds if failure is None else [*bounds, (failure, failure)])
+    failure = _failure_bound(goal)
+    return _enclosing_bounds(bounds if failure is None else [*bounds, (failure, failure)])
 
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
@@ -76,13 +76,13 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
     outcome = _bounds_of_sum(outcomes, role, how, None, outcome=True)
     if outcome is None:
         return None
-    failure = _failure(goal)
+    failure = _failure_bound(goal)
     if failure is not None:
-        outcome = _hull([outcome, (failure, failure)])
+        outcome = _enclosing_bounds([outcome, (failure, failure)])
     return own[0] + outcome[0], own[1] + outcome[1]
 
 
-def _failure(goal: Goal) -> float | None:
+def _failure_bound(goal: Goal) -> float | None:
     """The maximum outcome of a failed episode; None if outcomes or failed episodes do not count. "lowest" is at most 0,
     and at least the lowest outcome of the other episodes."""
     if goal.on_failure == "exclude" or not goal.attribution.outcome:
@@ -120,7 +120,7 @@ def _bounds_of_sum(
     return low, high
 
 
-def _hull(bounds: Iterable[Bounds]) -> Bounds:
+def _enclosing_bounds(bounds: Iterable[Bounds]) -> Bounds:
     """The narrowest bounds that contain all of these."""
     lows, highs = zip(*bounds, strict=True)
     return min(lows), max(highs)

@@ -59,7 +59,7 @@ def regroup(
 ) -> Regrouped:
     """Group and weigh recorded episodes as in training step `step`. `roles` is the result of `trained_roles`."""
 
-    def of(role: str) -> Method:
+    def recipe_of_role(role: str) -> Method:
         return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
 
     collected = collect(
@@ -68,7 +68,7 @@ def regroup(
         plan=chosen.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
-        method_of=of,
+        method_of=recipe_of_role,
     )
     samples = collected.samples
     left_out = Counter(collected.left_out)
@@ -143,7 +143,7 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     configuration.
     """
 
-    def resolved(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
+    def resolve_recipe(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
         """A recipe with changed settings, for the run or for one `policy`.
 
         Errors name the field as the user wrote it: in [rewards] or [loss], or in the table of the policy.
@@ -154,16 +154,16 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
             method = recipe(name, plan=plan, **settings)
         except ConfigError as error:
             # The recipe reports its own attribute. Name it as a field of a table in the configuration.
-            table, of = ("policy.", f"of policy {policy} ") if policy else ("", "")
+            table, owner = ("policy.", f"of policy {policy} ") if policy else ("", "")
             # No table sets the faulty field: the recipe itself does not fit the plan of the run.
             if policy and error.field not in settings:
-                fault = f"{of}cannot be used here: {error.field} = {error.value!r} {error.fault}"
+                fault = f"{owner}cannot be used here: {error.field} = {error.value!r} {error.fault}"
                 remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
                 raise ConfigError("policy.recipe", name, fault, remedy) from None
             if error.field not in settings:
                 raise
             field = f"{table}{dotted_name(error.field)}"
-            raise ConfigError(field, error.value, f"{of}{error.fault}", error.remedy) from None
+            raise ConfigError(field, error.value, f"{owner}{error.fault}", error.remedy) from None
         kl_to = method.loss.kl_to
         if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
             # Teachers are opened, and runs are shown, from the configuration alone, without loading the class.
@@ -178,9 +178,9 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     for policy in config.policy:
         name, settings = _recipe_settings(config, policy)
         if policy.recipe or changed_settings(policy.rewards, policy.loss):
-            own[policy.name] = resolved(name or usual, settings, policy.name)
+            own[policy.name] = resolve_recipe(name or usual, settings, policy.name)
         roles |= dict.fromkeys(policy.roles, policy.name)
-    return Recipes(run=resolved(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
+    return Recipes(run=resolve_recipe(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
 
 
 def _recipe_settings(config: TrainConfig, policy_table: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:

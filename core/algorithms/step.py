@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cotune.algorithms.attribution import Weighed, over_roles, reward_to_go, weigh
+from cotune.algorithms.attribution import Weighed, over_roles, reward_to_go, weigh_rewards
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
 
@@ -106,7 +106,7 @@ class Step:
         """Weighted rewards of all samples, computed once for each combination of sources."""
         arguments = own, outcome, later_turns
         if arguments not in self._weighed:
-            weighed = weigh(
+            weighed = weigh_rewards(
                 self.samples, self._attribution, self._key, own=own, outcome=outcome, later_turns=later_turns
             )
             self._weighed[arguments] = weighed

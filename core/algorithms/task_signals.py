@@ -57,10 +57,10 @@ class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
 def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
     """The groups of two or more rewards that the first term of each policy's recipe compares, in order of first
     appearance by recipe."""
-    return _signals(collected, recipes, attributed_each(collected, recipes))
+    return _signals_of_rewards(collected, recipes, attributed_each(collected, recipes))
 
 
-def _signals(collected: Collected, recipes: Recipes, rewards: Floats) -> list[GroupSignal]:
+def _signals_of_rewards(collected: Collected, recipes: Recipes, rewards: Floats) -> list[GroupSignal]:
     """`group_signals`, with the reward of each sample by its policy's recipe, [n], NaN if it is not known."""
     reward_of: dict[str, float] = {}
     usable: list[Sample] = []
@@ -94,7 +94,7 @@ def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Rec
     pool the step's groups with the earlier facts at half weight."""
     rewards = attributed_each(collected, recipes)
     signals: dict[str, dict[str, list[GroupSignal]]] = {}
-    for signal in _signals(collected, recipes, rewards):
+    for signal in _signals_of_rewards(collected, recipes, rewards):
         for role in sorted(signal.roles):
             signals.setdefault(signal.task, {}).setdefault(role, []).append(signal)
     after = dict(known)
@@ -103,12 +103,12 @@ def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Rec
         now = signals.get(task, {})
         roles: dict[str, RoleFacts] = {}
         for role in sorted({*before, *now}):
-            roles[role] = _pooled(before.get(role), now.get(role, ()))
+            roles[role] = _pool_signals(before.get(role), now.get(role, ()))
         after[task] = TaskFacts(mean, roles)
     return after
 
 
-def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFacts:
+def _pool_signals(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFacts:
     old = RoleFacts(0.0, 0.0) if before is None else RoleFacts(before.rewards * HALF, before.variance)
     new = float(sum(signal.rewards for signal in signals))
     if not new:
@@ -117,7 +117,9 @@ def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFac
     return RoleFacts(old.rewards + new, (old.rewards * old.variance + total) / (old.rewards + new))
 
 
-def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float) -> Floats:
+def task_chances(
+    places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float
+) -> Floats:
     """The chance of each task in a draw, [tasks]: tasks whose rewards are expected to vary are drawn more often.
     `places` has the index of each task in this array, and `known` the rewards so far.
 
@@ -130,7 +132,7 @@ def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Co
     tried_tasks = [name for name in known if name in places]
     shares: list[Floats] = []
     for role in sorted(roles):
-        evidence = [_shown(known[name].roles, role) for name in tried_tasks]
+        evidence = [_rewards_and_variance(known[name].roles, role) for name in tried_tasks]
         average = sum(variance for _, variance in evidence) / max(len(evidence), 1)
         if average <= 0.0:
             continue
@@ -144,7 +146,7 @@ def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Co
     return np.asarray(floor * even + (1.0 - floor) * np.mean(shares, axis=0))
 
 
-def _shown(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
+def _rewards_and_variance(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
     """The number of rewards of a role on a task that was tried, and their variance."""
     if role in roles:
         return roles[role].rewards, roles[role].variance

@@ -22,13 +22,13 @@ def check_own(method: Method) -> None:
     if not method.is_own:
         return
     try:
-        prepare(list(_made_up(method)), method)
+        prepare(list(_invented_step(method)), method)
     except CotuneError as error:
         fault = f"fails on made-up samples: {error.cause.rstrip('.')}"
         raise ConfigError("recipe", method.name, fault, error.remedy) from error
 
 
-def _made_up(method: Method) -> Iterator[Sample]:
+def _invented_step(method: Method) -> Iterator[Sample]:
     """Samples of two tasks with three episodes each, in which two roles act twice, with groups that fit the plan."""
     components = [name.rpartition("/")[2] for name in method.attribution.weights] or ["local"]
     reward = 0.0

@@ -8,9 +8,9 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, prices, printing_aside
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, parse_prices, printing_aside
 from cotune.errors import ConfigError
-from cotune.terminal import agrees, tell, terminal
+from cotune.terminal import ask_yes_no, tell, terminal
 
 if TYPE_CHECKING:
     from cotune.trainer.blame.options import BlameOptions
@@ -57,12 +57,12 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.blame.tasks import tasks_to_analyse
 
     options = BlameOptions(
-        references=tuple(a.reference), without=tuple(a.without), prices=prices(a.price), **fields_of(a)
+        references=tuple(a.reference), without=tuple(a.without), prices=parse_prices(a.price), **fields_of(a)
     )
     read_references(options)
     with printing_aside() if a.json else nullcontext():
         tasks = len(tasks_to_analyse(a.tasks, options).tasks)
-        if not _agreed(planned(tasks, options), options, yes=a.yes):
+        if not _may_begin(planned(tasks, options), options, yes=a.yes):
             tell("nothing is run")
             return 1
         try:
@@ -75,7 +75,7 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
-def _agreed(plan: str, options: BlameOptions, *, yes: bool) -> bool:
+def _may_begin(plan: str, options: BlameOptions, *, yes: bool) -> bool:
     """Whether the runs may begin: with `yes` or a limit, or after an answer at the terminal. Raises ConfigError if
     there is no terminal to ask at."""
     tell(plan)
@@ -84,4 +84,4 @@ def _agreed(plan: str, options: BlameOptions, *, yes: bool) -> bool:
     remedy = "Name a limit, --max-calls or --max-cost, or agree with --yes."
     if not sys.stdin.isatty():
         raise ConfigError("max_calls", None, "is missing, and there is no terminal to ask at", remedy)
-    return agrees("Go on? [y/N] ", unsaid=False)
+    return ask_yes_no("Go on? [y/N] ", default=False)

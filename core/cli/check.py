@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, printing_aside, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, parse_settings, printing_aside
 from cotune.storage.whole_file import whole_file
 from cotune.terminal import progress, terminal
 
@@ -60,7 +60,7 @@ def run(a: argparse.Namespace) -> int:
 
     # A check needs no model, but a configuration does. For the name `none`, no model is looked for.
     model = read_toml(a.config).get("model", "none")
-    config = load_config(a.config, {"model": model, **fields_of(a), **settings(a.set)})
+    config = load_config(a.config, {"model": model, **fields_of(a), **parse_settings(a.set)})
     with printing_aside() if a.json else nullcontext(), progress() as say:
         report = check(
             a.workflow,

@@ -63,20 +63,20 @@ class Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = text.splitlines()
-        return "\n".join(line if line.startswith(" ") else filled(line, width) for line in lines)
+        return "\n".join(line if line.startswith(" ") else wrap_paragraph(line, width) for line in lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return filled(" ".join(text.split()), width).splitlines()
+        return wrap_paragraph(" ".join(text.split()), width).splitlines()
 
 
-def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
+def wrap_paragraph(text: str, width: int, first: str = "", rest: str = "") -> str:
     """A paragraph, wrapped. The first line begins with `first`, the others with `rest`. Paths and flags stay whole."""
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
     )
 
 
-def described(text: str, example: str) -> dict[str, Any]:
+def parser_texts(text: str, example: str) -> dict[str, Any]:
     """Arguments for a command's parser: one line of help, and an example that `--help` shows."""
     return {"description": f"{text}.\n\nExample:\n  {example}", "formatter_class": Formatter}
 
@@ -141,11 +141,11 @@ def add_prompts(command: Any, default: str) -> None:
     command.add_argument("--any-prompts", action="store_true", help=text)
 
 
-def moved(texts: Sequence[str]) -> str | dict[str, str] | None:
+def parse_moved_models(texts: Sequence[str]) -> str | dict[str, str] | None:
     """The values of `--model`: the new path of the only base model, or new paths by old paths. Raises ConfigError."""
     if len(texts) == 1 and "=" not in texts[0]:
         return texts[0]
-    return pairs("--model", texts, "OLD=NEW", "For example: --model Qwen3-1.7B=models/qwen") or None
+    return parse_pairs("--model", texts, "OLD=NEW", "For example: --model Qwen3-1.7B=models/qwen") or None
 
 
 def add_address(command: Any, port: int) -> None:
@@ -178,11 +178,11 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
     from cotune.config.train import TrainConfig
 
     for name in names:
-        kind, default, text = _field(table or TrainConfig, name)
+        kind, default, text = _field_facts(table or TrainConfig, name)
         if name in texts:
             text = texts[name]
         else:
-            text = (text or _field(TrainConfig, name)[2]).rstrip(".")
+            text = (text or _field_facts(TrainConfig, name)[2]).rstrip(".")
             if not text[1:2].isupper():  # an acronym stays as it is
                 text = f"{text[:1].lower()}{text[1:]}"
             if default is not False and default not in (None, "", (), msgspec.NODEFAULT):
@@ -214,24 +214,24 @@ def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, An
     }
 
 
-def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
+def _field_facts(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
     """Type, default and documentation of a field by its dotted name."""
     first, _, further = name.partition(".")
     field = next(field for field in msgspec.structs.fields(table) if field.name == first)
     if further:
-        return _field(field.type, further)
-    return field.type, field.default, documentation(table).get(first, "")
+        return _field_facts(field.type, further)
+    return field.type, field.default, field_documentation(table).get(first, "")
 
 
 @cache
-def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
+def field_documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
     """The text below each field of a class, on one line, by the name of the field."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
     assert isinstance(definition, ast.ClassDef)
     texts: dict[str, str] = {}
     for base in table.__bases__:
         if base is not msgspec.Struct:
-            texts.update(documentation(base))
+            texts.update(field_documentation(base))
     for line, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             texts[ast.unparse(line.target)] = " ".join(str(below.value.value).split())
@@ -280,7 +280,7 @@ def tell_left_out(left_out: Mapping[str, int]) -> None:
         tell("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))
 
 
-def pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
+def parse_pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
     """The values of a repeatable flag by name. If a name is repeated, its last value counts. Raises ConfigError."""
     values = {}
     for text in texts:
@@ -291,11 +291,11 @@ def pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str =
     return values
 
 
-def prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
+def parse_prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
     """The values of `--price MODEL=PROMPT/COMPLETION`. Raises ConfigError."""
     form = "MODEL=PROMPT/COMPLETION, in money per million tokens"
     values: dict[str, tuple[float, float]] = {}
-    for name, text in pairs("--price", texts, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
+    for name, text in parse_pairs("--price", texts, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
         prompt, slash, completion = text.partition("/")
         try:
             values[name] = (float(prompt), float(completion if slash else prompt))
@@ -304,10 +304,10 @@ def prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
     return values
 
 
-def settings(texts: Sequence[str]) -> dict[str, Any]:
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """The values of `--set FIELD=VALUE`, read as TOML, or as text if they are not TOML. Raises ConfigError."""
     values: dict[str, Any] = {}
-    for name, text in pairs("--set", texts, "FIELD=VALUE", "For example: --set lora.rank=8").items():
+    for name, text in parse_pairs("--set", texts, "FIELD=VALUE", "For example: --set lora.rank=8").items():
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_fields, add_repeated, fields_of, settings
+from cotune.cli.command import Parser, add_fields, add_repeated, fields_of, parse_settings
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_config
 from cotune.terminal import progress, tell, terminal
@@ -50,7 +50,7 @@ def run(a: argparse.Namespace) -> int:
     """
     from cotune.trainer.config.load import load_config
 
-    flags = {**fields_of(a), **settings(a.set)}
+    flags = {**fields_of(a), **parse_settings(a.set)}
     config = load_config(a.config, flags) if a.config or a.model else None
     if a.run is not None:
         config = load_config(None, {**read_config(a.run), **flags})

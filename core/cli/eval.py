@@ -15,8 +15,8 @@ from cotune.cli.command import (
     add_trust_folder,
     add_use,
     fields_of,
-    moved,
-    prices,
+    parse_moved_models,
+    parse_prices,
 )
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
@@ -56,7 +56,7 @@ def arguments(command: Parser) -> None:
     )
     command.add_argument(
         "--temperature",
-        type=_temperature,
+        type=_parse_temperature,
         metavar="N|app",
         help="sampling temperature of all modes except today, or app: as the application asks (default: app if today "
         "is one of the modes, otherwise 1)",
@@ -69,7 +69,7 @@ def arguments(command: Parser) -> None:
     add_trust_folder(command, "RUN")
 
 
-def _temperature(text: str) -> float | Literal["app"]:
+def _parse_temperature(text: str) -> float | Literal["app"]:
     return "app" if text == "app" else float(text)
 
 
@@ -102,8 +102,8 @@ def run(a: argparse.Namespace) -> int:
         "bases": tuple(a.base),
         "against": a.against,
         "temperature": a.temperature,
-        "prices": prices(a.price),
-        "model": moved(a.model),
+        "prices": parse_prices(a.price),
+        "model": parse_moved_models(a.model),
         **fields_of(a),
     }
     if a.pairs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_moved, add_prompts, add_use, moved
+from cotune.cli.command import Parser, add_moved, add_prompts, add_use, parse_moved_models
 from cotune.errors import ConfigError
 from cotune.terminal import tell
 
@@ -77,7 +77,13 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.evaluation.sources import split_assignments
     from cotune.trainer.export import export
 
-    form = {"step": a.step, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
+    form = {
+        "step": a.step,
+        "merge": a.merge,
+        "gguf": a.gguf,
+        "evaluation": a.evaluation,
+        "model": parse_moved_models(a.model),
+    }
     form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
     source = split_assignments(a.use, "--use") if a.use else a.run
     export(source, a.out, push=a.push, private=a.private, say=tell, **form)

@@ -13,16 +13,16 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from cotune.cli.command import Formatter, Parser, described, filled, width
+from cotune.cli.command import Formatter, Parser, parser_texts, width, wrap_paragraph
 from cotune.cli.removed import REMOVED_COMMANDS, removed_flag
 from cotune.errors import CotuneError, UntrustedFolderError, install_extra
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
-from cotune.runtime.user_code import origin
+from cotune.runtime.user_code import error_origin
 from cotune.storage.whole_file import system_error_message
-from cotune.terminal import LogFormat, agrees, harmless, suggest, tell
+from cotune.terminal import LogFormat, ask_yes_no, harmless, suggest, tell
 
 COMMANDS = {
     "Start": {
@@ -72,7 +72,7 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for group, commands in COMMANDS.items():
         lists.append(f"{group}:")
         for name, text in commands.items():
-            lists.append(filled(text, width(), first=f"  {name:<9}", rest=" " * 11))
+            lists.append(wrap_paragraph(text, width(), first=f"  {name:<9}", rest=" " * 11))
     top = argparse.ArgumentParser(
         "cotune",
         allow_abbrev=False,
@@ -83,17 +83,17 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
     top.add_argument("--version", action="version", version=f"cotune {version('cotune')}")
-    below = top.add_subparsers(
+    subcommands = top.add_subparsers(
         prog="cotune", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, parser_class=Parser
     )
     for commands in COMMANDS.values():
         for name, text in commands.items():
             if line is not None and name not in line:
-                below.add_parser(name)
+                subcommands.add_parser(name)
                 continue
             folder = "cotune.cli.servers" if name in _SERVERS else "cotune.cli"
             module = import_module(f"{folder}.{name}")
-            command = below.add_parser(name, **described(text, module.EXAMPLE))
+            command = subcommands.add_parser(name, **parser_texts(text, module.EXAMPLE))
             extra = getattr(module, "EXTRA", None)
             extra_for = getattr(module, "EXTRA_FOR", None)
             command.set_defaults(run_command=module.run, extra=extra, extra_for=extra_for)
@@ -165,20 +165,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:
-        return _failed(arguments, f"the application called sys.exit({error.code!r}){origin(error)}.")
+        return _print_failure(arguments, f"the application called sys.exit({error.code!r}){error_origin(error)}.")
     except CotuneError as error:
-        return _failed(arguments, str(error))
+        return _print_failure(arguments, str(error))
     except OSError as error:
-        return _failed(arguments, system_error_message(error))
+        return _print_failure(arguments, system_error_message(error))
     except ModuleNotFoundError as error:
         if arguments.extra is None:
             raise
-        return _failed(arguments, f"{error.msg}. {install_extra(arguments.extra)}")
+        return _print_failure(arguments, f"{error.msg}. {install_extra(arguments.extra)}")
 
 
 def _run_trusted(arguments: argparse.Namespace) -> int:
     """Run the command. If it would use code or addresses from a folder that this user did not write, continue only if
     the user trusts the folder: with --trust-folder, or by an answer at the terminal."""
+    # Each answer at the terminal trusts one folder, and the command is run again: it may use a second folder.
     while True:
         try:
             status: int = arguments.run_command(arguments)
@@ -188,17 +189,17 @@ def _run_trusted(arguments: argparse.Namespace) -> int:
                 if not sys.stdin.isatty():
                     raise
                 tell(f"{error.folder} was not written by you on this machine. It chooses code or addresses:")
-                for name, value in error.taken.items():
+                for name, value in error.used_orders.items():
                     tell(f"  {name}: {value}")
-                if not agrees("Trust it? [y/N] ", unsaid=False):
+                if not ask_yes_no("Trust it? [y/N] ", default=False):
                     tell("nothing is run")
                     return 1
-            from cotune.storage.run_code import remember
+            from cotune.storage.run_code import remember_orders
 
-            remember(error.orders)
+            remember_orders(error.orders)
 
 
-def _failed(arguments: argparse.Namespace, message: str) -> int:
+def _print_failure(arguments: argparse.Namespace, message: str) -> int:
     if arguments.verbose:
         logging.getLogger("cotune").exception("failed")
     print(f"cotune {arguments.command}: {harmless(message)}", file=sys.stderr)

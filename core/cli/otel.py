@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import RECORDS, Parser, add_repeated, described, pairs, tell_left_out
+from cotune.cli.command import RECORDS, Parser, add_repeated, parse_pairs, parser_texts, tell_left_out
 from cotune.tables import plural
 from cotune.terminal import tell
 
@@ -16,7 +16,7 @@ def arguments(command: Parser) -> None:
     forms = command.add_subparsers(dest="subcommand", required=True, metavar="export | import")
     text = "Write OTLP/JSON, or send OTLP over HTTP; message content and token ids only if asked for"
     example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
-    form = forms.add_parser("export", help=text, **described(text, example))
+    form = forms.add_parser("export", help=text, **parser_texts(text, example))
     form.add_argument("run", metavar="RUN", help=RECORDS)
     target = form.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", metavar="FILE", help="file to write, one line per episode")
@@ -28,7 +28,7 @@ def arguments(command: Parser) -> None:
 
     text = "Read traces in OTLP/JSON as records, to show, score and fine-tune on"
     form = forms.add_parser(
-        "import", help=text, **described(text, "cotune otel import traces.jsonl --out runs/imported")
+        "import", help=text, **parser_texts(text, "cotune otel import traces.jsonl --out runs/imported")
     )
     text = "OTLP/JSON, as the file exporter of an OpenTelemetry collector writes it, or a page of Phoenix's API"
     form.add_argument("files", nargs="+", metavar="FILE", help=text)
@@ -50,7 +50,7 @@ def _export(a: argparse.Namespace) -> int:
         if a.out:
             exported = export_file(store, a.out, episode=a.episode, detail=detail)
         else:
-            exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
+            exporter = otlp_exporter(a.endpoint, parse_pairs("--header", a.header))
             exported = export_to(store, exporter, episode=a.episode, detail=detail)
             exporter.shutdown()
     spans = plural(exported.spans, "span")

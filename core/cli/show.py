@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cotune.cli.command import Parser, add_repeated, prices
+from cotune.cli.command import Parser, add_repeated, parse_prices
 from cotune.cli.servers.view import PRICE, RUNS
 from cotune.errors import ConfigError
 from cotune.storage.episode_filters import EpisodeFilters
@@ -123,7 +123,7 @@ def _write_page(a: argparse.Namespace) -> None:
 
     if flag := _first_flag(a, ("explain", "full", "json", *_FILTERS)):
         raise ConfigError(flag, None, "cannot be used with --html", "The page shows the whole run.")
-    write_report(a.run, a.html, prices(a.price))
+    write_report(a.run, a.html, parse_prices(a.price))
     tell(f"wrote {a.html}, {a.html.stat().st_size / 1024:,.0f} KB: it opens in any browser, without a network")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, parse_settings
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
@@ -55,9 +55,9 @@ def run(a: argparse.Namespace) -> int:
     stopped.
     """
     if a.explain:
-        from cotune.trainer.reporting.columns import explained
+        from cotune.trainer.reporting.columns import explain_columns
 
-        terminal().print(*explained(), sep="\n")
+        terminal().print(*explain_columns(), sep="\n")
         return 0
     if a.resume or a.workflow:
         tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
@@ -66,7 +66,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.config.load import load_config, read_toml
     from cotune.trainer.train import resume, train
 
-    fields = {**fields_of(a), **settings(a.set)}
+    fields = {**fields_of(a), **parse_settings(a.set)}
     if not a.resume and a.workflow is None:
         remedy = "Name one, as in cotune train app:solve --tasks tasks.jsonl, or pass --resume RUN."
         raise ConfigError("workflow", None, "is missing", remedy)

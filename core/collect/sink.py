@@ -13,7 +13,7 @@ from cotune.records.structs import CallRecord, Episode, Message, Record, Segment
 
 Rates = float | Mapping[str, float]
 """The share of episodes to send; or by role, the share of episodes in which its calls are sent, `*` for other roles."""
-HELD = 4 << 20
+MOST_HELD_BYTES = 4 << 20
 """Approximate size of messages that are held back for later calls, in bytes. If there are more, they are sent even if
 no call needs them."""
 
@@ -62,7 +62,7 @@ class CollectorRecords:
 
     def write(self, records: Sequence[Record]) -> None:
         if not self._all:
-            records = self._sampled(records)
+            records = self._apply_rates(records)
         if records:
             self._collector.write(records)
 
@@ -76,18 +76,18 @@ class CollectorRecords:
     def close(self) -> None:
         """Do nothing: the collector's spool has all records."""
 
-    def _keeps(self, role: str) -> bool:
+    def _draws_role(self, role: str) -> bool:
         if role not in self._drawn:
             self._drawn[role] = random.random() < self._rates.get(role, self._rates.get("*", 1.0))
         return self._drawn[role]
 
-    def _sampled(self, records: Sequence[Record]) -> list[Record]:
+    def _apply_rates(self, records: Sequence[Record]) -> list[Record]:
         """The records to send, each after the messages and segments that it needs. An episode that is left out as a
         whole has no records."""
         sampled: list[Record] = []
         with self._lock:
             calls = [record for record in records if isinstance(record, CallRecord)]
-            left_out = [call.id for call in calls if not (self._rates and self._keeps(call.role))]
+            left_out = [call.id for call in calls if not (self._rates and self._draws_role(call.role))]
             self._left_out.update(left_out)
             self._collector.leave_out(len(left_out))
             if not self._rates:
@@ -97,21 +97,21 @@ class CollectorRecords:
                     self._hold(record)
                 elif isinstance(record, CallRecord):
                     if record.id not in self._left_out:
-                        sampled += [*self._take(_needs(record)), *self._path(record.prompt), record]
+                        sampled += [*self._take_held(_needed_ids(record)), *self._take_path(record.prompt), record]
                 elif isinstance(record, Episode):
                     bodies = [*(result.value for result in record.results), record.chance]
-                    sampled += [*self._take(bodies), record]
+                    sampled += [*self._take_held(bodies), record]
                 elif record.target.partition(".")[0] not in self._left_out:
                     sampled.append(record)
-            if self._size > HELD:
-                sampled += self._take(list(self._held))
+            if self._size > MOST_HELD_BYTES:
+                sampled += self._take_held(list(self._held))
         return sampled
 
     def _hold(self, record: Message | Segment) -> None:
         self._held[record.id] = record
         self._size += len(record.packed) if isinstance(record, Segment) else len(repr(record.body))
 
-    def _take(self, names: Iterable[str | None]) -> list[Record]:
+    def _take_held(self, names: Iterable[str | None]) -> list[Record]:
         """Remove these messages and segments from the held ones, and return them."""
         taken: list[Record] = []
         for name in dict.fromkeys(names):
@@ -121,15 +121,15 @@ class CollectorRecords:
             self._size = 0
         return taken
 
-    def _path(self, prompt: str | None) -> list[Record]:
+    def _take_path(self, prompt: str | None) -> list[Record]:
         names = []
         while prompt is not None and isinstance(segment := self._held.get(prompt), Segment):
             names.append(prompt)
             prompt = segment.parent
-        return self._take(names)
+        return self._take_held(names)
 
 
-def _needs(call: CallRecord) -> list[str | None]:
+def _needed_ids(call: CallRecord) -> list[str | None]:
     """The ids of messages that a call refers to."""
     grammar = call.sampling.get("grammar")
     names = [*call.messages, *call.sent, call.tools, call.sent_tools, call.sent_format]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-FORKS, OFF = "forks", "off"
+FORKS = "forks"
+OFF = "off"
 """Values of `blame` that are no reference."""
 
 

@@ -24,8 +24,8 @@ from cotune.records.failure_cause import FailureCause, failure_cause
 from cotune.records.structs import Episode, Task
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
-from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, setting, user_code
-from cotune.sampling.scoring import components, parted
+from cotune.runtime.user_code import Stopped, context_value, error_origin, error_phrase, in_thread, user_code
+from cotune.sampling.scoring import components, split_feedback
 from cotune.user_objects import remedy_of
 
 _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
@@ -115,7 +115,7 @@ async def run_episode(
             with watched(limit, options.timeout):
                 value = await _run(workflow, task, live)
         source = f"The workflow {workflow.name!r}"
-        value, text = parted(value, source)
+        value, text = split_feedback(value, source)
         if live.fatal is not None:
             raise live.fatal
         # A workflow whose rewards come from comparisons may return None.
@@ -125,21 +125,21 @@ async def run_episode(
         this_task = asyncio.current_task()
         # `cancelling` counts cancel() calls from outside, for example by Ctrl-C. Without one, the workflow raised it.
         if this_task is None or not this_task.cancelling():  # the application cancelled itself
-            return _failed(live, _raised(workflow, error))
+            return _end_failed(live, _workflow_error(workflow, error))
         live.interrupted = True
         live.end("cancelled", error="cancelled")
         raise
     except TimeoutError as error:
         if limit.expired():
             live.interrupted = True
-            return _failed(live, _timed_out(workflow, live, options.timeout, error))
-        return _failed(live, _raised(workflow, error))
+            return _end_failed(live, _timed_out(workflow, live, options.timeout, error))
+        return _end_failed(live, _workflow_error(workflow, error))
     except CotuneError as error:
-        return _failed(live, error)
+        return _end_failed(live, error)
     except Exception as error:  # noqa: BLE001
-        return _failed(live, _raised(workflow, error))
+        return _end_failed(live, _workflow_error(workflow, error))
     episode = live.end("ok", rewards=rewards, metrics=metrics, feedback=text)
-    return Outcome(episode, rewards, None, live, _unknown(value))
+    return Outcome(episode, rewards, None, live, _unknown_rewards(value))
 
 
 def _end_now(limit: asyncio.Timeout) -> None:
@@ -171,7 +171,7 @@ def live_episode(
     )
 
 
-def _unknown(value: Any) -> list[str]:
+def _unknown_rewards(value: Any) -> list[str]:
     """Names of the rewards that a workflow returned as None."""
     if not isinstance(value, Mapping):
         return []
@@ -217,14 +217,14 @@ def _is_bool(value: Any) -> bool:
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
     grow_threads(asyncio.get_running_loop())
-    with recording(live), setting(user_code, f"The workflow {workflow.name!r} on task {task.id!r}"):
+    with recording(live), context_value(user_code, f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
-            return await _stoppable(interruptible(workflow.fn(task.input)), live)
+            return await _run_stoppable(interruptible(workflow.fn(task.input)), live)
         value = await in_thread(workflow.fn, task.input)
-        return await _stoppable(interruptible(value), live) if inspect.isawaitable(value) else value
+        return await _run_stoppable(interruptible(value), live) if inspect.isawaitable(value) else value
 
 
-async def _stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
+async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
     """Await the workflow. When cancelled, stop its calls first: a framework may wait for them before it ends."""
     cancellations: list[asyncio.CancelledError] = []
 
@@ -258,7 +258,7 @@ def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, err
     return WorkflowError(f"{cause}.", "Find the slow part, or raise the episode's time-out.")
 
 
-def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
+def _end_failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """End the episode with an error. The caller shows and raises the error, so it is redacted like the record."""
     blamed: FailureCause = "infrastructure" if live.outage else failure_cause(error, live.outages)
     if isinstance(live.fatal, TooManyCalls):  # the application may have raised something else for the refused call
@@ -269,7 +269,7 @@ def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)
 
 
-def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
+def _workflow_error(workflow: Workflow, error: BaseException) -> WorkflowError:
     """The error of an episode whose workflow raised `error`: its text, its place in the user's code, and a remedy.
 
     A text that is known to come from a common mistake (a crew shared by episodes, a cancelled task) gets its own
@@ -278,12 +278,12 @@ def _raised(workflow: Workflow, error: BaseException) -> WorkflowError:
     # The workflow blocked its event loop until its time-out, and was interrupted.
     if isinstance(error.__cause__, Blocked):
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
-    text = str(error) if isinstance(error, Stopped) else phrase(error)
+    text = str(error) if isinstance(error, Stopped) else error_phrase(error)
     remedy = _SHARED if _BUSY.search(text) else remedy_of(text, "Fix the workflow.")
     if isinstance(error.__cause__ if isinstance(error, Stopped) else error, asyncio.CancelledError):
         remedy = _CANCELLED
     if len(text) > _LONGEST:  # some libraries put every prompt and answer into the text of an error
         text = f"{text[: _LONGEST // 2]} ... ({len(text):,} characters)"
-    failed = WorkflowError(f"The workflow {workflow.name!r} raised {text}{origin(error)}.", remedy)
+    failed = WorkflowError(f"The workflow {workflow.name!r} raised {text}{error_origin(error)}.", remedy)
     failed.__cause__ = error
     return failed

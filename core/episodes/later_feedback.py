@@ -13,7 +13,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.redaction import Redaction, Redactor, check_redactor
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import LONGEST_KEY, TARGET, key_target
-from cotune.sampling.scoring import Feedback, components, parted
+from cotune.sampling.scoring import Feedback, components, split_feedback
 
 
 def feedback(
@@ -50,7 +50,7 @@ def feedback(
     if episode and TARGET.fullmatch(episode) is None:
         raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
     source = "The reward of cotune.feedback"
-    value, own_text = parted(reward, source)
+    value, own_text = split_feedback(reward, source)
     named: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         named = value

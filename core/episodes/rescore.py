@@ -16,7 +16,7 @@ from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Record, Task
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 from cotune.sampling.scoring import Scored, score
 from cotune.storage.protocol import Store
 
@@ -70,7 +70,7 @@ class Rescored:
                 self.after[name] = self.after.get(name, 0.0) + value
                 self.have[name] += 1
         with_both = [id for id in new_rewards if old.get(id)]
-        if len(with_both) > 1 and _best(with_both, old) != _best(with_both, new_rewards):
+        if len(with_both) > 1 and _best_ids(with_both, old) != _best_ids(with_both, new_rewards):
             self.others_best += 1
 
 
@@ -93,20 +93,20 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
     rescoring = Rescoring()
     episodes = list(store.episodes())
     # A generator: the calls of a large store are read chunk by chunk.
-    answered = _answered(store, episodes, role, workflow, rescoring)
+    answered = _calls_to_score(store, episodes, role, workflow, rescoring)
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
         groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
-        _take(rescoring, store, groups, scored, workflow.redaction, write=write)
+        _count_and_store(rescoring, store, groups, scored, workflow.redaction, write=write)
     if role is None and workflow.episode_judge is not None:
-        for together in _steps(episodes):
+        for together in _comparable_episodes(episodes):
             outcomes = await outcomes_of(workflow.episode_judge, store, together, redaction=workflow.redaction)
             tasks: dict[str, list[str]] = {}
             for episode in together:
                 if episode.id in outcomes:
                     tasks.setdefault(episode.task.id, []).append(episode.id)
             of_tasks = [(EPISODES, ids) for ids in tasks.values()]
-            _take(rescoring, store, of_tasks, outcomes, workflow.redaction, write=write)
+            _count_and_store(rescoring, store, of_tasks, outcomes, workflow.redaction, write=write)
     return rescoring
 
 
@@ -126,7 +126,7 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
         return dict(zip(targets, scored, strict=True))
 
     work = [score_call(call, task) for call, task in calls if scorable(workflow, call)]
-    with setting(judging, Judging(redaction=workflow.redaction)):
+    with context_value(judging, Judging(redaction=workflow.redaction)):
         results = await asyncio.gather(*work)
     by_target: dict[str, Scored | WorkflowError] = {}
     for of_call in results:
@@ -139,7 +139,7 @@ def scorable(workflow: Workflow, call: CallRecord) -> bool:
     return call.status == "ok" and bool(call.candidates) and call.role in workflow.scorers
 
 
-def _answered(
+def _calls_to_score(
     store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, rescoring: Rescoring
 ) -> Iterator[tuple[CallRecord, Task]]:
     """The calls to score, each with its task: answered calls whose role has a scorer, of `role` only if it is set.
@@ -154,7 +154,7 @@ def _answered(
                 rescoring.without_scorer[call.role] += 1
 
 
-def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
+def _comparable_episodes(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
     """Groups of episodes that are compared with each other: episodes of the same phase and step."""
     steps: dict[tuple[str, int | None], list[Episode]] = {}
     for episode in episodes:
@@ -162,7 +162,7 @@ def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
     yield from steps.values()
 
 
-def _take(
+def _count_and_store(
     rescoring: Rescoring,
     store: Store,
     groups: Iterable[tuple[str, Sequence[str]]],
@@ -184,5 +184,5 @@ def _take(
         store.write(records)
 
 
-def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
+def _best_ids(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
     return max(ids, key=lambda id: sum(rewards[id].values()))

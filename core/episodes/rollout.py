@@ -71,7 +71,7 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
         flow: Workflow = workflow
         answering: Responder | None = responder
         if (replay := batch.replays.get((task.id, number))) is not None:
-            flow, answering = repeating(workflow, replay, responder)
+            flow, answering = repeat_episode(workflow, replay, responder)
         outcome = await run_episode(
             flow,
             task,
@@ -89,7 +89,7 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
     finished = {(episode.task.id, episode.rollout) for episode in batch.done}
     gate = asyncio.Semaphore(batch.concurrency)
 
-    async def gated(task: Task, number: int) -> Episode:
+    async def run_when_free(task: Task, number: int) -> Episode:
         async with gate:
             episode = await run_one(task, number)
         if batch.on_episode:
@@ -99,9 +99,9 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
     try:
         async with asyncio.TaskGroup() as group:
             running = []
-            for task, number in _places(batch):
+            for task, number in _tasks_and_numbers(batch):
                 if (task.id, number) not in finished:
-                    running.append(group.create_task(gated(task, number)))
+                    running.append(group.create_task(run_when_free(task, number)))
     except BaseExceptionGroup as errors:  # for example a framework that is too old, in all episodes
         of_cotune, _ = errors.split(CotuneError)
         raise (of_cotune or errors).exceptions[0] from errors
@@ -110,7 +110,7 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
     return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))
 
 
-def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
+def _tasks_and_numbers(batch: EpisodeBatch) -> list[tuple[Task, int]]:
     """Task and rollout of each episode of the batch."""
     if not batch.replays:
         return [(task, number) for number in range(batch.rollouts) for task in batch.tasks]
@@ -118,17 +118,17 @@ def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
     return [(tasks[task], number) for task, number in batch.replays]
 
 
-def repeating(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
+def repeat_episode(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
     """The workflow and the responder for one episode that repeats another. `others` answers new calls.
 
     If a request of the episode differs from the record, or is missing, the episode fails with ReplayDiverged, even if
     the application swallows the error.
     """
     responder = ReplayResponder(replay, others)
-    return replace(workflow, fn=_checked(workflow.fn, responder, replay)), responder
+    return replace(workflow, fn=_checked_function(workflow.fn, responder, replay)), responder
 
 
-def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
+def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Replay) -> Callable[[Any], Any]:
     """`fn`, the workflow's function, for an episode that repeats another: it checks that the record is followed.
 
     Before `fn` it gives the episode the recorded tool results, clock, uuid and random values up to the fork. After `fn`
@@ -140,9 +140,9 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Repla
         live = current_episode.get()
         assert live is not None
         script, until = replay.script, replay.until  # nothing after the fork is repeated
-        live.tape.give([result for result in script.results if result.started < until])
+        live.tape.set_recorded([result for result in script.results if result.started < until])
         if live.chance is not None:
-            live.chance.give([read for read in script.reads if read.at < until], script.started)
+            live.chance.set_recorded([read for read in script.reads if read.at < until], script.started)
 
     async def finish(value: Awaitable[Any]) -> Any:
         """Await the result of `fn`, then check the episode."""

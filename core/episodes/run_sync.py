@@ -21,7 +21,7 @@ from cotune.runtime.interrupts import interrupts
 from cotune.runtime.process_exit import print_line
 from cotune.runtime.process_state import drop_state_of_loop
 from cotune.runtime.run_context import current_run
-from cotune.runtime.user_code import origin, place, user_code
+from cotune.runtime.user_code import error_origin, thread_place, user_code
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
         except SystemExit as error:
             if main.done():
                 raise
-            log.warning("The application called sys.exit(%r)%s: the run continues.", error.code, origin(error))
+            log.warning("The application called sys.exit(%r)%s: the run continues.", error.code, error_origin(error))
         except RuntimeError as error:
             if main.done() or not str(error).startswith("Event loop stopped"):
                 raise
@@ -92,7 +92,7 @@ def _exits_logged() -> Iterator[None]:
             caller = user_code.get()
             if role != "app":
                 caller = f"{caller}, role {role!r},"
-            where = place(sys._getframe(1))
+            where = thread_place(sys._getframe(1))
             text = f"{caller} called os._exit({status}), which ends the process at once: {where}."
             print_line(f"{text} {current_run.get().go_on}".strip())
         original(status)

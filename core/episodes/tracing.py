@@ -32,7 +32,7 @@ from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, CallStatus, Task
 from cotune.records.tasks import task_of
-from cotune.sampling.scoring import Feedback, components, parted
+from cotune.sampling.scoring import Feedback, components, split_feedback
 from cotune.storage.protocol import Store
 
 _ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
@@ -166,7 +166,7 @@ class Trace:
     def calls(self) -> list[TracedCall]:
         """The calls that have ended so far, in the order of their start."""
         with self._reading() as records:
-            return [_traced(call, records) for call in records.calls(self.id)]
+            return [_traced_call(call, records) for call in records.calls(self.id)]
 
     @property
     def rewards(self) -> Mapping[str, float]:
@@ -194,7 +194,7 @@ class Trace:
         source = "The reward of a trace"
         sink = self._sink
         live = self._episode()
-        value, text = parted(value, source)
+        value, text = split_feedback(value, source)
         rewards: dict[str, Any] = {}
         if isinstance(value, Mapping):
             rewards.update(value)
@@ -328,7 +328,7 @@ _SHARED_FIELDS = (
 """Fields of a record that a traced call has too."""
 
 
-def _traced(call: CallRecord, records: MemoryRecords | Store) -> TracedCall:
+def _traced_call(call: CallRecord, records: MemoryRecords | Store) -> TracedCall:
     """The call with its messages and tools read from `records`."""
     return TracedCall(
         **{name: getattr(call, name) for name in _SHARED_FIELDS},

@@ -18,7 +18,7 @@ from cotune.recording.context import current_episode
 from cotune.recording.hooks import GraphRunner, hooks
 from cotune.recording.redaction import Redaction, Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 from cotune.sampling.scoring import LONGEST, AnyScorer, Bounds, Feedback, GroupScorer, OfGroup, OfOne, Reward, Scorer
 from cotune.user_objects import load_object, takes
 
@@ -318,7 +318,7 @@ def _of_graph(
     async def run(task: Any) -> Any:
         state = await runner(inputs(task) if inputs else task)
         # Calls of the reward function, for example of a judge, are not part of the episode.
-        with setting(current_episode, None):
+        with context_value(current_episode, None):
             outcome = reward(state, task)
             return await outcome if inspect.isawaitable(outcome) else outcome
 

@@ -15,7 +15,7 @@ from cotune.recording.context import Judging, judging
 from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Task
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 from cotune.sampling.scoring import Rewards, Scored, compare
 from cotune.storage.protocol import Store
 
@@ -135,7 +135,7 @@ async def judge_episodes(
     """
     outcomes = await outcomes_of(judge, store, episodes, ask, redaction)
     keep_outcomes(store, outcomes, redaction)
-    return refusals(outcomes, ask)  # raises if judging failed for all episodes
+    return failed_judgements(outcomes, ask)  # raises if judging failed for all episodes
 
 
 def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None = None) -> None:
@@ -146,7 +146,7 @@ def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None 
     store.flush()
 
 
-def refusals(outcomes: Outcomes, ask: AskJudge = ask_judge) -> Mapping[str, int]:
+def failed_judgements(outcomes: Outcomes, ask: AskJudge = ask_judge) -> Mapping[str, int]:
     """The number of episodes whose judging failed, by error. Raises as `judge_episodes` does."""
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkflowError)]
     if errors and len(errors) == len(outcomes) and ask is ask_judge:
@@ -173,7 +173,7 @@ async def outcomes_of(
     outcomes: dict[str, Scored | WorkflowError] = {}
     if judge is None:
         return outcomes
-    with setting(judging, Judging(redaction=redaction)):
+    with context_value(judging, Judging(redaction=redaction)):
         work = [_outcomes_of_task(judge, store, of_task, ask) for of_task in by_task.values()]
         for outcomes_of_task in await asyncio.gather(*work):
             outcomes.update(outcomes_of_task)

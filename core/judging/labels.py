@@ -87,7 +87,7 @@ def write_blanks(run: str | Path, to: str | Path, *, role: str | None = None) ->
     return lines
 
 
-def labelled(
+def read_labelled(
     store: Store, labels: Mapping[str, float], source: str
 ) -> tuple[list[tuple[CallRecord, Task]], list[Episode]]:
     """The calls and the episodes that have labels. Raises ConfigError for ids that are not recorded."""

@@ -69,7 +69,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         of the letters of the question. Equal entries share a tier. Raises Unusable for an answer that does not rank
         each letter once.
         """
-        answer = next((value for value in _objects(text) if "ranking" in value), {})
+        answer = next((value for value in _json_objects(text) if "ranking" in value), {})
         ranking = answer.get("ranking")
         reason = answer.get("reason")
         if not isinstance(ranking, list):
@@ -116,10 +116,10 @@ def question(
     random.Random(seed_of(seed, turn // 2, mark)).shuffle(order)
     order = order[::-1] if turn % 2 else order
     labels = tuple(_label(i) for i in range(len(entries)))
-    shown = "\n".join(_between(mark[:8], label, entries[i]) for label, i in zip(labels, order, strict=True))
+    shown = "\n".join(_text_between(mark[:8], label, entries[i]) for label, i in zip(labels, order, strict=True))
     parts = [
         f"Rubric:\n{rubric.strip()}",
-        f"What they share:\n{_between(mark[:8], 'request', shared)}",
+        f"What they share:\n{_text_between(mark[:8], 'request', shared)}",
         f"{what[0].upper()}{what[1:]}:\n{shown}",
     ]
     system = {"role": "system", "content": _SYSTEM.format(what=what, mark=mark[:8], reason=_REASON * reason)}
@@ -128,7 +128,7 @@ def question(
     )
 
 
-def values(tiers: Sequence[Sequence[int]]) -> list[float]:
+def values_of_tiers(tiers: Sequence[Sequence[int]]) -> list[float]:
     """The value of each entry: the share of the other entries that it is better than. Equal entries count half, so the
     best has 1 and the last 0 (Borda count over n - 1)."""
     n = sum(map(len, tiers))
@@ -144,7 +144,7 @@ def values(tiers: Sequence[Sequence[int]]) -> list[float]:
     return shares
 
 
-def _between(mark: str, name: str, text: str) -> str:
+def _text_between(mark: str, name: str, text: str) -> str:
     return f"<<{mark} {name}>>\n{text}\n<<{mark} end of {name}>>"
 
 
@@ -153,7 +153,7 @@ def _label(number: int) -> str:
     return (_label(more - 1) if more else "") + ascii_uppercase[last]
 
 
-def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+def _json_objects(text: str) -> Iterator[Mapping[str, Any]]:
     """The JSON objects in a text, the last one first. Models think aloud before the answer, or put it into a code
     block."""
     start = len(text)

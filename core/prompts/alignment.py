@@ -21,18 +21,21 @@ Row = list[Hashable]
 _WIDE = "\u2e80-\u9fff\ua000-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff\u0e00-\u0eff"
 """Characters of scripts without spaces between words. Each counts as a word."""
 _WORD = re.compile(rf"\s*(?:[{_WIDE}]|[^\s{_WIDE}]+)|\s+")
-_RUN, _WORDS = 12, 2
+_LEAST_RUN_CHARACTERS = 12
+_LEAST_RUN_WORDS = 2
 """Minimum characters and words of a common run between two differences."""
-_INNER = 8
+_LEAST_BETWEEN_SLOTS = 8
 """Minimum characters between two slots."""
-_EDGE, _SHORT_EDGE, _SHORT = 24, 12, 48
-"""Common characters at an end with which two texts count as one prompt: `_EDGE`, or `_SHORT_EDGE` for texts shorter
-than `_SHORT`."""
-LONG = 120
+_EDGE = 24
+_SHORT_TEXT_EDGE = 12
+_SHORT_TEXT = 48
+"""Common characters at an end with which two texts count as one prompt: `_EDGE`, or `_SHORT_TEXT_EDGE` for texts with
+fewer than `_SHORT_TEXT` characters."""
+LONG_RUN = 120
 """Common characters in a row at any place with which two texts count as one prompt."""
-_KEPT = 0.6
+_STAYING_SHARE = 0.6
 """The share of a prompt's common characters that must stay when another text joins it."""
-_MANY = 1_500
+_LONG_TEXT_WORDS = 1_500
 """Number of words from which lines are compared first, and frequent words are ignored at first."""
 
 
@@ -55,29 +58,30 @@ def row_of(text: str, gaps: Sequence[Span]) -> Row:
     return row + _WORD.findall(text, position)
 
 
-def size(row: Sequence[Hashable]) -> int:
+def constant_characters(row: Sequence[Hashable]) -> int:
     """The number of constant characters of a row."""
     return sum(len(word) for word in row if isinstance(word, str))
 
 
 def blocks_of(a: Row, b: Row) -> list[Block]:
-    """The common runs that count: with `_RUN` characters and `_WORDS` words, or at the start or end of both rows."""
-    return [block for block in _matching(a, b) if _counts(a, b, block)]
+    """The common runs of two rows that are long enough not to be chance, or lie at the start or end of both rows."""
+    return [block for block in _matching_runs(a, b) if _is_long_enough(a, b, block)]
 
 
-def _counts(a: Row, b: Row, block: Block) -> bool:
+def _is_long_enough(a: Row, b: Row, block: Block) -> bool:
+    """Whether a common run is long enough not to be chance, or lies at the start or end of both rows."""
     run = a[block.a : block.a + block.size]
     starts = block.a == block.b == 0
     ends = block.a + block.size == len(a) and block.b + block.size == len(b)
-    return starts or ends or (len(run) >= _WORDS and _width(run) >= _RUN)
+    return starts or ends or (len(run) >= _LEAST_RUN_WORDS and _characters(run) >= _LEAST_RUN_CHARACTERS)
 
 
-def _width(run: Row) -> int:
+def _characters(run: Row) -> int:
     """The number of characters. A character that counts as a word counts twice."""
     return sum(len(str(word)) + (ord(str(word)[-1]) >= 0x0E00) for word in run)
 
 
-def _matching(a: Row, b: Row) -> list[Block]:
+def _matching_runs(a: Row, b: Row) -> list[Block]:
     """The runs of words that two rows (texts as lists of words) share, in the order of both.
 
     The equal start and end are found first, as they are cheap; only the part between them is aligned.
@@ -91,16 +95,16 @@ def _matching(a: Row, b: Row) -> list[Block]:
         end += 1
     inner_a = a[start : len(a) - end]
     inner_b = b[start : len(b) - end]
-    is_long = min(len(inner_a), len(inner_b)) > _MANY
+    is_long = min(len(inner_a), len(inner_b)) > _LONG_TEXT_WORDS
     inner = _by_lines(inner_a, inner_b) if is_long else _by_words(inner_a, inner_b)
     blocks = [Block(0, 0, start)]
     blocks += [Block(start + block.a, start + block.b, block.size) for block in inner]
     blocks.append(Block(len(a) - end, len(b) - end, end))
-    return _connected(blocks)
+    return _connect_blocks(blocks)
 
 
 def _by_words(a: Row, b: Row) -> list[Block]:
-    matcher = SequenceMatcher(None, a, b, autojunk=max(len(a), len(b)) > _MANY)
+    matcher = SequenceMatcher(None, a, b, autojunk=max(len(a), len(b)) > _LONG_TEXT_WORDS)
     return [Block(*block) for block in matcher.get_matching_blocks()]
 
 
@@ -138,7 +142,7 @@ def _lines(row: Row) -> list[tuple[Hashable, ...]]:
     return [tuple(line) for line in lines if line]
 
 
-def _connected(blocks: Sequence[Block]) -> list[Block]:
+def _connect_blocks(blocks: Sequence[Block]) -> list[Block]:
     """The blocks without empty ones. Blocks that follow each other in both rows are joined."""
     joined: list[Block] = []
     for block in blocks:
@@ -152,35 +156,37 @@ def _connected(blocks: Sequence[Block]) -> list[Block]:
     return joined
 
 
-def common(a: Row, blocks: Sequence[Block]) -> int:
+def common_characters(a: Row, blocks: Sequence[Block]) -> int:
     """The number of characters that two rows have in common."""
-    return sum(size(a[block.a : block.a + block.size]) for block in blocks)
+    return sum(constant_characters(a[block.a : block.a + block.size]) for block in blocks)
 
 
-def are_one(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool) -> bool:
+def are_one_prompt(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b: bool) -> bool:
     """Whether two rows are texts of one prompt: they share half of the shorter one, a long start or end, or one long
     run.
 
     A row is `firm` if it already stands for several texts or tasks. Most of its characters must then be shared, so that
     one similar text cannot wear it down.
     """
-    shared = common(a, blocks)
-    smaller = min(size(a), size(b))
+    shared = common_characters(a, blocks)
+    smaller = min(constant_characters(a), constant_characters(b))
     if not shared:
         return False
-    if (firm_a and shared < _KEPT * size(a)) or (firm_b and shared < _KEPT * size(b)):
+    if (firm_a and shared < _STAYING_SHARE * constant_characters(a)) or (
+        firm_b and shared < _STAYING_SHARE * constant_characters(b)
+    ):
         return False
     first, last = blocks[0], blocks[-1]
-    runs = [size(a[block.a : block.a + block.size]) for block in blocks]
+    runs = [constant_characters(a[block.a : block.a + block.size]) for block in blocks]
     begin_together = first.a == first.b == 0
     end_together = last.a + last.size == len(a) and last.b + last.size == len(b)
     common_start = runs[0] if begin_together else 0
     common_end = runs[-1] if end_together else 0
-    long_edge = _EDGE if smaller >= _SHORT else _SHORT_EDGE
-    return 2 * shared >= smaller or max(common_start, common_end) >= long_edge or max(runs) >= LONG
+    long_edge = _EDGE if smaller >= _SHORT_TEXT else _SHORT_TEXT_EDGE
+    return 2 * shared >= smaller or max(common_start, common_end) >= long_edge or max(runs) >= LONG_RUN
 
 
-def merged(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
+def merge_rows(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
     """The common words of two rows, with gaps for their differences. If only one row has words between two runs, the
     gap may be empty."""
     row: Row = []
@@ -189,7 +195,8 @@ def merged(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
         if block.a > at_a or block.b > at_b:
             row.append(object())
         row += a[block.a : block.a + block.size]
-        at_a, at_b = block.a + block.size, block.b + block.size
+        at_a = block.a + block.size
+        at_b = block.b + block.size
     if at_a < len(a) or at_b < len(b):
         row.append(object())
     return row
@@ -208,12 +215,12 @@ def template_of(row: Row) -> Template:
             pieces.append(word)
     for place in range(1, len(pieces) - 1):
         text = pieces[place]
-        if text is not None and len(text) < _INNER:
+        if text is not None and len(text) < _LEAST_BETWEEN_SLOTS:
             pieces[place] = None
-    return numbered(pieces)
+    return number_slots(pieces)
 
 
-def numbered(pieces: Sequence[str | None]) -> Template:
+def number_slots(pieces: Sequence[str | None]) -> Template:
     """A template from texts and gaps (None). Adjacent gaps become one slot."""
     with_slots: list[str | int] = []
     slots = 0
@@ -226,21 +233,21 @@ def numbered(pieces: Sequence[str | None]) -> Template:
     return Template.of(with_slots)
 
 
-def sound(template: Template, texts: Sequence[str]) -> Template:
+def make_unambiguous(template: Template, texts: Sequence[str]) -> Template:
     """A template that matches each text in exactly one way. Until it does, its shortest text between two slots becomes
     part of the slots."""
     pieces: list[str | None] = [piece if isinstance(piece, str) else None for piece in template.pieces]
     while True:
-        template = numbered(pieces)
+        template = number_slots(pieces)
         if all(isinstance(template.match(text), tuple) for text in texts):
-            return spaced(template, texts)
+            return move_spaces_out(template, texts)
         inner = [i for i in range(1, len(pieces) - 1) if pieces[i] is not None]
         if not inner:
-            return numbered([None])
+            return number_slots([None])
         pieces[min(inner, key=lambda i: len(pieces[i] or ""))] = None
 
 
-def spaced(template: Template, texts: Sequence[str]) -> Template:
+def move_spaces_out(template: Template, texts: Sequence[str]) -> Template:
     """Move white space out of the slots of a template: if all values of a slot begin or end with it, it is constant
     text. `texts` are the texts from which the values are read.
     """
@@ -251,13 +258,13 @@ def spaced(template: Template, texts: Sequence[str]) -> Template:
             pieces.append(piece)
             continue
         slot_values = [row[piece - 1] for row in values]
-        common_start = _shared([value[: len(value) - len(value.lstrip())] for value in slot_values])
+        common_start = _common_start([value[: len(value) - len(value.lstrip())] for value in slot_values])
         without_start = [value[len(common_start) :] for value in slot_values]
-        common_end = _shared([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
+        common_end = _common_start([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
         pieces += [common_start, piece, common_end]
     return Template.of(pieces)
 
 
-def _shared(texts: Sequence[str]) -> str:
+def _common_start(texts: Sequence[str]) -> str:
     """The common start of all texts."""
     return os.path.commonprefix(list(texts))  # noqa: RUF071, of characters

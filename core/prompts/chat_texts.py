@@ -33,10 +33,10 @@ def map_body(body: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str,
     changed: dict[str, Any] = {}
     messages = body.get("messages")
     if isinstance(messages, list | tuple):
-        _put(changed, "messages", messages, each(messages, lambda message: map_message(message, replace_text)))
+        _put(changed, "messages", messages, map_list(messages, lambda message: map_message(message, replace_text)))
     tools = body.get("tools")
     if isinstance(tools, list | tuple):
-        _put(changed, "tools", tools, each(tools, lambda tool: map_tool(tool, replace_text)))
+        _put(changed, "tools", tools, map_list(tools, lambda tool: map_tool(tool, replace_text)))
     form = body.get("response_format")
     _put(changed, "response_format", form, map_format(form, replace_text))
     return {**body, **changed} if changed else body
@@ -49,9 +49,9 @@ def map_message(message: Any, replace_text: ReplaceText) -> Any:
         return message
     content = message.get("content")
     if isinstance(content, str):
-        new: Any = _new(replace_text, kind, "", content)
+        new: Any = _replacement(replace_text, kind, "", content)
     elif isinstance(content, list | tuple):
-        new = each(content, lambda part: _part(part, kind, replace_text))
+        new = map_list(content, lambda part: _replace_in_part(part, kind, replace_text))
     else:
         return message
     return message if new is content else {**message, "content": new}
@@ -64,9 +64,9 @@ def map_tool(tool: Any, replace_text: ReplaceText) -> Any:
         return tool
     function = tool.get("function")
     if isinstance(function, Mapping):
-        new = _described(function, "parameters", "tool", replace_text)
+        new = _replace_descriptions(function, "parameters", "tool", replace_text)
         return tool if new is function else {**tool, "function": new}
-    return _described(tool, "parameters", "tool", replace_text)
+    return _replace_descriptions(tool, "parameters", "tool", replace_text)
 
 
 def map_format(form: Any, replace_text: ReplaceText) -> Any:
@@ -75,12 +75,12 @@ def map_format(form: Any, replace_text: ReplaceText) -> Any:
         return form
     schema = form.get("json_schema")
     if isinstance(schema, Mapping):
-        new = _described(schema, "schema", "format", replace_text)
+        new = _replace_descriptions(schema, "schema", "format", replace_text)
         return form if new is schema else {**form, "json_schema": new}
-    return _described(form, "schema", "format", replace_text)
+    return _replace_descriptions(form, "schema", "format", replace_text)
 
 
-def _described(
+def _replace_descriptions(
     definition: Mapping[str, Any], schema_key: str, kind: Kind, replace_text: ReplaceText
 ) -> Mapping[str, Any]:
     """A tool or response format with replaced texts: its own description, and the descriptions in its schema.
@@ -94,13 +94,13 @@ def _described(
     changed: dict[str, Any] = {}
     description = definition.get("description")
     if isinstance(description, str):
-        _put(changed, "description", description, _new(replace_text, kind, name, description))
+        _put(changed, "description", description, _replacement(replace_text, kind, name, description))
     schema = definition.get(schema_key)
-    _put(changed, schema_key, schema, _schema(schema, kind, f"{name}/", replace_text))
+    _put(changed, schema_key, schema, _replace_in_schema(schema, kind, f"{name}/", replace_text))
     return {**definition, **changed} if changed else definition
 
 
-def _schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceText) -> Any:
+def _replace_in_schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceText) -> Any:
     """A JSON schema with replaced descriptions, in it and in the schemas nested in it; `schema` itself if nothing
     changes.
 
@@ -109,40 +109,42 @@ def _schema(schema: Any, kind: Kind, key: str, replace_text: ReplaceText) -> Any
     path_below = key if key.endswith("/") else f"{key}/"
     if isinstance(schema, list | tuple):
         numbers = iter(range(len(schema)))
-        return each(schema, lambda nested: _schema(nested, kind, f"{path_below}{next(numbers)}", replace_text))
+        return map_list(
+            schema, lambda nested: _replace_in_schema(nested, kind, f"{path_below}{next(numbers)}", replace_text)
+        )
     if not isinstance(schema, Mapping):
         return schema
     changed: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "description" and isinstance(value, str):
-            _put(changed, keyword, value, _new(replace_text, kind, key, value))
+            _put(changed, keyword, value, _replacement(replace_text, kind, key, value))
         elif keyword in _NAMED and isinstance(value, Mapping):
             schemas: dict[str, Any] = {}
             for name, nested in value.items():
-                schemas[name] = _schema(nested, kind, f"{path_below}{name}", replace_text)
+                schemas[name] = _replace_in_schema(nested, kind, f"{path_below}{name}", replace_text)
             if any(schemas[name] is not value[name] for name in schemas):
                 changed[keyword] = schemas
         elif keyword in _NESTED:
-            _put(changed, keyword, value, _schema(value, kind, f"{path_below}{keyword}", replace_text))
+            _put(changed, keyword, value, _replace_in_schema(value, kind, f"{path_below}{keyword}", replace_text))
     return {**schema, **changed} if changed else schema
 
 
-def _part(part: Any, kind: Kind, replace_text: ReplaceText) -> Any:
+def _replace_in_part(part: Any, kind: Kind, replace_text: ReplaceText) -> Any:
     """A part of a message's content with its text replaced. Images and other parts stay."""
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
         return part
     text = part.get("text")
-    new = _new(replace_text, kind, "", text) if isinstance(text, str) else text
+    new = _replacement(replace_text, kind, "", text) if isinstance(text, str) else text
     return part if new is text else {**part, "text": new}
 
 
-def _new(replace_text: ReplaceText, kind: Kind, key: str, text: str) -> str:
+def _replacement(replace_text: ReplaceText, kind: Kind, key: str, text: str) -> str:
     """The replacement of a text, or the text itself if it stays."""
     new = replace_text(kind, key, text)
     return text if new is None else new
 
 
-def each(values: Any, change: Callable[[Any], Any]) -> Any:
+def map_list(values: Any, change: Callable[[Any], Any]) -> Any:
     """The list with `change` applied to each value; the list itself if nothing changes."""
     new = [change(value) for value in values]
     return values if all(a is b for a, b in zip(new, values, strict=True)) else new

@@ -146,7 +146,7 @@ class CallEdits:
         matches = [(part, values) for part, values in matches if part.old.constant == matches[0][0].old.constant]
         self._recognized[kind, key] = self._recognized.get((kind, key), False) or bool(matches)
         if not matches:
-            self._miss(kind, key, text)
+            self._count_miss(kind, key, text)
             return None
         edited = [part for part, _ in matches if part.edited]
         if not edited:
@@ -158,7 +158,7 @@ class CallEdits:
         self.edited += 1
         return replacements.pop()
 
-    def _miss(self, kind: Kind, key: str, text: str) -> None:
+    def _count_miss(self, kind: Kind, key: str, text: str) -> None:
         if not self._edits.edits(kind, key):
             return
         edited = [part for part in self._edits.among(kind, key) if part.edited]

@@ -10,7 +10,8 @@ from cotune.prompts.volatile import Span, union
 from cotune.records.images import content_text
 from cotune.records.structs import CallRecord
 
-WHOLE, PART = 8, 12
+WHOLE = 8
+PART = 12
 """Minimum characters of a whole answer or task text (WHOLE), and of a part of one (PART), that are searched for."""
 _OTHER = 20
 """Minimum characters of a text from another task: a shorter text may be a label that also occurs in prompts."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, expected, field_and_fault
+from cotune.errors import ConfigError, expectation_clause, field_and_fault
 from cotune.prompts.chat_texts import Kind
 from cotune.prompts.edits import FORMAT, PromptPart, Prompts, Support
 from cotune.prompts.templates import Template, fault_of
@@ -74,7 +74,7 @@ def read_prompts(path: str | Path) -> Prompts:
         stored = msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
         field, fault = field_and_fault(error)
-        raise ConfigError("prompts", str(file), f"is broken: {field} {expected(fault)}", _REMEDY) from None
+        raise ConfigError("prompts", str(file), f"is broken: {field} {expectation_clause(fault)}", _REMEDY) from None
     prompts = Prompts(
         parts=tuple(_read(file, part) for part in stored.parts),
         workflow=stored.workflow,
@@ -111,14 +111,14 @@ def as_json(prompts: Prompts) -> bytes:
         workflow=prompts.workflow,
         models=prompts.models,
         trained_with=prompts.trained_with,
-        parts=tuple(map(_written, prompts.parts)),
+        parts=tuple(map(_stored_part, prompts.parts)),
         evaluation=prompts.evaluation,
         provenance=prompts.provenance,
     )
     return msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
 
 
-def _written(part: PromptPart) -> _Part:
+def _stored_part(part: PromptPart) -> _Part:
     """A part in the form of the file. The hashes show later whether somebody changed a text by hand."""
     return _Part(
         name=part.name,

@@ -1,4 +1,5 @@
-"""Group the texts of one place into prompts."""
+"""Group the texts that one place of the application sends (such as a role's system messages) into prompts: constant
+text with slots for the parts that vary."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from cotune.prompts.alignment import (
-    LONG,
+    LONG_RUN,
     Block,
     Row,
-    are_one,
+    are_one_prompt,
     blocks_of,
-    common,
-    merged,
+    common_characters,
+    constant_characters,
+    make_unambiguous,
+    merge_rows,
     row_of,
-    size,
-    sound,
     template_of,
 )
 from cotune.prompts.recorded import SeenText
 from cotune.prompts.templates import Template
 
-_FIRST = 16
+_SAMPLE_TEXTS = 16
 """Number of texts of which all pairs are compared. Other texts join the prompts of these, or begin new ones."""
-_AT_ONCE = 128
+_ROUND_TEXTS = 128
 """Number of other texts that are compared with the prompts in a round. The others wait for its result."""
 _ROUNDS = 8
 """Maximum number of rounds. Texts that match no prompt after them stay separate."""
@@ -41,7 +42,7 @@ class Group:
     texts: list[SeenText]
 
     @property
-    def firm(self) -> bool:
+    def is_firm(self) -> bool:
         """Whether the prompt is based on several texts or several tasks."""
         return len(self.texts) > 1 or len(self.tasks) > 1
 
@@ -58,7 +59,7 @@ class Group:
     @cached_property
     def size(self) -> int:
         """The number of constant characters."""
-        return size(self.row)
+        return constant_characters(self.row)
 
     @cached_property
     def pairs(self) -> set[tuple[Hashable, Hashable]]:
@@ -66,15 +67,15 @@ class Group:
         return set(pairwise(self.row))
 
     @cached_property
-    def _rough(self) -> Template:
+    def _rough_template(self) -> Template:
         return template_of(self.row)
 
-    def reads(self, text: SeenText) -> int:
+    def constant_if_matching(self, text: SeenText) -> int:
         """The number of constant characters of this prompt if it matches a text, otherwise -1.
 
         It does not match if a gap of the text, which varies by its nature, lies in constant text of the prompt.
         """
-        template = self._rough
+        template = self._rough_template
         values = template.match(text.text)
         if not isinstance(values, tuple):
             return -1
@@ -88,45 +89,47 @@ class Group:
 
     def template(self) -> Template:
         """The constant text and slots of the prompt, which match each of its texts in one way."""
-        return sound(self._rough, [text.text for text in self.texts])
+        return make_unambiguous(self._rough_template, [text.text for text in self.texts])
 
 
 class _Fit(NamedTuple):
+    """The common runs of two groups, and the number of their characters."""
+
     shared: int
     blocks: list[Block]
 
 
-def grouped(texts: Iterable[SeenText]) -> list[Group]:
+def group_texts(texts: Iterable[SeenText]) -> list[Group]:
     """Group the texts of one place, such as a role's system messages, into prompts. Texts that consist only of gaps
     belong to no prompt.
 
     Comparing all pairs would take too long, so a sample is compared first, and the other texts join its prompts in
     rounds.
     """
-    singles = [Group(row, [text]) for text in texts if size(row := row_of(text.text, text.gaps))]
+    singles = [Group(row, [text]) for text in texts if constant_characters(row := row_of(text.text, text.gaps))]
 
     # 1. Compare all pairs of a few texts, from all over the records.
-    step = max(1, len(singles) // _FIRST)
-    first = singles[::step][:_FIRST]
-    groups = _merged(first)
+    step = max(1, len(singles) // _SAMPLE_TEXTS)
+    sample = singles[::step][:_SAMPLE_TEXTS]
+    groups = _merge_groups(sample)
 
     # 2. In rounds, some of the other texts join a prompt or begin a new one.
-    waiting = [single for single in singles if not any(single is other for other in first)]
+    waiting = [single for single in singles if not any(single is other for other in sample)]
     separate: list[Group] = []
     for _ in range(_ROUNDS):
         if not waiting:
             break
-        step = math.ceil(len(waiting) / _AT_ONCE)
-        firm_before = {id(group) for group in groups if group.firm}
+        step = math.ceil(len(waiting) / _ROUND_TEXTS)
+        firm_before = {id(group) for group in groups if group.is_firm}
         for single in waiting[::step]:
-            _join(groups, single)
+            _join_text(groups, single)
         waiting = [single for number, single in enumerate(waiting) if number % step]
         if not waiting:
             break
         # Texts that match a prompt need no alignment. Prompts with a single text are not compared any more: many texts
         # that are all different are input, and comparing all pairs would take hours.
-        firm = [group for group in groups if group.firm]
-        separate += [group for group in groups if not group.firm]
+        firm = [group for group in groups if group.is_firm]
+        separate += [group for group in groups if not group.is_firm]
         groups = firm
         waiting = [single for single in waiting if not _add_to_match(firm, single)]
         if firm_before.issuperset(id(group) for group in firm):
@@ -134,59 +137,65 @@ def grouped(texts: Iterable[SeenText]) -> list[Group]:
 
     # 3. Later texts may have removed the words in which two prompts differed.
     groups = [*groups, *separate, *waiting]
-    return _merged(groups) if len(singles) > len(first) and len(groups) <= 2 * _FIRST else groups
+    return _merge_groups(groups) if len(singles) > len(sample) and len(groups) <= 2 * _SAMPLE_TEXTS else groups
 
 
-def _merged(groups: Sequence[Group]) -> list[Group]:
+def _merge_groups(groups: Sequence[Group]) -> list[Group]:
     """Join groups of texts that belong to one prompt, until no two do. The pair that shares most is joined first."""
     remaining = dict(enumerate(groups))
     fits: dict[tuple[int, int], _Fit] = {}
     for i, j in combinations(remaining, 2):
-        if fit := _fit(remaining[i], remaining[j]):
+        if fit := _fit_groups(remaining[i], remaining[j]):
             fits[i, j] = fit
     next_number = len(remaining)
     while fits:
         i, j = max(fits, key=lambda pair: (fits[pair].shared, -pair[0], -pair[1]))
-        joined = _joined(remaining[i], remaining[j], fits[i, j])
+        joined = _join_pair(remaining[i], remaining[j], fits[i, j])
         fits = {pair: fit for pair, fit in fits.items() if not {i, j} & set(pair)}
         del remaining[i], remaining[j]
         for other, group in remaining.items():
-            if fit := _fit(group, joined):
+            if fit := _fit_groups(group, joined):
                 fits[other, next_number] = fit
         remaining[next_number] = joined
         next_number += 1
     return list(remaining.values())
 
 
-def _join(groups: list[Group], single: Group) -> None:
+def _join_text(groups: list[Group], single: Group) -> None:
     """Add a text to a prompt that it matches, or else to the prompt with which it shares most. Without one, it begins a
     new prompt."""
     if _add_to_match(groups, single):
         return
-    fits = {number: fit for number, group in enumerate(groups) if (fit := _fit(group, single))}
+    fits = {number: fit for number, group in enumerate(groups) if (fit := _fit_groups(group, single))}
     if not fits:
         groups.append(single)
         return
     best = max(fits, key=lambda number: fits[number].shared)
-    groups[best] = _joined(groups[best], single, fits[best])
+    groups[best] = _join_pair(groups[best], single, fits[best])
 
 
 def _add_to_match(groups: Sequence[Group], single: Group) -> bool:
     """Add a text to the prompt that it matches, the one with the most constant text; False if it matches none."""
     (text,) = single.texts
-    constant, number = max(((group.reads(text), number) for number, group in enumerate(groups)), default=(0, 0))
+    constant, number = max(
+        ((group.constant_if_matching(text), number) for number, group in enumerate(groups)), default=(0, 0)
+    )
     if constant <= 0:
         return False
     groups[number].texts.append(text)
     return True
 
 
-def _fit(a: Group, b: Group) -> _Fit | None:
+def _fit_groups(a: Group, b: Group) -> _Fit | None:
     """The common runs of two groups if they are one prompt; else None."""
     if not _may_fit(a, b):
         return None
     blocks = blocks_of(a.row, b.row)
-    return _Fit(common(a.row, blocks), blocks) if are_one(a.row, b.row, blocks, a.firm, b.firm) else None
+    return (
+        _Fit(common_characters(a.row, blocks), blocks)
+        if are_one_prompt(a.row, b.row, blocks, a.is_firm, b.is_firm)
+        else None
+    )
 
 
 def _may_fit(a: Group, b: Group) -> bool:
@@ -197,9 +206,9 @@ def _may_fit(a: Group, b: Group) -> bool:
     shared = a.pairs & b.pairs
     if not shared:
         return False
-    bound = sum(size(pair) for pair in pairwise(a.row) if pair in shared)
-    return 2 * bound >= min(a.size, b.size) or bound >= LONG
+    bound = sum(constant_characters(pair) for pair in pairwise(a.row) if pair in shared)
+    return 2 * bound >= min(a.size, b.size) or bound >= LONG_RUN
 
 
-def _joined(a: Group, b: Group, fit: _Fit) -> Group:
-    return Group(merged(a.row, b.row, fit.blocks), [*a.texts, *b.texts])
+def _join_pair(a: Group, b: Group, fit: _Fit) -> Group:
+    return Group(merge_rows(a.row, b.row, fit.blocks), [*a.texts, *b.texts])

@@ -20,13 +20,14 @@ from cotune.terminal import UNSEEN
 Rule = Literal["lost_slot", "same", "too_long", "copies_task", "new_address", "unknown_name", "invisible"]
 
 _WORD = re.compile(r"\w+")
-_ROW = 5
+_COPIED_WORDS = 5
 """Number of words in a row that count as a copy."""
 _ID = re.compile(r"\b(?=[\w-]{0,100}\d{2})[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*\b")
 """Names of things in a text: an order, a flight, a year."""
-_COMMON = 3
+_LABEL_TASKS = 3
 """Number of tasks from which a shared value counts as a label and not as part of a task."""
-_LEAST, _LONG = 3, 8
+_LEAST_CHARACTERS = 3
+_LEAST_PLAIN_CHARACTERS = 8
 """Minimum characters of a value that differs from usual text, and of a value that is a plain word."""
 _ADDRESSES = (
     # The repetitions are bounded: a match may begin at many places, and unbounded ones would take quadratic time.
@@ -51,7 +52,7 @@ class Refusal(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Known:
+class ProtectedTexts:
     """Texts that must not be copied into a prompt, and names that a prompt may use."""
 
     def __init__(self) -> None:
@@ -65,42 +66,44 @@ class Known:
         for text in strings(task.input):
             self.text(text)
         texts = list(strings(task.input))
-        values = {value.strip() for value in (task.id, *texts, *_numbers(task.input))}
+        values = {value.strip() for value in (task.id, *texts, *_numbers_in(task.input))}
         for text in texts:
             values.update(_ID.findall(text))
-        self._values.update(value for value in values if _telling(value))
-        self.names.update(_keys(task.input))
+        self._values.update(value for value in values if _is_distinctive(value))
+        self.names.update(_keys_in(task.input))
 
     def text(self, text: str) -> None:
         """Add the rows of words of an answer or of a tool's result."""
-        self._rows.update(_rows(text))
+        self._rows.update(_word_rows(text))
 
     def copied(self, new: str, old: str) -> str:
         """The first words of `new` that are a copy and are not in `old`; "" without a copy."""
-        before = _rows(old)
+        before = _word_rows(old)
         words = _WORD.findall(new)
-        for start, row in enumerate(_rows_of(words)):
+        for start, row in enumerate(_hash_rows(words)):
             if row in self._rows and row not in before:
-                return " ".join(words[start : start + _ROW])
+                return " ".join(words[start : start + _COPIED_WORDS])
         for value, count in self._values.items():
-            if count < _COMMON and _holds(new, value) and not _holds(old, value):
+            if count < _LABEL_TASKS and _holds_word(new, value) and not _holds_word(old, value):
                 return value
         return ""
 
 
-def longest(part: PromptPart) -> int:
+def max_characters(part: PromptPart) -> int:
     """Maximum constant characters of a new text for a part: 1.5 times those of the old text, plus 500."""
     return int(1.5 * part.old.constant) + 500
 
 
-def refusals(part: PromptPart, new: Template, known: Known | None = None) -> list[Refusal]:
+def find_refusals(part: PromptPart, new: Template, known: ProtectedTexts | None = None) -> list[Refusal]:
     """The reasons why a text must not replace the text of a part; empty if it may."""
-    if new.constant > (limit := longest(part)):  # checked first: the other rules take time that grows with the text
+    if new.constant > (
+        limit := max_characters(part)
+    ):  # checked first: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {limit:,} are allowed")]
     reasons: list[Refusal] = []
     if fault := fault_of(part.old, new):
         reasons.append(Refusal("lost_slot", fault))
-    if " ".join(_shown(new).split()) == " ".join(_shown(part.now).split()):
+    if " ".join(_text_with_slots(new).split()) == " ".join(_text_with_slots(part.now).split()):
         reasons.append(Refusal("same", "it is equal to the present text"))
     old_text = "\n".join(part.old.texts)
     new_text = "\n".join(new.texts)
@@ -120,53 +123,53 @@ def refusals(part: PromptPart, new: Template, known: Known | None = None) -> lis
     return reasons
 
 
-def _shown(template: Template) -> str:
+def _text_with_slots(template: Template) -> str:
     return "".join(piece if isinstance(piece, str) else f"\0{piece}\0" for piece in template.pieces)
 
 
-def _rows(text: str) -> set[int]:
-    return set(_rows_of(_WORD.findall(text)))
+def _word_rows(text: str) -> set[int]:
+    return set(_hash_rows(_WORD.findall(text)))
 
 
-def _rows_of(words: list[str]) -> Iterable[int]:
+def _hash_rows(words: list[str]) -> Iterable[int]:
     folded = [word.casefold() for word in words]
-    return (hash(tuple(folded[start : start + _ROW])) for start in range(len(folded) - _ROW + 1))
+    return (hash(tuple(folded[start : start + _COPIED_WORDS])) for start in range(len(folded) - _COPIED_WORDS + 1))
 
 
-def _telling(value: str) -> bool:
+def _is_distinctive(value: str) -> bool:
     """Whether a value differs from the words that any prompt may contain."""
-    if len(value) < _LEAST:
+    if len(value) < _LEAST_CHARACTERS:
         return False
     plain = value.isalpha() and value == value.lower()
-    return not plain or len(value) >= _LONG
+    return not plain or len(value) >= _LEAST_PLAIN_CHARACTERS
 
 
-def _holds(text: str, value: str) -> bool:
+def _holds_word(text: str, value: str) -> bool:
     """Whether a value occurs in a text, and not inside a longer word."""
     start = text.find(value)
     while start >= 0:
         before = text[start - 1 : start]
         after = text[start + len(value) : start + len(value) + 1]
-        if not (_joins(before, value[0]) or _joins(value[-1], after)):
+        if not (_is_inside_word(before, value[0]) or _is_inside_word(value[-1], after)):
             return True
         start = text.find(value, start + 1)
     return False
 
 
-def _joins(a: str, b: str) -> bool:
+def _is_inside_word(a: str, b: str) -> bool:
     return a.isalnum() and b.isalnum()
 
 
-def _numbers(value: Any) -> Iterable[str]:
+def _numbers_in(value: Any) -> Iterable[str]:
     return (str(leaf) for leaf in leaves(value) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 
-def _keys(value: Any) -> Iterable[str]:
+def _keys_in(value: Any) -> Iterable[str]:
     """All keys in a JSON value, at any depth."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield str(name)
-            yield from _keys(item)
+            yield from _keys_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _keys(item)
+            yield from _keys_in(item)

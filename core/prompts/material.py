@@ -49,7 +49,7 @@ def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
     places: dict[tuple[str, int], list[tuple[str, _Block]]] = {}
     for text in texts:
         count: dict[str, int] = {}
-        for block in _blocks(text):
+        for block in _labelled_blocks(text):
             number = count[block.label] = count.get(block.label, 0) + 1
             places.setdefault((block.label, number), []).append((text, block))
     spans: dict[str, list[Span]] = {}
@@ -63,7 +63,7 @@ def single_material(texts: Iterable[str]) -> Mapping[str, list[Span]]:
     return spans
 
 
-def _blocks(text: str) -> Iterator[_Block]:
+def _labelled_blocks(text: str) -> Iterator[_Block]:
     """The material under each label: up to the closing tag, or up to the next label or the end."""
     labels = list(_LABEL.finditer(text))
     starts = sorted(match.start() for match in [*labels, *_NEXT.finditer(text)])

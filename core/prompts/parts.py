@@ -13,7 +13,7 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.prompts.chat_texts import Kind
 from cotune.prompts.edits import PromptPart, Prompts, Support
-from cotune.prompts.grouping import Group, grouped
+from cotune.prompts.grouping import Group, group_texts
 from cotune.prompts.recorded import CALLS, Place, Recorded, SeenText, read_texts
 from cotune.prompts.templates import Reading, Template
 from cotune.records.structs import Episode
@@ -120,7 +120,7 @@ def find_parts(
             inputs[place.role] = inputs.get(place.role, 0) + n_inputs
 
     with_system: set[str] = set()
-    named_parts = _named(prompts)
+    named_parts = _name_prompts(prompts)
     for found in named_parts:
         if found.part.kind == "system" and not found.why:
             with_system.update(found.part.roles)
@@ -150,7 +150,7 @@ def _of_place(place: Place, texts: Sequence[SeenText], has_two_tasks: bool) -> t
     """
     prompts: list[_PlacedPrompt] = []
     inputs = 0
-    for group in grouped(texts):
+    for group in group_texts(texts):
         if place.kind in ("user", "assistant") and has_two_tasks and len(group.tasks) < TASKS:
             inputs += len(group.texts) if place.kind == "user" else 0
             continue
@@ -183,7 +183,7 @@ def _check_rivals(prompt: _PlacedPrompt, prompts: Sequence[_PlacedPrompt]) -> _P
     return replace(prompt, blocked=False)
 
 
-def _named(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
+def _name_prompts(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
     """Give each prompt a name, and make one part of a text that several roles have.
 
     Names count within a role, kind and key (`writer.system`, `writer.system.2`), in the order in which texts were seen.
@@ -203,11 +203,11 @@ def _named(prompts: Sequence[_PlacedPrompt]) -> list[FoundPart]:
 
     parts: list[FoundPart] = []
     for _, group in groupby(sorted(by_text.values(), key=order), key=place_order):
-        parts += [_part(same_text, number) for number, same_text in enumerate(group, start=1)]
+        parts += [_found_part(same_text, number) for number, same_text in enumerate(group, start=1)]
     return parts
 
 
-def _part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
+def _found_part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
     """The part for prompts of one or more roles with the same text; `number` counts the parts at its place, from 1.
 
     It gets examples of the values of its slots, and, if the text must not be edited, the reason.
@@ -237,7 +237,7 @@ def _part(same_text: Sequence[_PlacedPrompt], number: int) -> FoundPart:
     )
     texts.sort(key=lambda text: min(text.calls))
     values = [matched for text in texts if (matched := _slot_values(template, text)) is not None]
-    examples = tuple(tuple(_examples(row[slot - 1] for row in values)) for slot in template.slots)
+    examples = tuple(tuple(_distinct_examples(row[slot - 1] for row in values)) for slot in template.slots)
     return FoundPart(part=part, examples=examples, why=blocked or why_not(kind, template, len(tasks)))
 
 
@@ -247,7 +247,7 @@ def _slot_values(template: Template, text: SeenText) -> tuple[str, ...] | None:
     return None if isinstance(values, Reading) else values
 
 
-def _examples(values: Iterable[str]) -> list[str]:
+def _distinct_examples(values: Iterable[str]) -> list[str]:
     """Different values, non-empty ones first."""
     different = list(dict.fromkeys(values))
     return sorted(different, key=lambda value: not value)[:_EXAMPLES]

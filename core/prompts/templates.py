@@ -65,10 +65,10 @@ class Template(msgspec.Struct, frozen=True):
         Each constant text has a first and a last possible place. Every match lies between them, so if all first and
         last places are equal, there is only one.
         """
-        first = self._first(text)
+        first = self._earliest_spans(text)
         if first is None:
             return None
-        last = self._last(text)
+        last = self._latest_spans(text)
         return _values(text, first) if first == last else AMBIGUOUS
 
     def reach(self, text: str) -> int:
@@ -96,7 +96,7 @@ class Template(msgspec.Struct, frozen=True):
             after_slot = False
         return position
 
-    def _first(self, text: str) -> list[tuple[int, int]] | None:
+    def _earliest_spans(self, text: str) -> list[tuple[int, int]] | None:
         """The earliest start and end of each constant text in `text`, in order; None if the text does not match."""
         spans: list[tuple[int, int]] = []
         position = 0
@@ -118,9 +118,9 @@ class Template(msgspec.Struct, frozen=True):
             position = start + len(piece)
             after_slot = False
             spans.append((start, position))
-        return self._edged(spans, text) if after_slot or position == len(text) else None
+        return self._with_edges(spans, text) if after_slot or position == len(text) else None
 
-    def _last(self, text: str) -> list[tuple[int, int]]:
+    def _latest_spans(self, text: str) -> list[tuple[int, int]]:
         """The latest start and end of each constant text in `text`, in order. The text must match (`_first`)."""
         spans: list[tuple[int, int]] = []
         position = len(text)
@@ -138,9 +138,9 @@ class Template(msgspec.Struct, frozen=True):
             spans.append((start, start + len(piece)))
             position = start
             before_slot = False
-        return self._edged(spans[::-1], text)
+        return self._with_edges(spans[::-1], text)
 
-    def _edged(self, spans: list[tuple[int, int]], text: str) -> list[tuple[int, int]]:
+    def _with_edges(self, spans: list[tuple[int, int]], text: str) -> list[tuple[int, int]]:
         """Add an empty span at each end of the text at which the template has a slot, so that every slot lies between
         two spans.
         """

@@ -15,7 +15,8 @@ from cotune.tables import plural
 
 REPORT = "blame_report.json"
 """The file with the result in the folder of an analysis, or of a search for prompts, which makes one."""
-FORK, FRESH_FORK = "blame-fork", "blame-fresh-fork"
+FORK = "blame-fork"
+FRESH_FORK = "blame-fresh-fork"
 """Phases of forks: those that look for the decisive call of an episode, and those that measure its loss."""
 RESCORED = "blame-rescored"
 """Phase of runs that repeat another one from its record to the end, so that its outcome is scored a second time."""

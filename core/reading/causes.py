@@ -60,7 +60,7 @@ def causes(rows: Iterable[tuple[str, str | None, int]]) -> list[Cause]:
     return sorted(by_key.values(), key=lambda cause: -cause.count)
 
 
-def shortened(by_count: Sequence[Cause], most: int) -> tuple[Sequence[Cause], str]:
+def shorten_causes(by_count: Sequence[Cause], most: int) -> tuple[Sequence[Cause], str]:
     """The `most` common causes, and a sentence with the number of other failed episodes; empty without others."""
     others = by_count[most:]
     if not others:

@@ -56,17 +56,19 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         *_outcomes(runs, selected=True),
         _held_out(runs, "calls", "Calls per held-out episode", percent=False),
         _calls_per_episode(runs),
-        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
-        _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
-        _table(
+        _counts_chart(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
+        _figure_chart(
+            runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."
+        ),
+        _counts_chart(
             runs,
             "left_out",
             "Left out, by reason",
             "Candidates that were not trained on. The page of groups explains the reasons.",
             most=_MOST_LEFT_OUT,
         ),
-        _figure(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
-        _figure(runs, "rows", "Candidates trained on", "Rows of the update."),
+        _figure_chart(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
+        _figure_chart(runs, "rows", "Candidates trained on", "Rows of the update."),
     ]
     return [chart for chart in found if chart is not None]
 
@@ -87,7 +89,7 @@ def first_charts(all_charts: Sequence[Chart], most: int = 3, *, held_out: bool =
     return sorted(first, key=lambda chart: FIRST.index(chart.title))[:most]
 
 
-def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
+def _chart_of_lines(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
     """A chart of lines, each a label, its run and values by step; None if no value is a number."""
     numbers: list[tuple[str, OpenedRun, dict[int, float]]] = []
     all_steps: set[int] = set()
@@ -131,7 +133,7 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, *, percent: bool
     about = {"title": title, "help": text, "section": "Outcome", "percent": percent}
     figures = {run.name: _held_out_figures(run, name) for run in runs}
     lines = [(run.name if len(runs) > 1 else name, run, figures[run.name]["mean"]) for run in runs]
-    chart = _chart(lines, phase="eval", **about)
+    chart = _chart_of_lines(lines, phase="eval", **about)
     if chart is None:
         return None
     with_bounds = []
@@ -181,7 +183,7 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
             for line in run.metrics:
                 names.update(line["outcome"])
         for name in sorted(names, key=lambda name: (name != "success", name)):
-            yield _chart(
+            yield _chart_of_lines(
                 [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
                 title=f"{path.capitalize()}, {name}" if selected else f"{name.capitalize()} in training",
                 help=f"Mean over the step's episodes, of {path}; failed ones count."
@@ -205,10 +207,10 @@ def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Ch
         if taught and metric.taught:
             about |= {"title": metric.taught_title or metric.title, "help": metric.taught}
         if metric.title:
-            yield _unless_zero(_chart(lines, **about))
+            yield _unless_zero(_chart_of_lines(lines, **about))
 
 
-def _table(
+def _counts_chart(
     runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None, without: Sequence[str] = ()
 ) -> Chart | None:
     """A chart of a metric that has a count for each key, such as `left_out`: a line for each key.
@@ -226,12 +228,12 @@ def _table(
             # People count steps from 1, the file from 0.
             by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
             lines.append((_label(runs, run, key), run, by_step))
-    return _chart(lines, title=title, help=text, section="The run")
+    return _chart_of_lines(lines, title=title, help=text, section="The run")
 
 
-def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
+def _figure_chart(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
     lines = [(run.name if len(runs) > 1 else name, run, _by_step(run, name)) for run in runs]
-    return _unless_zero(_chart(lines, title=title, help=text, section="The run"))
+    return _unless_zero(_chart_of_lines(lines, title=title, help=text, section="The run"))
 
 
 def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
@@ -244,7 +246,7 @@ def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
                 by_step[line["step"] + 1] = line["calls"] / line["episodes"]
         lines.append((run.name if len(runs) > 1 else "calls", run, by_step))
     text = "Calls of all roles in a training episode. Fewer are faster and cheaper, if success does not fall."
-    return _unless_zero(_chart(lines, title="Calls per episode", help=text, section="The run"))
+    return _unless_zero(_chart_of_lines(lines, title="Calls per episode", help=text, section="The run"))
 
 
 def _unless_zero(chart: Chart | None) -> Chart | None:

@@ -51,7 +51,7 @@ def exchanges(store: Store, episodes: Iterable[str]) -> dict[str, Exchange]:
     return by_id
 
 
-def beginning(text: str) -> str:
+def first_characters(text: str) -> str:
     """The first characters of a text on one line."""
     return snippet(text, LISTED)
 
@@ -60,16 +60,16 @@ def question_of(value: Any) -> str:
     """The question in a task's input: the text itself, a field with a name in QUESTION, the last message of a user, or
     the input as JSON without its id and its expected answer."""
     if isinstance(value, str) or value is None:
-        return _shown(value)
+        return _exchange_text(value)
     if isinstance(value, Mapping):
         for name in QUESTION:
             if isinstance(value.get(name), str) and value[name].strip():
-                return _shown(value[name])
+                return _exchange_text(value[name])
         if text := _last_of_user(value.get("messages")):
-            return _shown(text)
+            return _exchange_text(text)
         others = {name: field for name, field in value.items() if name != "id" and name not in EXPECTED}
-        return _shown(others or None)
-    return _shown(_last_of_user(value) or value)
+        return _exchange_text(others or None)
+    return _exchange_text(_last_of_user(value) or value)
 
 
 def expected_of(value: Any) -> str:
@@ -77,7 +77,7 @@ def expected_of(value: Any) -> str:
     if isinstance(value, Mapping):
         for name in EXPECTED:
             if value.get(name) not in (None, "", [], {}):
-                return _shown(value[name])
+                return _exchange_text(value[name])
     return ""
 
 
@@ -92,7 +92,7 @@ def answer_of(message: Mapping[str, Any] | None) -> str:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             parts.append(f"{function.get('name')}({function.get('arguments', '')})")
-    return _shown("\n".join(parts))
+    return _exchange_text("\n".join(parts))
 
 
 def _last_of_user(messages: Any) -> str:
@@ -105,7 +105,7 @@ def _last_of_user(messages: Any) -> str:
     return ""
 
 
-def _shown(value: Any) -> str:
+def _exchange_text(value: Any) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from cotune.algorithms.recipes import USUAL
-from cotune.reading.causes import causes, shortened
+from cotune.reading.causes import causes, shorten_causes
 from cotune.reading.gradient_shares import dominant_roles, shares_of
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
@@ -77,13 +77,13 @@ def facts(run: OpenedRun) -> Facts:
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
-        created=_local(str(description.get("created") or "")) or _day(last.started if last else 0.0),
+        created=_local_time(str(description.get("created") or "")) or _date_text(last.started if last else 0.0),
         episodes=episodes,
         calls=calls,
     )
 
 
-def _local(written: str) -> str:
+def _local_time(written: str) -> str:
     """A time of run.json in the time zone of this machine. It is written in the zone of the machine that trained."""
     try:
         return f"{datetime.fromisoformat(written).astimezone():%Y-%m-%d %H:%M}"
@@ -91,7 +91,7 @@ def _local(written: str) -> str:
         return written.replace("T", " ")[:16]
 
 
-def _day(seconds: float) -> str:
+def _date_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
@@ -105,7 +105,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     left_out: dict[str, int]
 
 
-def learned(run: OpenedRun) -> Learned | None:
+def learned_answers(run: OpenedRun) -> Learned | None:
     """The recorded answers that a run learned from; None for a run that samples its answers itself."""
     if run.samples:
         return None
@@ -136,7 +136,7 @@ class Trouble(msgspec.Struct, frozen=True):
     more: str = ""
 
 
-def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
+def find_troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
     """The problems of a run, for people who ask why it does not learn.
 
     They are the `most` common causes of failed episodes, lost records, and the remarks of the last step. With
@@ -144,7 +144,7 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     """
     store = run.store
     last_step = run.metrics[-1] if run.metrics else {}
-    shown, others = shortened(causes(store.figures().failed_episodes()), most)
+    shown, others = shorten_causes(causes(store.figures().failed_episodes()), most)
     problems: list[Trouble] = []
     for cause in shown:
         text = f"{plural(cause.count, 'episode')} {cause.text}"

@@ -85,19 +85,19 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         if best is not None:
             held_out = EpisodeFilters(phase=HELD_OUT_PHASE)
             ids = {episode.id for episode in store.episodes(held_out) if episode.prompts == best}
-            ended = [episode for episode in _latest(store, held_out) if episode.id in ids]
+            ended = [episode for episode in _latest_episodes(store, held_out) if episode.id in ids]
         source = "the best prompts on held-out tasks"
         if not ended:
-            ended = _latest(store, EpisodeFilters(phase=PHASES))
+            ended = _latest_episodes(store, EpisodeFilters(phase=PHASES))
             source = "the latest episodes of the search"
     elif run.is_run and (steps := store.figures().steps("train")):
-        ended = _latest(store, EpisodeFilters(phase="train", training_step=steps[-1]))
+        ended = _latest_episodes(store, EpisodeFilters(phase="train", training_step=steps[-1]))
         source = f"training tasks of step {steps[-1] + 1}"
     else:
-        ended = _latest(store, EpisodeFilters())
+        ended = _latest_episodes(store, EpisodeFilters())
         source = f"the latest {MOST_EPISODES:,} episodes" if len(ended) == MOST_EPISODES else "the recorded episodes"
 
-    worst = _worst(ended, most, source, run.name)
+    worst = _worst_tasks(ended, most, source, run.name)
     return None if worst is None else _with_texts(worst, store)
 
 
@@ -124,7 +124,7 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
             )
     records = run.records_of(evaluation)
     source = f"{mode} on {evaluated_set(evaluation, run.held_out_tasks) or 'held-out tasks'}"
-    worst = _worst(ended, most, source, records.name if records else "")
+    worst = _worst_tasks(ended, most, source, records.name if records else "")
     if worst is None or records is None:
         return worst
 
@@ -137,7 +137,7 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
     return _with_texts(msgspec.structs.replace(worst, tasks=tuple(tasks)), records.store)
 
 
-def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
+def _latest_episodes(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
     """The latest episodes that match the filters and run the application on a task."""
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line.id for line in lines])
@@ -158,7 +158,7 @@ def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
     return ended
 
 
-def _worst(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:
+def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: str) -> FailedTasks | None:
     """The tasks that were solved least, at most `most` of them, each with its worst episode; None if no result is
     known.
 

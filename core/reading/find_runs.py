@@ -83,7 +83,7 @@ class FoundRuns:
                         f"There is no run at {path}.", "Name a run folder, a records file, or a folder of runs."
                     )
                 continue
-            newest = sorted(_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
+            newest = sorted(_run_folders_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
             if strict and not newest:
                 raise RunError(
                     f"{path} and the folders in it hold no run and no records.",
@@ -103,7 +103,7 @@ def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
     return list(FoundRuns(paths).opened.values())
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
     """Folders with a run or with records, at most `depth` levels below `folder`. Folders inside a run are skipped."""
     try:
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
@@ -113,7 +113,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
         if holds_records(path):
             yield path
         elif depth > 1 and not path.is_symlink():
-            yield from _below(path, depth - 1)
+            yield from _run_folders_below(path, depth - 1)
 
 
 def _changed(folder: Path) -> float:

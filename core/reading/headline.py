@@ -23,7 +23,8 @@ Line = Mapping[str, Any]
 
 SINGLE = "single samples"
 """The `path` of a step whose episodes are single samples: nothing was selected among candidates."""
-PLAIN, PLAIN_COLUMN = "plain outcome (not what is trained on)", "plain outcome, not trained on"
+PLAIN = "plain outcome (not what is trained on)"
+PLAIN_COLUMN = "plain outcome, not trained on"
 """The name, in text and as a column, of the sum of an outcome's components if another reward is trained on."""
 STARTS = ("base", "start")
 """The modes with which training compares its evaluations: the untrained model, or the weights of `init`."""

@@ -93,7 +93,7 @@ def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecor
                 texts[id] = _text(store, id)
             possible = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
             candidates = [answer for answer in earlier_answers if answer.text in possible]
-            quoted[call.id].update(_quoted(texts[id], candidates, task_text, call.id, lines))
+            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, lines))
         last_messages[call.role] = frozenset(call.messages)
 
     # 2. A label marks answers only if all its lines in the episode hold one.
@@ -127,14 +127,16 @@ def _text(store: Store, id: str) -> str:
     return content_text(body.get("content")).strip() if isinstance(body, Mapping) else ""
 
 
-def _quoted(text: str, answers: Sequence[_Answer], task_text: str, call: str, lines: list[_Line]) -> Iterator[int]:
+def _quoted_steps(
+    text: str, answers: Sequence[_Answer], task_text: str, call: str, lines: list[_Line]
+) -> Iterator[int]:
     """Yield the steps of the answers that a message quotes: as its whole text, inside it, or behind a label (`Plan:
     ...`).
 
     Longer answers are looked for first and cut out of the text, so that a short answer is not found inside them. Short
     answers and texts that the task itself contains prove nothing. Lines with a label are added to `lines`.
     """
-    if quoted_answer := _latest(answers, text):
+    if quoted_answer := _latest_answer(answers, text):
         yield quoted_answer.step
         return
     by_text: dict[str, list[_Answer]] = defaultdict(list)
@@ -150,11 +152,11 @@ def _quoted(text: str, answers: Sequence[_Answer], task_text: str, call: str, li
     for line in text.splitlines():
         match = _LABEL.match(line.strip())
         if match and (value := match[2].strip(_AROUND)):
-            after_label = _latest(answers, value) if re.search(r"[^\W\d]|\d{3}", value) else None
+            after_label = _latest_answer(answers, value) if re.search(r"[^\W\d]|\d{3}", value) else None
             lines.append(_Line(call, match[1], after_label.step if after_label else None))
 
 
-def _latest(answers: Sequence[_Answer], text: str) -> _Answer | None:
+def _latest_answer(answers: Sequence[_Answer], text: str) -> _Answer | None:
     """The latest answer with this text. Characters in `_AROUND` at its ends are ignored."""
     bare = text.strip(_AROUND)
     if not bare:

@@ -60,10 +60,10 @@ def recorded_answers(
     values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
     for episode in episodes:
         for call in store.calls(episode.id):
-            reason = _reason(store, episode, call, role, min_reward, values)
+            reason = _left_out_reason(store, episode, call, role, min_reward, values)
             if reason is None and (call.replayed or call.id) in taken:
                 reason = "replayed"
-            answer = None if reason else _answer(store, episode, call, asked)
+            answer = None if reason else _read_answer(store, episode, call, asked)
             if answer is None:
                 left_out[reason or "lost_message"] += 1
             else:
@@ -140,7 +140,7 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     for episode in store.episodes():
         if episode.fork is not None and episode.id in outcomes:
             forks[episode.id] = episode.fork
-    calls_of_trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
+    calls_of_trunks = {fork.trunk: _answered_calls(store, fork.trunk) for fork in forks.values()}
     steps: dict[str, int] = {}
     for calls in calls_of_trunks.values():
         steps.update((call.id, call.step) for call in calls)
@@ -150,7 +150,7 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     for id in dict.fromkeys((*calls_of_trunks, *forks)):
         if id not in outcomes:
             continue
-        calls = calls_of_trunks[id] if id in calls_of_trunks else _answered(store, id)
+        calls = calls_of_trunks[id] if id in calls_of_trunks else _answered_calls(store, id)
         shared = {call.replayed for call in calls if call.replayed}
         if fork := forks.get(id):
             # A failed branch may not have repeated all calls before the fork, but it shares them.
@@ -163,11 +163,11 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     return {str(answer): value for answer, value in tree_values(paths).items()}
 
 
-def _answered(store: Store, episode: str) -> list[CallRecord]:
+def _answered_calls(store: Store, episode: str) -> list[CallRecord]:
     return [call for call in store.calls(episode) if call.status == "ok" and call.chosen is not None]
 
 
-def _reason(
+def _left_out_reason(
     store: Store,
     episode: Episode,
     call: CallRecord,
@@ -197,7 +197,7 @@ def _reason(
     return None if value >= min_reward else "below_reward"
 
 
-def _answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
+def _read_answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
     """The chosen answer of a call with the messages and tools it answers; None if a message was lost.
 
     With `asked` these are the application's own messages and tools, otherwise the ones that were sent, with edited

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
+from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, task_chances
 from cotune.errors import RunError
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
@@ -112,7 +112,7 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
     for policy in policies:
         if policy.kind in TRAINED:
             trained_roles.update(policy.roles)
-    relative = chances(task_indices, checkpoint.tasks, trained_roles, EVEN_SHARE) * len(task_indices)
+    relative = task_chances(task_indices, checkpoint.tasks, trained_roles, EVEN_SHARE) * len(task_indices)
     return {name: float(relative[index]) for name, index in task_indices.items()}, adaptive
 
 

@@ -74,7 +74,8 @@ _SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds", "candi
 
 def _add(use: Use, part: Use) -> None:
     for name in _SUMMED:
-        before, added = getattr(use, name), getattr(part, name)
+        before = getattr(use, name)
+        added = getattr(part, name)
         setattr(use, name, max(before, added) if name == "turns" else before + added)
 
 

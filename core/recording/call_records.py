@@ -26,13 +26,15 @@ from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 _SHORT = 512
 """Size of a message in bytes, or of a text in characters, from which it is remembered by its hash. A hash takes more
 time but less memory."""
-OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
+OUTPUTS = 100_000
+OUTPUT_BYTES = 8 << 20
 """Maximum number of answers that are remembered, and their maximum size in bytes."""
 _OVERHEAD = 200
 """Estimated size in bytes of an entry without its key and value."""
 HISTORIES = 16
 """Maximum number of roles whose last messages are remembered, to recognize them in the next call."""
-NAMES, NAME_BYTES = 100_000, 8 << 20
+NAMES = 100_000
+NAME_BYTES = 8 << 20
 """Maximum number of messages that are remembered as stored, and their maximum size in bytes. Other messages are stored
 again when they occur again."""
 _FORGOTTEN = (
@@ -144,13 +146,13 @@ def _is_short(key: Hashable) -> bool:
     return isinstance(key, tuple)
 
 
-def _exact(value: Any) -> bool:
+def _is_exact_json(value: Any) -> bool:
     """Whether Python's `==` finds only values with the same JSON as this one, so that `==` can stand for comparing the
     JSON. Values with numbers do not qualify, because 1, 1.0 and True are equal."""
     if isinstance(value, Mapping):
-        return all(map(_exact, value.values()))
+        return all(map(_is_exact_json, value.values()))
     if isinstance(value, list):
-        return all(map(_exact, value))
+        return all(map(_is_exact_json, value))
     return value is None or isinstance(value, str)
 
 
@@ -238,14 +240,14 @@ class CallRecords:
         records: list[Record] = []
         with self._lock:
             message_ids = self._addresses(call.sent, redacted.messages, records)
-            tools = self._named(records, offered, [redacted.tools])[0] if offered else None
+            tools = self._body_addresses(records, offered, [redacted.tools])[0] if offered else None
             sent = (
                 {}
                 if redacted.out is None
-                else sent_fields(call, message_ids, redacted.out, partial(self._named, records))
+                else sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
             )
             if grammar:
-                sampling["grammar"] = self._named(records, [canonical({"grammar": grammar})], [grammar])[0]
+                sampling["grammar"] = self._body_addresses(records, [canonical({"grammar": grammar})], [grammar])[0]
             prompt = None
             if answer and answer.prompt_ids:
                 chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
@@ -279,21 +281,21 @@ class CallRecords:
         """The content addresses of a call's messages in the form in which they are `stored`. Messages that are not
         stored yet are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
-            return self._named(records, list(map(canonical, stored)), stored)
+            return self._body_addresses(records, list(map(canonical, stored)), stored)
         addresses: list[str] = []
         for message in sent:  # `link` has recognized the first ones
             if message.address is None:
                 break
             addresses.append(message.address)
         new = stored[len(addresses) :]
-        names = self._named(records, list(map(canonical, new)), new)
+        names = self._body_addresses(records, list(map(canonical, new)), new)
         for message, name in zip(sent[len(addresses) :], names, strict=True):
             # A remembered address is reused for an equal message, so equal messages must have equal JSON.
-            if _exact(message.message):
+            if _is_exact_json(message.message):
                 message.address = name
         return (*addresses, *names)
 
-    def _named(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
+    def _body_addresses(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
         """The content addresses of messages, tools or other bodies. `encoded` is the JSON of each body.
 
         A body whose address is not known yet is added to `records`, so that each is stored once.

@@ -14,7 +14,7 @@ from cotune.recording.hooks import hooks
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Message
 
-KEPT = 50_000
+MOST_VALUES = 50_000
 """Maximum number of values that are recorded in an episode. A replay cannot return later ones."""
 
 
@@ -46,37 +46,37 @@ class Chance:
     """
 
     def __init__(self) -> None:
-        """Without recorded values (`give`), all values are new."""
+        """Without recorded values (`set_recorded`), all values are new."""
         # Reentrant: the garbage collector may run code that asks for a value at any point.
         self._lock = threading.RLock()
         self._reads: list[Read] = []
-        self._given: dict[tuple[str, str], deque[Read]] = {}
-        self._behind: dict[str, int] = {}
-        """The difference of each clock from the real one, in ns."""
+        self._recorded: dict[tuple[str, str], deque[Read]] = {}
+        self._offsets: dict[str, int] = {}
+        """The difference of each clock from the real one, in ns. "wall" is the clock of the calendar."""
         self.dropped = 0
-        """Number of values beyond KEPT that were not recorded."""
+        """Number of values beyond MOST_VALUES that were not recorded."""
 
-    def give(self, reads: Sequence[Read], started: float) -> None:
+    def set_recorded(self, reads: Sequence[Read], started: float) -> None:
         """Return these values again. `started` is when their episode started (seconds since the epoch)."""
         with self._lock:
             for read in reads:
-                self._given.setdefault((read.kind, read.place), deque()).append(read)
-            self._behind["wall"] = round(started * 1e9) - wall_ns()
+                self._recorded.setdefault((read.kind, read.place), deque()).append(read)
+            self._offsets["wall"] = round(started * 1e9) - wall_ns()
 
-    def reach(self, at: float) -> None:
+    def advance_to(self, at: float) -> None:
         """Set the clock forward to `at` (seconds since the epoch), if it is earlier."""
         with self._lock:
-            if "wall" in self._behind:
-                self._behind["wall"] = max(self._behind["wall"], round(at * 1e9) - wall_ns())
+            if "wall" in self._offsets:
+                self._offsets["wall"] = max(self._offsets["wall"], round(at * 1e9) - wall_ns())
 
-    def drawn(self, kind: str, place: str, draw: Callable[[], Any]) -> Any:
+    def draw_value(self, kind: str, place: str, draw: Callable[[], Any]) -> Any:
         """A random value of this kind, asked for at this place in the code: the next recorded one, or a new one from
         `draw`.
         """
         with self._lock:
-            queue = self._given.get((kind, place))
+            queue = self._recorded.get((kind, place))
             value = queue.popleft().value if queue else draw()
-            self._keep(kind, place, value)
+            self._keep_value(kind, place, value)
         return value
 
     def clock(self, kind: str, place: str, real: int) -> int:
@@ -84,18 +84,18 @@ class Chance:
         time, moved by the largest distance so far between a recorded time and the real one.
         """
         with self._lock:
-            queue = self._given.get((kind, place))
+            queue = self._recorded.get((kind, place))
             if queue:
                 value = int(queue.popleft().value)
                 # A clock never steps back, also if the recorded values did.
-                self._behind[kind] = max(self._behind.get(kind, value - real), value - real)
+                self._offsets[kind] = max(self._offsets.get(kind, value - real), value - real)
             else:
-                value = real + self._behind.get(kind, 0)
-            self._keep(kind, place, value)
+                value = real + self._offsets.get(kind, 0)
+            self._keep_value(kind, place, value)
         return value
 
-    def _keep(self, kind: str, place: str, value: Any) -> None:
-        if len(self._reads) < KEPT:
+    def _keep_value(self, kind: str, place: str, value: Any) -> None:
+        if len(self._reads) < MOST_VALUES:
             self._reads.append(Read(kind, place, wall_ns() / 1e9, value))
         else:
             self.dropped += 1

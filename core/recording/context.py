@@ -14,7 +14,7 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.hooks import hooks
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redaction
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 ScopeT = TypeVar("ScopeT", bound="Scope")
 
@@ -84,20 +84,20 @@ def innermost(kind: type[ScopeT]) -> ScopeT | None:
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Calls made inside belong to `scope`, and not to a call around it."""
-    with setting(current_scope, scope), called_by(None):
+    with context_value(current_scope, scope), called_by(None):
         yield
 
 
 @contextmanager
 def called_by(caller: CallerContext | None) -> Iterator[None]:
     """Calls made inside belong to `caller`, or without one to the enclosing scope, and not to a call around it."""
-    with setting(current_caller, caller), setting(opened_call, None):
+    with context_value(current_caller, caller), context_value(opened_call, None):
         yield
 
 
 def recording(episode: LiveEpisode) -> AbstractContextManager[None]:
     """Calls made inside belong to `episode`."""
-    return setting(current_episode, episode)
+    return context_value(current_episode, episode)
 
 
 def identify() -> CallerContext:

@@ -72,25 +72,26 @@ class Prompting:
             return
         call.prompts = self.id
         matching = edits.begin()
-        whose = f"A call of role {role!r} goes out without the edits of its prompts"
+        warning = f"A call of role {role!r} goes out without the edits of its prompts"
         try:
             changed = rewrite_chat(matching, body)
             outcome = matching.outcome
         except Exception as error:  # noqa: BLE001 - the application must still get its answer
             call.unedited = UNMATCHED
-            warn(UNMATCHED, f"{whose}: it could not be read.", error)
+            warn(UNMATCHED, f"{warning}: it could not be read.", error)
             return
         if outcome != "edited":
             call.unedited = outcome
             reason = matching.difference
             if matching.ambiguous:
                 reason = f"{', '.join(matching.ambiguous)} can be read in several ways"
-            warn(outcome, f"{whose}: {reason}.")
+            warn(outcome, f"{warning}: {reason}.")
         elif changed is not body:
-            call.edits, call.rewritten = edits, Outgoing.of(changed)
+            call.edits = edits
+            call.rewritten = Outgoing.of(changed)
 
 
-def as_asked(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
+def undo_edits(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Undo the edits of a call in a further request that is made for it: edited texts become the application's own
     again. Returns `body` itself if it has no edited text."""
     if call is None or call.edits is None:
@@ -107,41 +108,42 @@ def as_asked(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
     return map_body(body, lambda kind, key, text: original.get((kind, key, text)))
 
 
-def leave_format(call: Asked, warn: Callable[..., None]) -> None:
+def keep_own_format(call: Asked, warn: Callable[..., None]) -> None:
     """Send the application's own schema of the response, for a client that has it as a class. The call is counted if
     edits should have changed the schema."""
     out = call.rewritten
     if out is not None and out.params != call.params:
         call.rewritten = msgspec.structs.replace(out, params=call.params)
         if (out.messages, out.tools) == (call.messages, call.tools):
-            _leave(call)
+            _leave_unedited(call)
         warn(UNMATCHED, f"A call of role {call.role!r} goes out with the schema that it has: it is given as a class.")
 
 
-def made_of(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
-    """Whether the request that a client built from a call's edits, which `read` returns, has the edited texts.
+def took_edits(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
+    """Check that a client has put a call's edited texts into its own request. `read` returns this request.
 
-    Otherwise the client has texts in a form that cotune cannot edit: the call is sent unedited and counted.
+    Returns False if it has not, because the client has texts in a form that cotune cannot edit. The call is then sent
+    unedited and counted.
     """
     error: Exception | None = None
     try:
         built = Outgoing.of(read() or {})
         out = call.rewritten
-        if out is not None and _texts(built) == _texts(out):
+        if out is not None and _texts_of_request(built) == _texts_of_request(out):
             return True
     except Exception as broken:  # noqa: BLE001 - the application must still get its answer
         error = broken
-    _leave(call)
-    whose = f"A call of role {call.role!r} goes out without the edits of its prompts"
-    warn(UNMATCHED, f"{whose}: its client has them in a form of its own.", error)
+    _leave_unedited(call)
+    warning = f"A call of role {call.role!r} goes out without the edits of its prompts"
+    warn(UNMATCHED, f"{warning}: its client has them in a form of its own.", error)
     return False
 
 
-def _texts(out: Outgoing) -> tuple[Any, ...]:
+def _texts_of_request(out: Outgoing) -> tuple[Any, ...]:
     return out.messages, out.tools, out.params.get("response_format")
 
 
-def _leave(call: Asked) -> None:
+def _leave_unedited(call: Asked) -> None:
     call.unedited = UNMATCHED
     call.edits = None
     call.rewritten = None
@@ -151,17 +153,19 @@ StoreBodies = Callable[[list[bytes], list[Any]], tuple[str, ...]]
 """Stores bodies, which are passed with their JSON, and returns their content addresses."""
 
 
-def sent_fields(call: Asked, asked: tuple[str, ...], stored: Outgoing, store_bodies: StoreBodies) -> dict[str, Any]:
-    """The fields of a call's record that tell its sent request from the application's, if prompts were edited.
+def sent_fields(
+    call: Asked, own_messages: tuple[str, ...], stored: Outgoing, store_bodies: StoreBodies
+) -> dict[str, Any]:
+    """The fields of a call's record about the request that was sent, if prompts were edited.
 
-    Only what changed is stored: messages, tools, or the schema of the answer. `stored` is the sent request in the form
-    in which it may be stored (redacted), and `asked` are the ids of the application's messages.
+    Only changed parts are stored: messages, tools, or the schema of the answer. `stored` is the sent request in the
+    form in which it may be stored (redacted), and `own_messages` are the ids of the application's messages.
     """
     fields: dict[str, Any] = {}
     sent = call.rewritten
     assert sent is not None
 
-    ids = list(asked)
+    ids = list(own_messages)
     changed = []
     for i, (new, old) in enumerate(zip(sent.messages, call.messages, strict=True)):
         if new is not old:

@@ -23,10 +23,10 @@ from cotune.errors import CotuneError, RecordError, SamplerError, WorkflowError,
 from cotune.recording.context import current_episode, identify, opened_call
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
-from cotune.records.failure_cause import refused
+from cotune.records.failure_cause import is_refused_request
 from cotune.records.structs import CallStatus
 from cotune.runtime.loop_watch import running_context
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 """Exceptions for a request or an answer in another form than an integration expects."""
@@ -80,7 +80,7 @@ def ask(call: LiveCall) -> Answer | None:
     try:
         response = answer_blocking(call)
     except BaseException as error:
-        failed(call, error)
+        record_failure(call, error)
         raise
     if response is not None:
         call.finish(response)
@@ -92,7 +92,7 @@ async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = Non
     try:
         response = await (begun or answer(call))
     except BaseException as error:
-        failed(call, error)
+        record_failure(call, error)
         raise
     if response is not None:
         call.finish(response)
@@ -103,17 +103,17 @@ async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = Non
 def observed(call: LiveCall) -> Iterator[None]:
     """Inside, the application's own model answers the call. A wire request belongs to the call; an exception fails
     it."""
-    with setting(opened_call, call):
+    with context_value(opened_call, call):
         try:
             yield
         except BaseException as error:
-            raised(call, error)
+            fail_with_error(call, error)
             raise
 
 
-def raised(call: LiveCall, error: BaseException, part: Answer | None = None) -> None:
+def fail_with_error(call: LiveCall, error: BaseException, part: Answer | None = None) -> None:
     """Fail the call with an error that the application gets too. `part` is the answer so far."""
-    call.fail(*reason_of(error), part, outage=not refused(error))
+    call.fail(*reason_of(error), part, outage=not is_refused_request(error))
     if call.outage:
         call.episode.outages.append(error)
 
@@ -121,13 +121,13 @@ def raised(call: LiveCall, error: BaseException, part: Answer | None = None) -> 
 def step(call: LiveCall, source: Iterator[Any]) -> Any:
     """The next part of a stream; None at its end. The call is open only inside this function: between two steps, the
     application's code runs."""
-    with setting(opened_call, call):
+    with context_value(opened_call, call):
         return next(source, None)
 
 
 async def step_async(call: LiveCall, source: AsyncIterator[Any]) -> Any:
     """Like `step`, for an asynchronous stream."""
-    with setting(opened_call, call):
+    with context_value(opened_call, call):
         return await anext(source, None)
 
 
@@ -164,7 +164,7 @@ async def answer(call: LiveCall) -> Answer | None:
         task = asyncio.current_task()
         if task is not None:
             call.cancel_by(functools.partial(running.call_soon_threadsafe, task.cancel))
-        return await _respond(call)
+        return await _respond_outside(call)
     request = _Request(call, episode.loop)
     begun = asyncio.wrap_future(request.begun)
     try:
@@ -206,12 +206,12 @@ class _Request:
         if not self.begun.set_running_or_notify_cancel():
             return None
         self.begun.set_result(None)
-        return await _respond(self._call)
+        return await _respond_outside(self._call)
 
     def stuck(self) -> bool:
         """Whether the loop's thread waits at the same place as at the previous check, so that the loop cannot start."""
         before = self._seen
-        self._seen = _waiting(self._loop)
+        self._seen = _waiting_frame(self._loop)
         return self.answer.done() or (self._seen is not None and self._seen is before)
 
     def settle(self) -> concurrent.futures.Future[Answer | None]:
@@ -226,7 +226,7 @@ class _Request:
         return _Request(self._call, _side_loop()).answer
 
 
-def failed(call: LiveCall, error: BaseException) -> int:
+def record_failure(call: LiveCall, error: BaseException) -> int:
     """Record that the responder failed; return the HTTP status for the application.
 
     An error that is neither the sampler's nor a cancellation fails the whole episode, even if the application swallows
@@ -240,7 +240,7 @@ def failed(call: LiveCall, error: BaseException) -> int:
             f"Answering a call of role {call.role!r} failed with {error_text(error)}."
         )
         call.episode.fatal.__cause__ = error if fatal is None else error.__cause__
-    raised(call, error)
+    fail_with_error(call, error)
     return code
 
 
@@ -253,11 +253,11 @@ def reason_of(error: BaseException) -> tuple[CallStatus, str]:
     return ("timeout" if "Timeout" in type(error).__name__ else "error"), text
 
 
-async def _respond(call: LiveCall) -> Answer | None:
+async def _respond_outside(call: LiveCall) -> Answer | None:
     """The responder's answer. Calls that the responder itself makes (a judge in a scorer) are not part of the
     episode."""
     assert call.episode.responder is not None
-    with setting(current_episode, None):
+    with context_value(current_episode, None):
         response = await call.episode.responder.respond(call)
     if response is not None and call.streamed and len(response.candidates) > int(call.params.get("n") or 1):
         call.episode.warn(
@@ -268,7 +268,7 @@ async def _respond(call: LiveCall) -> Answer | None:
     return response
 
 
-def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
+def _waiting_frame(loop: asyncio.AbstractEventLoop) -> FrameType | None:
     """The frame of the application in which the event loop's thread waits for another thread, a process or a socket.
 
     None if the application computes, if the loop is idle, or if cotune itself waits, for example for a write to the

@@ -27,11 +27,11 @@ from cotune.errors import CotuneError, RecordError, TooManyCalls, WorkflowError
 from cotune.prompts.edits import Prompts
 from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall, SentMessage
-from cotune.recording.chance import KEPT, Chance
+from cotune.recording.chance import MOST_VALUES, Chance
 from cotune.recording.edits import Prompting
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.rewards import reward_records
-from cotune.recording.roles import RolesFunction, named, warn_of_shared
+from cotune.recording.roles import RolesFunction, context_of_role, warn_of_shared
 from cotune.recording.tape import Tape, tool_at_work
 from cotune.records.answers import Answer, well_formed
 from cotune.records.failure_cause import FailureCause
@@ -81,7 +81,8 @@ class TurnCounter:
         """The step and turn of a call that starts now."""
         step = self.steps
         turn = self._turns.get(role, 0)
-        self.steps, self._turns[role] = step + 1, turn + 1
+        self.steps = step + 1
+        self._turns[role] = turn + 1
         return step, turn
 
 
@@ -266,7 +267,7 @@ class LiveEpisode:
         """
         if self.roles is not None:
             try:
-                caller = named(self.roles, caller, body, self.notes.setdefault("callers", {}), self.warn)
+                caller = context_of_role(self.roles, caller, body, self.notes.setdefault("callers", {}), self.warn)
             except WorkflowError as error:
                 self.fatal = self.fatal or error
                 text = f"A call keeps the role {caller.role!r}: the roles function failed."
@@ -378,7 +379,9 @@ class LiveEpisode:
         if (chance := self.chance.record() if self.chance else None) is not None:
             bodies.append(chance)
         if self.chance and self.chance.dropped:
-            self.warn("unfrozen", f"Of clock, uuid and random only the first {KEPT:,} values of an episode are kept.")
+            self.warn(
+                "unfrozen", f"Of clock, uuid and random only the first {MOST_VALUES:,} values of an episode are kept."
+            )
         record = Episode(
             id=self.id,
             task=self.task if self.redaction is None else self.redaction.task(self.task),

@@ -34,7 +34,8 @@ FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
 """Replaces a grammar that holds redacted text, the hash of a redacted image, and a task's id that is its text if
 redactors leave no text."""
-_KEPT, _MOST = 100_000, 16 << 20
+_KEPT = 100_000
+_MOST = 16 << 20
 """Maximum number of messages, and maximum size in bytes, whose redaction an episode remembers. Older messages are
 redacted again."""
 _json = msgspec.json.Encoder(enc_hook=plain)
@@ -79,24 +80,24 @@ def each_text(fn: Callable[[str], str]) -> Redactor:
     """A redactor that applies `fn` to every text in a message, at any depth. `role` and keys stay."""
 
     def redact(message: dict[str, Any]) -> dict[str, Any]:
-        return {key: value if key == "role" else _each(value, fn) for key, value in message.items()}
+        return {key: value if key == "role" else _map_texts(value, fn) for key, value in message.items()}
 
     return redact
 
 
-def _each(value: Any, fn: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, fn: Callable[[str], str]) -> Any:
     """A value of JSON with `fn` applied to every text in it, at any depth. Keys stay as they are."""
     if isinstance(value, str):
         return fn(value)
     if isinstance(value, Mapping):
-        return {key: _each(item, fn) for key, item in value.items()}
+        return {key: _map_texts(item, fn) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_each(item, fn) for item in value]
+        return [_map_texts(item, fn) for item in value]
     return value
 
 
 @functools.cache
-def _say(kind: str, text: str) -> None:
+def _warn_once_outside(kind: str, text: str) -> None:
     """Log a warning outside an episode, once per process."""
     log.warning("%s", text)
 
@@ -108,16 +109,16 @@ class Redaction:
 
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
-    warn: Callable[[str, str], None] = _say
+    warn: Callable[[str, str], None] = _warn_once_outside
     _done: BoundedCache[tuple[dict[str, Any], bool]] = field(default_factory=lambda: BoundedCache(_KEPT, _MOST))
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message to store. The given message is not changed."""
-        return self._seen(message)[0]
+        return self._redact_message(message)[0]
 
     def changes(self, message: Mapping[str, Any]) -> bool:
         """Whether a message is stored in another form."""
-        return self._seen(message)[1]
+        return self._redact_message(message)[1]
 
     def content(self, role: str, content: Any) -> Any:
         """A value to store that is not a message. Redactors see it as the content of a message with this role."""
@@ -135,7 +136,8 @@ class Redaction:
         if cause == error.cause:
             return error
         redacted = copy.copy(error)
-        redacted.cause, redacted.args = cause, (f"{cause} {error.remedy}".strip(),)
+        redacted.cause = cause
+        redacted.args = (f"{cause} {error.remedy}".strip(),)
         return redacted
 
     def text(self, text: str | None, role: str = "error") -> str | None:
@@ -153,8 +155,8 @@ class Redaction:
     def call(self, call: RedactedCall) -> RedactedCall:
         """The parts of a call that may be stored, from the parts of the original call."""
         tools = self._as_message("tools", call.tools) if call.tools else None
-        messages = [self._seen(message) for message in call.messages]
-        out = None if call.out is None else self._out(call.out)
+        messages = [self._redact_message(message) for message in call.messages]
+        out = None if call.out is None else self._redact_request(call.out)
         tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
         tokens_withheld = tokens_withheld or out != call.out
         params = self.table(call.params)
@@ -162,7 +164,7 @@ class Redaction:
         tools_changed = tools is not None and self.changes(tools)
         grammar_changed = params != call.params or tools_changed or out != call.out
         stored_messages = [stored for stored, _ in messages] if out is None else out.messages
-        answer = None if call.answer is None else self._answer(call.answer, grammar_changed, stored_messages)
+        answer = None if call.answer is None else self._redact_answer(call.answer, grammar_changed, stored_messages)
         changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
         if changed and answer is not None:  # the likeliest tokens (`shown`) may reveal a hidden text
             bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
@@ -179,7 +181,7 @@ class Redaction:
             tokens_withheld=tokens_withheld and not self.keep_token_ids,
         )
 
-    def _out(self, out: Outgoing) -> Outgoing:
+    def _redact_request(self, out: Outgoing) -> Outgoing:
         """The sent request to store."""
         tools = self._as_message("tools", out.tools) if out.tools else None
         return Outgoing(
@@ -188,14 +190,14 @@ class Redaction:
             params=self.table(out.params),
         )
 
-    def _answer(self, answer: Answer, grammar_changed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
+    def _redact_answer(self, answer: Answer, grammar_changed: bool, messages: Sequence[dict[str, Any]]) -> Answer:
         """The answer to store, for a prompt that is stored as `messages`.
 
         `grammar_changed` is whether a redactor changed tools or parameters, from which the answer's grammar was made.
         The grammar is then withheld, and with it the token ids, as they cannot be trained on without it; with
         `keep_token_ids` both are kept. Ids of images that are no longer in the stored messages are withheld.
         """
-        candidates = tuple(self._candidate(candidate) for candidate in answer.candidates)
+        candidates = tuple(self._redact_candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):
             keep = self.keep_token_ids or not (grammar_changed or sampling.get("grammar") != grammar)
@@ -209,7 +211,7 @@ class Redaction:
             sampling["images"] = [image if image in stored_images else WITHHELD for image in images]
         return msgspec.structs.replace(answer, candidates=candidates, sampling=sampling)
 
-    def _candidate(self, candidate: Candidate) -> Candidate:
+    def _redact_candidate(self, candidate: Candidate) -> Candidate:
         """A candidate with its text, tool calls and provider's finish reason redacted.
 
         If redactors change it, its token ids are removed, because they spell the hidden text. `keep_token_ids` keeps
@@ -234,12 +236,12 @@ class Redaction:
     def _as_message(self, role: str, content: Any) -> dict[str, Any]:
         return {"role": role, "content": content}
 
-    def _seen(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _redact_message(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The message to store, and whether it differs. Redactors see the message as JSON, as it would be stored."""
         try:
             raw = _json.encode(message)
         except Exception:  # noqa: BLE001
-            return self._failed(message, "it is no JSON"), True
+            return self._warn_of_failure(message, "it is no JSON"), True
         digest = hashlib.blake2b(raw, digest_size=16).digest()
         result = self._done.get(digest)
         if result is None:
@@ -263,9 +265,9 @@ class Redaction:
             stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redacted))
             return stored
         except Exception as error:  # noqa: BLE001
-            return self._failed(message, f"the redactor raised {type(error).__name__}")
+            return self._warn_of_failure(message, f"the redactor raised {type(error).__name__}")
 
-    def _failed(self, message: Mapping[str, Any], why: str) -> dict[str, Any]:
+    def _warn_of_failure(self, message: Mapping[str, Any], why: str) -> dict[str, Any]:
         role = str(message.get("role", "unknown"))
         self.warn("redaction_failed", f"A message of role {role!r} is stored as {FAILED}: {why}.")
         return {"role": role, "content": FAILED}

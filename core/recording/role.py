@@ -93,8 +93,8 @@ class role:
         wrapper: Callable[..., Any]
         if not callable(fn) or inspect.isclass(fn):
             raise WorkflowError(
-                f"@cotune.role({name!r}) cannot decorate {_named(fn)}: it takes functions, coroutine functions and "
-                "generator functions.",
+                f"@cotune.role({name!r}) cannot decorate {_function_name(fn)}: it takes functions, coroutine "
+                "functions and generator functions.",
                 "Decorate the methods or functions that make the calls, below @staticmethod or @classmethod.",
             )
         if inspect.iscoroutinefunction(fn):
@@ -148,7 +148,7 @@ class role:
                         # Closed unstarted, so that Python does not warn of a coroutine that was never awaited.
                         result.close()
                     raise WorkflowError(
-                        f"{_named(fn)} returns a {type(result).__name__}, whose calls would be made after "
+                        f"{_function_name(fn)} returns a {type(result).__name__}, whose calls would be made after "
                         f"@cotune.role({name!r}) has ended.",
                         "Put @cotune.role below the other decorators, next to the async function or the generator.",
                     )
@@ -190,5 +190,5 @@ def _frame_of_block(frame: FrameType) -> FrameType:
     return frame
 
 
-def _named(fn: object) -> str:
+def _function_name(fn: object) -> str:
     return str(getattr(fn, "__qualname__", None) or f"a {type(fn).__name__}")

@@ -15,7 +15,8 @@ from cotune.runtime.callers import Function, functions_around
 from cotune.runtime.user_code import is_library
 from cotune.user_objects import takes
 
-CALLER, MODEL = "caller", "model"
+CALLER = "caller"
+MODEL = "model"
 LONGEST = 200
 """Maximum length of a role's name, in characters."""
 
@@ -92,7 +93,7 @@ def by_model(call: CallRequest) -> str | None:
     return call.model or None
 
 
-def named(
+def context_of_role(
     roles: RolesFunction,
     caller: CallerContext,
     body: Mapping[str, Any],

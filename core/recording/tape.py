@@ -15,14 +15,15 @@ import msgspec
 
 from cotune.records.ids import address
 from cotune.records.structs import Message, ToolResult
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 
-def _shown(value: Any) -> Any:
+def _json_form(value: Any) -> Any:
+    """A value that JSON cannot hold: the fields of a pydantic model, or the name of its type."""
     return value.model_dump() if hasattr(value, "model_dump") else f"<{type(value).__name__}>"
 
 
-_canonical = msgspec.json.Encoder(order="sorted", enc_hook=_shown).encode
+_canonical = msgspec.json.Encoder(order="sorted", enc_hook=_json_form).encode
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -52,7 +53,7 @@ class ToolAtWork(NamedTuple):
 tool_at_work: ContextVar[ToolAtWork] = ContextVar("cotune_tool", default=ToolAtWork())  # noqa: B039  # a tuple
 
 
-class Given(msgspec.Struct, frozen=True):
+class RecordedResult(msgspec.Struct, frozen=True):
     """A recorded result of a tool with these arguments (a digest). The use began at `started` (seconds since the epoch)
     and took `latency` seconds. `call` is the tool call that it answers."""
 
@@ -71,37 +72,39 @@ class Tape:
         """An empty record of the results of tools, for one episode."""
         self.frameworks = False
         """Whether the results of a framework's tools are recorded and returned too, not only of `cotune.recorded`."""
-        self.keeps = True
+        self.records_results = True
         """Whether results are recorded at all. They are not in an episode without an end."""
         self._lock = threading.Lock()
-        self._kept: list[Given] = []  # new results, to record
-        self._given: dict[tuple[str, str], deque[Given]] = {}  # recorded results to return, by tool and arguments
+        self._new_results: list[RecordedResult] = []  # new results, to record
+        self._recorded_results: dict[tuple[str, str], deque[RecordedResult]] = {}
+        """The results to return again, by tool and arguments."""
 
-    def give(self, results: Sequence[Given]) -> None:
+    def set_recorded(self, results: Sequence[RecordedResult]) -> None:
         """Return these results again to the same tool with the same arguments, in the order of their starts."""
         for result in sorted(results, key=lambda result: result.started):
-            self._given.setdefault((result.name, result.arguments), deque()).append(result)
+            self._recorded_results.setdefault((result.name, result.arguments), deque()).append(result)
 
     @contextmanager
-    def using(self, name: str, arguments: Any) -> Iterator[ToolUse]:
-        """A use of a tool. Inside, the model calls that it makes are counted."""
+    def use_tool(self, name: str, arguments: Any) -> Iterator[ToolUse]:
+        """Use a tool within the block. The use has the recorded result, if there is one, and counts the model calls
+        that the tool makes."""
         digest = _digest(arguments)
         with self._lock:
-            queue = self._given.get((name, digest))
+            queue = self._recorded_results.get((name, digest))
             recorded = queue.popleft() if queue else None
         use = ToolUse(name, digest)
         if recorded is not None:
             # A copy: all branches of an episode get the same value, and applications may change it.
             use = ToolUse(name, digest, True, copy.deepcopy(recorded.value))
-        with setting(tool_at_work, tool_at_work.get()._replace(use=use)):
+        with context_value(tool_at_work, tool_at_work.get()._replace(use=use)):
             yield use
 
-    def keep(self, use: ToolUse, started: float, latency: float) -> bool:
+    def record_result(self, use: ToolUse, started: float, latency: float) -> bool:
         """Record the result of a use, which took `latency` seconds. Returns False if the result is not JSON.
 
         The result of a tool that made model calls, like an agent, is not recorded: a replay repeats its calls.
         """
-        if use.calls or not self.keeps:
+        if use.calls or not self.records_results:
             return True
         try:
             value = msgspec.json.decode(msgspec.json.encode(use.value))
@@ -110,7 +113,9 @@ class Tape:
         if value != use.value:
             return False
         with self._lock:
-            self._kept.append(Given(use.name, use.arguments, started, value, latency, tool_at_work.get().answered_call))
+            self._new_results.append(
+                RecordedResult(use.name, use.arguments, started, value, latency, tool_at_work.get().answered_call)
+            )
         return True
 
     def records(
@@ -120,7 +125,7 @@ class Tape:
         `changes` are left out."""
         bodies: list[Message] = []
         results = []
-        for use in self._kept:
+        for use in self._new_results:
             if changes is not None and changes({"role": "tool", "content": use.value}):
                 continue
             body = Message(address(_canonical({"result": use.value})), {"result": use.value})

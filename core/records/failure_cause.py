@@ -26,7 +26,7 @@ def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -
     cause), comes from cotune's engines, store or set-up, or is an `Outage`. Otherwise it is the policy: bad output, a
     failed tool, a prompt that is too long, too many calls, a time-out.
     """
-    errors = list(chain(error))
+    errors = list(error_chain(error))
     outage_ids = {id(outage) for outage in outages}
     if any(isinstance(cause, ReplayDiverged) for cause in errors):
         return "divergence"
@@ -35,16 +35,16 @@ def failure_cause(error: BaseException, outages: Iterable[BaseException] = ()) -
     return "policy"
 
 
-def refused(error: BaseException) -> bool:
+def is_refused_request(error: BaseException) -> bool:
     """Whether the cause of an error from a call to a model is its request, and not the engine or provider."""
     if isinstance(error, CotuneError):
         return not _is_infrastructure(error)
     statuses = [getattr(error, "status_code", None)]
     statuses.append(getattr(getattr(error, "response", None), "status_code", None))
-    return any(isinstance(status, int) and refusal(status) for status in statuses)
+    return any(isinstance(status, int) and is_refusal_status(status) for status in statuses)
 
 
-def refusal(status: int) -> bool:
+def is_refusal_status(status: int) -> bool:
     """Whether a provider refuses the request itself with this HTTP status."""
     return 400 <= status < 500 and status not in _NOT_ASKED
 
@@ -54,7 +54,7 @@ def _is_infrastructure(error: BaseException) -> bool:
     return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused | ReplayDiverged)
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error, the errors that it groups, and the errors that it was raised from."""
     seen: set[int] = set()
     queue = [error]

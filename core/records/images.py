@@ -54,7 +54,7 @@ def split_images(body: Any) -> tuple[Any, list[Image]]:
         images.append(image)
         return f"data:{image.media_type};sha256,{image.id}" if data_url(image) == url else url
 
-    content = [_changed(part, to_reference) for part in body["content"]]
+    content = [_change_url(part, to_reference) for part in body["content"]]
     return ({**body, "content": content}, images) if images else (body, [])
 
 
@@ -71,12 +71,12 @@ def join_images(body: Any, image: Callable[[str], bytes | None]) -> Any:
         data = image(match[2]) if match else None
         return url if match is None or data is None else data_url(Image(match[1], data))
 
-    return {**body, "content": [_changed(part, restored_url) for part in body["content"]]}
+    return {**body, "content": [_change_url(part, restored_url) for part in body["content"]]}
 
 
 def holds_images(messages: Iterable[Any]) -> bool:
     """Whether any message has an image part."""
-    return any(True for message in messages for _ in _urls(message))
+    return any(True for message in messages for _ in _image_urls(message))
 
 
 def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
@@ -84,7 +84,7 @@ def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
     the request: cotune never downloads one."""
     images = []
     for message in messages:
-        for url in _urls(message):
+        for url in _image_urls(message):
             image = decoded_image(url)
             if image is None:
                 scheme = url.partition(":")[0][:20] if isinstance(url, str) and ":" in url else "no address"
@@ -114,7 +114,7 @@ def without_image_bytes(body: Any) -> Any:
     """A message for people to read, with phrases (`shown_image`) in place of the addresses of images."""
     if not isinstance(body, Mapping) or type(body.get("content")) is not list:
         return body
-    return {**body, "content": [_changed(part, shown_image) for part in body["content"]]}
+    return {**body, "content": [_change_url(part, shown_image) for part in body["content"]]}
 
 
 def content_text(content: Any) -> str:
@@ -142,7 +142,7 @@ def decoded_image(url: Any) -> Image | None:
         return None
 
 
-def _urls(message: Any) -> Iterator[Any]:
+def _image_urls(message: Any) -> Iterator[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     for part in content if isinstance(content, list | tuple) else ():
         if isinstance(part, Mapping) and part.get("type") == "image_url":
@@ -155,7 +155,7 @@ def _url(part: Any) -> Any:
     return image.get("url") if isinstance(image, Mapping) else image
 
 
-def _changed(part: Any, change: Callable[[str], str]) -> Any:
+def _change_url(part: Any, change: Callable[[str], str]) -> Any:
     url = _url(part)
     if not isinstance(url, str) or (new := change(url)) == url:
         return part

@@ -30,7 +30,7 @@ def stand_in(others: OtherRoles) -> PolicyRef | None:
     return UNTRAINED if others == "frozen" else None
 
 
-def unlisted_said(role: str, others: OtherRoles) -> str:
+def unlisted_roles_text(role: str, others: OtherRoles) -> str:
     """A sentence about a role without a policy."""
     player = "the untrained model" if others == "frozen" else "its own provider"
     return (
@@ -116,7 +116,7 @@ class Policies(msgspec.Struct, frozen=True):
             ) from None
 
 
-def models_said(bases: Mapping[str, Sequence[str]]) -> str:
+def models_text(bases: Mapping[str, Sequence[str]]) -> str:
     """The base models of a run, in words."""
     return f"the model{'s' if len(bases) > 1 else ''} {', '.join(bases)}"
 

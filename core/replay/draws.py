@@ -59,15 +59,15 @@ def replace_everywhere(originals: tuple[Any, ...], hooked: tuple[Any, ...], *, o
                     names[name] = new
 
 
-def _asking() -> tuple[Chance, str] | None:
-    return asking(__name__, besides=FRAMEWORKS)
+def _recorded_values() -> tuple[Chance, str] | None:
+    return recorded_values_here(__name__, besides=FRAMEWORKS)
 
 
 def _urandom_of(kind: str, size: int) -> bytes:
-    if (frozen := _asking()) is None:
+    if (frozen := _recorded_values()) is None:
         return _urandom(size)
     chance, place = frozen
-    return bytes.fromhex(chance.drawn(f"{kind}:{size}", place, lambda: _urandom(size).hex()))
+    return bytes.fromhex(chance.draw_value(f"{kind}:{size}", place, lambda: _urandom(size).hex()))
 
 
 def _hooked_uuid_time() -> tuple[bytes, int]:
@@ -76,7 +76,7 @@ def _hooked_uuid_time() -> tuple[bytes, int]:
     Returns all 16 bytes of the id, and a status: 0 if no other process can have drawn the same id.
     """
     assert _uuid_time is not None
-    if (frozen := _asking()) is None:
+    if (frozen := _recorded_values()) is None:
         return _uuid_time()
     chance, place = frozen
     time = _uuid_time
@@ -85,13 +85,13 @@ def _hooked_uuid_time() -> tuple[bytes, int]:
         id, safe = time()
         return [id.hex(), safe]
 
-    digits, safe = chance.drawn("uuid1", place, draw)
+    digits, safe = chance.draw_value("uuid1", place, draw)
     return bytes.fromhex(digits), safe
 
 
 def _hooked_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
     """Seed a generator. One without a seed gets a recorded seed."""
-    if a is None and type(self) is not _Shared and _asking() is not None:
+    if a is None and type(self) is not _Shared and _recorded_values() is not None:
         a = int.from_bytes(_urandom_of("seed", 32))
     _seed(self, a, version)
 
@@ -100,30 +100,30 @@ class _Shared(random.Random):
     """The generator behind the functions of `random`."""
 
     def random(self) -> float:
-        if (frozen := _asking()) is None:
+        if (frozen := _recorded_values()) is None:
             return super().random()
         chance, place = frozen
-        return float(chance.drawn("random", place, super().random))
+        return float(chance.draw_value("random", place, super().random))
 
     def getrandbits(self, k: int, /) -> int:
-        if (frozen := _asking()) is None:
+        if (frozen := _recorded_values()) is None:
             return super().getrandbits(k)
         chance, place = frozen
         bits = super().getrandbits
-        return int(chance.drawn(f"bits:{k}", place, lambda: hex(bits(k))), 16)
+        return int(chance.draw_value(f"bits:{k}", place, lambda: hex(bits(k))), 16)
 
     @property
     def gauss_next(self) -> float | None:
         """The second of two normal numbers that are drawn together. None in a frozen episode, as all episodes share
         it."""
-        return None if _asking() is not None else self.__dict__.get("gauss_next")
+        return None if _recorded_values() is not None else self.__dict__.get("gauss_next")
 
     @gauss_next.setter
     def gauss_next(self, value: float | None) -> None:
-        self.__dict__["gauss_next"] = None if _asking() is not None else value
+        self.__dict__["gauss_next"] = None if _recorded_values() is not None else value
 
 
-def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
+def recorded_values_here(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tuple[Chance, str] | None:
     """If the episode that runs here is frozen, its recorded values (`Chance`), and the place in the code that asks for
     one of them.
 
@@ -140,10 +140,10 @@ def asking(hook: str, *, besides: tuple[str, ...] = (), own: bool = False) -> tu
         frame = frame.f_back
     if frame is None or _is_cotune(module) or module.startswith(besides) or is_standard(frame):
         return None
-    return None if own and is_library(frame) else (live.chance, _place(frame))
+    return None if own and is_library(frame) else (live.chance, _calling_functions(frame))
 
 
-def _place(frame: FrameType) -> str:
+def _calling_functions(frame: FrameType) -> str:
     """The function that asks, and functions of the application around it. Without line numbers, which any edit
     changes."""
     names = [f"{_module(frame)}.{frame.f_code.co_qualname}"]

@@ -109,7 +109,7 @@ def mean_entropy(call: CallRecord) -> float:
     return -sum(logprobs) / len(logprobs)
 
 
-def repeatable(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
+def can_repeat_before(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
     """Whether all calls that began before `fork` ended can be answered from the record."""
     return all(
         call.status == "ok" and bool(call.candidates) and not call.redacted

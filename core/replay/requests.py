@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -13,14 +13,14 @@ from cotune.records.ids import address, canonical
 from cotune.records.images import without_image_bytes
 from cotune.replay.script import Script, ScriptCall
 
-_NAMES = frozenset({"user", "metadata", "prompt_cache_key", "safety_identifier"})
+_IDENTIFYING_PARAMS = frozenset({"user", "metadata", "prompt_cache_key", "safety_identifier"})
 """Parameters that identify a request and cannot change its answer."""
-_SHOWN = 40
-"""Number of characters of each text that are shown after the first difference."""
-_BEFORE = 20
+_EXCERPT_AFTER = 40
+_EXCERPT_BEFORE = 20
+"""Number of characters of each text that are shown after its first difference, and before it."""
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
-_CHANCE = {
+_CHANCE_PATTERNS = {
     "a uuid": re.compile(r"(?<![0-9a-f])[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}(?![0-9a-f])", re.I),
     "a date": re.compile(
         rf"(?<!\d)\d{{1,4}}([-/.])\d{{1,2}}\1\d{{1,4}}(?!\d)|\b({_DAYS})[a-z]*\b|"
@@ -36,54 +36,55 @@ LOOKS_LIKE = " (it looks like "
 
 def digest(messages: Sequence[Any], tools: Any, model: str, params: Mapping[str, Any]) -> str:
     """Content address of a request without the ids in it."""
-    return address(canonical([unnamed(messages), tools or None, model, without_names(params)]))
+    return address(canonical([without_ids(messages), tools or None, model, answer_params(params)]))
 
 
-def unnamed(messages: Sequence[Any]) -> list[Any]:
+def without_ids(messages: Sequence[Any]) -> list[Any]:
     """Messages without their ids. Ids of tool calls are replaced with numbers in the order of their occurrence."""
     numbers: dict[Any, str] = {}
 
-    def number(id: Any) -> str:
+    def number_of(id: Any) -> str:
         return numbers.setdefault(id, f"call {len(numbers) + 1}")
 
-    return [_unnamed(message, number) if isinstance(message, Mapping) else message for message in messages]
+    return [_without_ids(message, number_of) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _unnamed(message: Mapping[str, Any], number: Any) -> dict[str, Any]:
-    """A message without its id, and with its ids of tool calls replaced by `number(id)`."""
+def _without_ids(message: Mapping[str, Any], number_of: Callable[[Any], str]) -> dict[str, Any]:
+    """Remove the id of a message, and replace each id of a tool call in it with `number_of(id)`."""
     fields = {name: value for name, value in message.items() if name != "id"}
     if isinstance(fields.get("tool_calls"), list):
         calls = []
         for call in fields["tool_calls"]:
             if isinstance(call, Mapping) and isinstance(call.get("id"), str):
-                call = {**call, "id": number(call["id"])}
+                call = {**call, "id": number_of(call["id"])}
             calls.append(call)
         fields["tool_calls"] = calls
     if isinstance(fields.get("tool_call_id"), str):
-        fields["tool_call_id"] = number(fields["tool_call_id"])
+        fields["tool_call_id"] = number_of(fields["tool_call_id"])
     return fields
 
 
-def without_names(params: Mapping[str, Any]) -> dict[str, Any]:
+def answer_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that can change an answer."""
-    return {name: value for name, value in params.items() if name not in _NAMES}
+    return {name: value for name, value in params.items() if name not in _IDENTIFYING_PARAMS}
 
 
 def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
     """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
-    asked, tools = script.asked(recorded)
-    bodies, messages = _readable(asked), _readable(call.messages)
-    for number, (was, now) in enumerate(zip(bodies, messages, strict=False)):
+    asked, tools = script.messages_and_tools(recorded)
+    recorded_messages = _comparable_messages(asked)
+    messages = _comparable_messages(call.messages)
+    for number, (was, now) in enumerate(zip(recorded_messages, messages, strict=False)):
         if _text(was) != _text(now):
             speaker = str(now.get("role", "no role")) if isinstance(now, Mapping) else "no message"
             return f"message {number + 1} ({speaker}), {_message_difference(was, now)}"
-    if len(bodies) != len(messages):
-        return f"it has {len(messages)} messages, recorded are {len(bodies)}"
+    if len(recorded_messages) != len(messages):
+        return f"it has {len(messages)} messages, recorded are {len(recorded_messages)}"
     if _text(tools) != _text(call.tools):
         return f"tools, {_tool_difference(tools or [], call.tools or [])}"
     if recorded.model != call.model:
         return f"the model: recorded {recorded.model!r}, now {call.model!r}"
-    for name in sorted(without_names({**recorded.params, **call.params})):
+    for name in sorted(answer_params({**recorded.params, **call.params})):
         if _text(recorded.params.get(name)) != _text(call.params.get(name)):
             return f"the parameter {name}, {_value_difference(recorded.params.get(name), call.params.get(name))}"
     return "nothing: the same request was recorded fewer times"
@@ -91,14 +92,14 @@ def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> st
 
 def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
     """The number of messages that two requests share before their first difference."""
-    asked, _ = script.asked(recorded)
-    pairs = zip(_readable(asked), _readable(call.messages), strict=False)
+    asked, _ = script.messages_and_tools(recorded)
+    pairs = zip(_comparable_messages(asked), _comparable_messages(call.messages), strict=False)
     return sum(1 for _ in takewhile(lambda pair: _text(pair[0]) == _text(pair[1]), pairs))
 
 
-def _readable(messages: Sequence[Any]) -> list[Any]:
+def _comparable_messages(messages: Sequence[Any]) -> list[Any]:
     """Messages in the form that is compared: an image by its hash."""
-    return [without_image_bytes(message) for message in unnamed(messages)]
+    return [without_image_bytes(message) for message in without_ids(messages)]
 
 
 def _message_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -128,24 +129,26 @@ def _value_difference(was: Any, now: Any) -> str:
     shorter = min(len(old), len(new))
     while position < shorter and old[position] == new[position]:
         position += 1
-    start = max(0, position - _BEFORE)
+    start = max(0, position - _EXCERPT_BEFORE)
     kind = ""
-    for name, form in _CHANCE.items():
-        if _covers(form, old, position) and _covers(form, new, position):
+    for name, form in _CHANCE_PATTERNS.items():
+        if _matches_at(form, old, position) and _matches_at(form, new, position):
             kind = name
             break
     seems = f"{LOOKS_LIKE}{kind})" if kind else ""
-    return f"character {position + 1}: recorded {_part(old, start, position)}, now {_part(new, start, position)}{seems}"
+    old_excerpt = _excerpt(old, start, position)
+    new_excerpt = _excerpt(new, start, position)
+    return f"character {position + 1}: recorded {old_excerpt}, now {new_excerpt}{seems}"
 
 
-def _covers(form: re.Pattern[str], text: str, position: int) -> bool:
+def _matches_at(form: re.Pattern[str], text: str, position: int) -> bool:
     """Whether a match of the form covers this character of the text."""
     return any(match.start() <= position <= match.end() for match in form.finditer(text))
 
 
-def _part(text: str, start: int, position: int) -> str:
+def _excerpt(text: str, start: int, position: int) -> str:
     """An excerpt of a text around a position, for a message."""
-    end = position + _SHOWN
+    end = position + _EXCERPT_AFTER
     return repr(f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}")
 
 

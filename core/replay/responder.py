@@ -17,7 +17,7 @@ from cotune.replay.script import Replay, ScriptCall
 
 PATIENCE = 1.0
 """Seconds that an answer waits for a call that was answered earlier in the record and has not been asked yet."""
-GAP = 0.005, 0.05
+ORDER_GAP = (0.005, 0.05)
 """Minimum and maximum seconds between two answers that must keep their order: an answer over HTTP takes a while to
 arrive."""
 _CHANGED = "If the application was changed, record it again; docs/how-to/replay.md lists other causes of differences."
@@ -47,33 +47,35 @@ class ReplayResponder:
         self.diverged: ReplayDiverged | None = None
         """The first divergence. No call is answered after it."""
         script = replay.script
-        self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
+        self._unaffected_calls = (
+            script.unaffected_calls(replay.fork) if replay.fork else {call.id for call in script.calls}
+        )
         self._entries = [_Entry(call) for call in script.calls]
         self._queues: dict[tuple[str, str], deque[_Entry]] = {}
         # Equal requests of a role are answered in the order of the record.
         for entry in sorted(self._entries, key=lambda entry: entry.call.turn):
             recorded = entry.call
-            key = recorded.role, digest(*script.asked(recorded), recorded.model, recorded.params)
+            key = recorded.role, digest(*script.messages_and_tools(recorded), recorded.model, recorded.params)
             self._queues.setdefault(key, deque()).append(entry)
         self._forked = False
         self._redrawn = False
         """Whether a call in `replay.parallel` has its new answer."""
-        self._new: Counter[str] = Counter()
+        self._new_calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer from the script, or at the fork and after it by `others`. Raises ReplayDiverged."""
-        entry = self._take(call)
+        entry = self._match(call)
         if entry is None:
-            return await self._others(call)
+            return await self._ask_others(call)
         try:
             if entry.call.id == self.replay.fork:
                 return await self._fork(call, entry.call)
             if entry.call.id in self.replay.parallel:
-                answer = await self._others(call)
+                answer = await self._ask_others(call)
                 self._redrawn = True
                 return answer
-            await self._in_order(call, entry.call)
+            await self._wait_for_order(call, entry.call)
             return entry.call.answer
         finally:
             entry.answered.set_result(None)
@@ -89,17 +91,17 @@ class ReplayResponder:
         not_asked = [entry.call for entry in self._entries if not entry.asked.done()]
         if self.replay.fork and not self._forked:
             call = next(call for call in not_asked if call.id == self.replay.fork)
-            self._diverge(call, f"{_place(call)} is not asked this time.")
+            self._diverge(call, f"{_recorded_turn_text(call)} is not asked this time.")
         missing = []
         for call in not_asked:
             # A call in `parallel` may follow another one there, whose new answer can make it different.
             if call.id in self.replay.parallel:
                 continue
             # With a fork, an episode may end before it asks again: only a role that went on must have asked.
-            if call.id in self._before and (not self.replay.fork or self._new[call.role]):
+            if call.id in self._unaffected_calls and (not self.replay.fork or self._new_calls[call.role]):
                 missing.append(call)
         if missing:
-            text = f"{_place(missing[0])} is not asked this time"
+            text = f"{_recorded_turn_text(missing[0])} is not asked this time"
             others = len(missing) - 1
             if others == 1:
                 text += ", nor is 1 other"
@@ -107,32 +109,32 @@ class ReplayResponder:
                 text += f", nor are {others} others"
             self._diverge(missing[0], f"{text}.")
 
-    def _take(self, call: LiveCall) -> _Entry | None:
+    def _match(self, call: LiveCall) -> _Entry | None:
         """The recorded call that `call` repeats; None for a new call, after the fork or after a redrawn call."""
         with self._lock:
             self.require_followed()
             queue = self._queues.get((call.role, digest(call.messages, call.tools, call.model, call.params)))
-            entry = next((entry for entry in queue or () if self._is_usable(entry.call)), None)
+            entry = next((entry for entry in queue or () if self._may_repeat(entry.call)), None)
             if entry is None and (self._forked or self._redrawn):
-                self._new[call.role] += 1
+                self._new_calls[call.role] += 1
                 return None
             if entry is None or queue is None:
                 self._diverge(call, *self._difference(call))
             if entry.call.fault and entry.call.id not in (self.replay.fork, *self.replay.parallel):
-                cause = f"{_place(entry.call)} cannot be answered again: {entry.call.fault}."
+                cause = f"{_recorded_turn_text(entry.call)} cannot be answered again: {entry.call.fault}."
                 self._diverge(call, cause, "Fork before it, or choose another episode.")
             queue.remove(entry)
             entry.asked.set_result(None)
             return entry
 
-    def _is_usable(self, recorded: ScriptCall) -> bool:
+    def _may_repeat(self, recorded: ScriptCall) -> bool:
         """Whether a request may still repeat this recorded call."""
         if self._forked or self._redrawn:
             # A new answer may have changed all other calls.
-            return recorded.id == self.replay.fork or recorded.id in self._before
+            return recorded.id == self.replay.fork or recorded.id in self._unaffected_calls
         return True
 
-    async def _in_order(self, call: LiveCall, recorded: ScriptCall) -> None:
+    async def _wait_for_order(self, call: LiveCall, recorded: ScriptCall) -> None:
         """Wait for the answers that came earlier in the record while this call waited, and for the recorded time after
         them."""
         earlier = [entry for entry in self._entries if recorded.started < entry.call.ended < recorded.ended]
@@ -148,7 +150,7 @@ class ReplayResponder:
                     f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
                     f"first in the record: that one was not asked within {PATIENCE:g} s.",
                 )
-        least, most = GAP
+        least, most = ORDER_GAP
         await asyncio.sleep(min(most, max(least, recorded.ended - max(other.call.ended for other in earlier))))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
@@ -158,25 +160,26 @@ class ReplayResponder:
         A new answer must be to the same prompt: the episode diverges if the token ids of equal messages differ.
         """
         call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
-        # The calls before the fork took no time. The clock continues from the recorded call's time.
+        # Answers from the script took no time. The clock of the episode continues from the recorded call's time.
         if call.episode.chance is not None:
-            call.episode.chance.reach(recorded.started)
-        answer = self.replay.answer or await self._others(call)
+            call.episode.chance.advance_to(recorded.started)
+        answer = self.replay.answer or await self._ask_others(call)
         self._forked = True
         if self.replay.answer is not None:
             return answer
-        was = recorded.answer.prompt_ids
-        if answer is not None and was and answer.prompt_ids != was and call.prompts == recorded.prompts:
+        recorded_ids = recorded.answer.prompt_ids
+        same_prompts = call.prompts == recorded.prompts
+        if answer is not None and recorded_ids and answer.prompt_ids != recorded_ids and same_prompts:
             where = "in their number"
-            for position, (old, new) in enumerate(zip(was, answer.prompt_ids, strict=False)):
+            for position, (old, new) in enumerate(zip(recorded_ids, answer.prompt_ids, strict=False)):
                 if old != new:
                     where = f"from token {position + 1} on"
                     break
-            cause = f"{_place(recorded)}: the messages are the same, but their token ids differ {where}."
+            cause = f"{_recorded_turn_text(recorded)}: the messages are the same, but their token ids differ {where}."
             self._diverge(call, cause, "The model's template or tokenizer was changed.")
         return answer
 
-    async def _others(self, call: LiveCall) -> Answer | None:
+    async def _ask_others(self, call: LiveCall) -> Answer | None:
         return None if self.others is None else await self.others.respond(call)
 
     def _diverge(self, call: LiveCall | ScriptCall, cause: str, remedy: str = _CHANGED) -> NoReturn:
@@ -212,5 +215,5 @@ class _Entry:
         self.answered: concurrent.futures.Future[None] = concurrent.futures.Future()
 
 
-def _place(call: ScriptCall) -> str:
+def _recorded_turn_text(call: ScriptCall) -> str:
     return f"Turn {call.turn} of role {call.role!r}, which is in the record,"

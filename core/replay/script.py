@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.errors import RecordError
 from cotune.recording.chance import Read, stored_reads
-from cotune.recording.tape import Given
+from cotune.recording.tape import RecordedResult
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord
 from cotune.storage.protocol import Store
@@ -48,16 +48,16 @@ class Script(msgspec.Struct, frozen=True):
     episode: str
     calls: tuple[ScriptCall, ...]
     bodies: Mapping[str, Any]
-    results: tuple[Given, ...] = ()
+    results: tuple[RecordedResult, ...] = ()
     started: float = 0.0
     reads: tuple[Read, ...] = ()
     threads: tuple[str, ...] = ()
 
-    def asked(self, call: ScriptCall) -> tuple[list[Any], Any]:
+    def messages_and_tools(self, call: ScriptCall) -> tuple[list[Any], Any]:
         """Messages and tools of a call."""
         return [self.bodies[id] for id in call.messages], self.bodies[call.tools] if call.tools else None
 
-    def before(self, fork: str) -> set[str]:
+    def unaffected_calls(self, fork: str) -> set[str]:
         """Ids of the calls that began before the call `fork` ended: its answer cannot have changed them."""
         ended = next(call.ended for call in self.calls if call.id == fork)
         return {call.id for call in self.calls if call.started < ended and call.id != fork}
@@ -97,9 +97,9 @@ def read_script(store: Store, episode: str) -> Script:
                 bodies[id] = store.message(id)
     ended = store.episode(episode)
     results = []
-    for given in ended.results:
-        value = store.message(given.value)["result"]
-        results.append(Given(given.name, given.arguments, given.started, value))
+    for result in ended.results:
+        value = store.message(result.value)["result"]
+        results.append(RecordedResult(result.name, result.arguments, result.started, value))
     return Script(
         episode,
         tuple(_script_call(store, call) for call in calls),

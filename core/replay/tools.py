@@ -32,10 +32,10 @@ def recorded(fn: F) -> F:
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise WorkflowError(f"{fn.__name__} is a generator, which cannot be recorded.", "Return a list instead.")
-    return taped(fn, lambda live, args, kwargs: f"{fn.__module__}.{fn.__qualname__}")  # type: ignore[return-value]
+    return record_results(fn, lambda live, args, kwargs: f"{fn.__module__}.{fn.__qualname__}")  # type: ignore[return-value]
 
 
-def taped(
+def record_results(
     original: Callable[..., Any],
     name_of: Callable[[LiveEpisode, tuple[Any, ...], dict[str, Any]], str | None],
     *,
@@ -60,9 +60,9 @@ def taped(
             yield ToolUse("", "")
             return
         started = live.now()
-        with live.tape.using(name, arguments_of(args[skip:], kwargs, without)) as use:
+        with live.tape.use_tool(name, arguments_of(args[skip:], kwargs, without)) as use:
             yield use
-            if not live.tape.keep(use, started, live.now() - started):
+            if not live.tape.record_result(use, started, live.now() - started):
                 text = f"The value that {name} returned is not JSON, so a replay runs it again."
                 live.warn("unrecorded_tool", text)
 
@@ -91,6 +91,6 @@ def framework_tool(*without: str) -> Callable[[Any], Any]:
         def name_of(live: LiveEpisode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
             return str(getattr(args[0], "name", type(args[0]).__name__)) if live.tape.frameworks else None
 
-        return taped(original, name_of, skip=1, without=without)
+        return record_results(original, name_of, skip=1, without=without)
 
     return wrapper

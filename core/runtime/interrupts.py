@@ -153,7 +153,8 @@ def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     if signals is None:  # the loop is the application's own, and so are the handlers
         yield
         return
-    before, signals.on_first = signals.on_first, stop
+    before = signals.on_first
+    signals.on_first = stop
     try:
         with signals.taking(number for number in _SIGNALS if not _by_nohup(number)):
             yield

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from cotune.runtime.process_exit import end_process
 from cotune.runtime.process_state import state_of_loop
-from cotune.runtime.user_code import Stopped, contained, place, user_code
+from cotune.runtime.user_code import Stopped, contain_errors, thread_place, user_code
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -60,10 +60,13 @@ def watched(limit: asyncio.Timeout, seconds: float | None) -> Iterator[None]:
 
 
 async def interruptible(work: Awaitable[T]) -> T:
-    """Await the application's code; see `contained`. If it was interrupted because it blocked the loop, the time-outs
-    of the loop's other episodes are extended by the time in which they could not run."""
+    """Await the application's code; see `contain_errors`.
+
+    If the code was interrupted because it blocked the loop, the time-outs of the loop's other episodes are extended by
+    the time in which they could not run.
+    """
     try:
-        return await contained(work)
+        return await contain_errors(work)
     except Stopped as error:
         if isinstance(error.__cause__, Blocked):
             state_of_loop(asyncio.get_running_loop(), "watch", _Watch).extend(error.__cause__.seconds)
@@ -136,7 +139,7 @@ class _Watch:
                 signal.pthread_kill(main, _SIGNAL)
             elif time.monotonic() - interrupted_at > GRACE:
                 fault = f"has blocked its event loop for {blocked:.0f} s and cannot be interrupted"
-                message = f"{culprit} {fault}: {place(frame)}."
+                message = f"{culprit} {fault}: {thread_place(frame)}."
                 end_process(message)
                 log.error("%s", message)
                 return
@@ -145,7 +148,7 @@ class _Watch:
         blocked = self._overdue()
         if blocked and user_code.get() and not self._interrupted:
             self._interrupted = True
-            raise Blocked(blocked, place(frame))
+            raise Blocked(blocked, thread_place(frame))
 
 
 def running_context(frame: FrameType | None) -> contextvars.Context | None:

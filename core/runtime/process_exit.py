@@ -13,7 +13,7 @@ import time
 from typing import NoReturn
 
 from cotune.runtime.run_context import current_run
-from cotune.runtime.user_code import place
+from cotune.runtime.user_code import thread_place
 from cotune.terminal import harmless
 
 GRACE = 3.0
@@ -64,7 +64,7 @@ def _end_without_threads(status: int) -> None:
         if time.monotonic() > deadline:
             if status != INTERRUPTED:
                 frames = sys._current_frames()
-                where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in running[:3])
+                where = "; ".join(f"{t.name} at {thread_place(frames.get(t.ident or 0))}" for t in running[:3])
                 print_line(
                     f"{len(running)} threads of the application still run, the process ends without them: {where}."
                 )

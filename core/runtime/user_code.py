@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 
 @contextmanager
-def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+def context_value(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Inside, `variable` has the value `value`; afterwards its old value."""
     token = variable.set(value)
     try:
@@ -61,7 +61,7 @@ class AppThread:
         self._thread.start()
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run `fn` in the caller's context. Raises the exceptions of `fn`, and Stopped like `contained`. A child
+        """Run `fn` in the caller's context. Raises the exceptions of `fn`, and Stopped like `contain_errors`. A child
         process that `fn` forked ends here."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -81,7 +81,7 @@ class AppThread:
                 end = future.set_exception
                 value = error
                 if isinstance(error, StopIteration) or not isinstance(error, Exception):  # a future rejects these
-                    value = Stopped(phrase(error))
+                    value = Stopped(error_phrase(error))
                     value.__cause__ = error
             if os.getpid() != process:
                 end_child(None)
@@ -97,7 +97,9 @@ class AppThread:
             return await future
         except asyncio.CancelledError as error:
             if self.busy:
-                error.add_note(f"its thread goes on at {place(sys._current_frames().get(self._thread.ident or 0))}")
+                error.add_note(
+                    f"its thread goes on at {thread_place(sys._current_frames().get(self._thread.ident or 0))}"
+                )
             raise
 
     def end(self) -> None:
@@ -149,7 +151,7 @@ async def pooled_thread() -> AsyncIterator[AppThread]:
                 pool.idle.append(thread)
 
 
-async def contained(work: Awaitable[T]) -> T:
+async def contain_errors(work: Awaitable[T]) -> T:
     """Await the application's code. Raises Stopped for a BaseException, except Ctrl-C and a cancellation of the task
     that runs the code. A cancellation that comes from the code itself is an error like others.
 
@@ -161,16 +163,16 @@ async def contained(work: Awaitable[T]) -> T:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if _ending(error):
+        if _ends_coroutine(error):
             raise
-        raise Stopped(phrase(error)) from error
+        raise Stopped(error_phrase(error)) from error
     finally:
         if os.getpid() != process:
             raised = sys.exc_info()[1]
             end_child(raised.__cause__ if isinstance(raised, Stopped) else raised)
 
 
-def place(frame: FrameType | None) -> str:
+def thread_place(frame: FrameType | None) -> str:
     """Where a thread is, as text: file, line, function and source of the innermost frame in the application's code.
 
     If all of its frames are in libraries, the innermost of these.
@@ -204,7 +206,7 @@ def is_standard(frame: FrameType) -> bool:
     return file.startswith((_STANDARD, "<frozen ")) and "site-packages" not in file
 
 
-def origin(error: BaseException) -> str:
+def error_origin(error: BaseException) -> str:
     """The innermost line of the application in the traceback of an error, in parentheses. Without one, the line of a
     library; empty without a traceback."""
     while isinstance(error, Stopped) and error.__cause__ is not None:
@@ -217,7 +219,7 @@ def origin(error: BaseException) -> str:
     return f" ({frame.f_code.co_filename}:{line} in {frame.f_code.co_name})"
 
 
-def phrase(error: BaseException) -> str:
+def error_phrase(error: BaseException) -> str:
     """Kind and text of an exception of the application's code. Exceptions without a text get one."""
     if isinstance(error, SystemExit):
         return f"SystemExit: sys.exit({error.code!r}) was called"
@@ -226,7 +228,7 @@ def phrase(error: BaseException) -> str:
     return error_text(error)
 
 
-def _ending(error: BaseException) -> bool:
+def _ends_coroutine(error: BaseException) -> bool:
     """Whether a coroutine is ended from outside: cancelled, or closed by the garbage collector or the end of a loop."""
     try:
         task = asyncio.current_task()

@@ -16,7 +16,7 @@ from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
 from cotune.records.structs import LARGEST_REWARD, Candidate, Task
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
-from cotune.runtime.user_code import AppThread, Stopped, origin, pooled_thread, setting, user_code
+from cotune.runtime.user_code import AppThread, Stopped, context_value, error_origin, pooled_thread, user_code
 
 Reward = float | Mapping[str, float]
 """The result of a scorer or a workflow: a number, a bool, or named numbers."""
@@ -170,7 +170,7 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
     return named
 
 
-def parted(value: Any, source: str) -> tuple[Any, str]:
+def split_feedback(value: Any, source: str) -> tuple[Any, str]:
     """The reward and the text of a value that a scorer or workflow returned. Raises WorkflowError for feedback whose
     text is not a str."""
     if not isinstance(value, Feedback):
@@ -198,7 +198,7 @@ async def score(
     if isinstance(scorer, OfGroup):
         limit = scorer.timeout * len(candidates)
         of_group = await compare(scorer.scorer, candidates, arguments, source, call.task.id, timeout=limit)
-        return tuple(_within(scored, scorer.bounds, source) for scored in of_group)
+        return tuple(_check_result_bounds(scored, scorer.bounds, source) for scored in of_group)
     if isinstance(scorer, OfOne):
         fn = scorer.scorer
         limit = scorer.timeout
@@ -207,17 +207,17 @@ async def score(
         fn = scorer
         limit = LONGEST
         bounds = None
-    with setting(current_episode, None), setting(user_code, f"{source} on task {call.task.id!r}"):
+    with context_value(current_episode, None), context_value(user_code, f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
-            work = [_called(fn, (candidate, *arguments), limit, source) for candidate in candidates]
+            work = [_call_function(fn, (candidate, *arguments), limit, source) for candidate in candidates]
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
             # One after another, so that a call never takes more than one thread of the shared pool.
-            values = [await _called(fn, (candidate, *arguments), limit, source) for candidate in candidates]
-    return tuple(_within(_components(value, source), bounds, source) for value in values)
+            values = [await _call_function(fn, (candidate, *arguments), limit, source) for candidate in candidates]
+    return tuple(_check_result_bounds(_components(value, source), bounds, source) for value in values)
 
 
-def _within(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
+def _check_result_bounds(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
     """The result of a scorer, or an error if a number is outside the bounds that the scorer declares."""
     if bounds is None or isinstance(scored, WorkflowError):
         return scored
@@ -242,8 +242,8 @@ async def compare(
 ) -> tuple[Scored | WorkflowError, ...]:
     """The components of `items`, which a function gets together; like `score`. `fn` is called with the items and the
     arguments in `about`."""
-    with setting(current_episode, None), setting(user_code, f"{source} on task {task_id!r}"):
-        returned = await _called(fn, (tuple(items), *about), timeout, source)
+    with context_value(current_episode, None), context_value(user_code, f"{source} on task {task_id!r}"):
+        returned = await _call_function(fn, (tuple(items), *about), timeout, source)
     values: list[Any] = []
     fault = ""
     if isinstance(returned, Exception):
@@ -257,7 +257,7 @@ async def compare(
     return tuple(_components(value, source, name, some=False) for value in values)
 
 
-async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
+async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
     """The value that the application's function returns within `timeout` seconds, or the exception that it raises. An
     async function runs on this loop, another one in a thread of the pool."""
     is_async = inspect.iscoroutinefunction(fn)
@@ -289,7 +289,7 @@ def _components(value: Any, source: str, name: str = "local", *, some: bool = Tr
         raise value
     try:
         if not isinstance(value, Exception):
-            reward, text = parted(value, source)
+            reward, text = split_feedback(value, source)
             return Scored({} if reward is None and not some else components(reward, source, name), text)
     except WorkflowError as error:
         return error
@@ -299,6 +299,6 @@ def _components(value: Any, source: str, name: str = "local", *, some: bool = Tr
         failure = WorkflowError(f"{source} {value.__cause__}.", REMEDY)
     else:
         text = str(value) if isinstance(value, Stopped) else error_text(value)
-        failure = WorkflowError(f"{source} raised {text}{origin(value)}.", "Fix the scorer.")
+        failure = WorkflowError(f"{source} raised {text}{error_origin(value)}.", "Fix the scorer.")
     failure.__cause__ = value
     return failure

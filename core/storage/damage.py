@@ -15,7 +15,7 @@ _OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_P
 
 def is_file_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether the file is the cause of an error, and not the query."""
-    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED | _OUT_OF_REACH
+    return isinstance(error, UnicodeDecodeError) or _error_code(error) in _DAMAGED | _OUT_OF_REACH
 
 
 def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
@@ -23,13 +23,13 @@ def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
     return "Could not decode to UTF-8" in str(error)
 
 
-def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
+def replace_broken_texts(db: sqlite3.Connection) -> sqlite3.Connection:
     """`db`, set to read broken texts with replacement characters."""
     db.text_factory = lambda text: text.decode("utf-8", "replace")
     return db
 
 
-def _code(error: sqlite3.Error | UnicodeDecodeError) -> int:
+def _error_code(error: sqlite3.Error | UnicodeDecodeError) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -41,7 +41,7 @@ def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
         )
     recovered = path.with_name(f"recovered-{path.name}")
     return RunError(
-        f"The records file {path} is damaged ({error}); {_readable(path)}.",
+        f"The records file {path} is damaged ({error}); {_readable_rows_text(path)}.",
         f"Save what can be saved with SQLite's own tool: "
         f"sqlite3 {shlex.quote(str(path))} .recover | sqlite3 {shlex.quote(str(recovered))}, and name the new file.",
     )
@@ -49,18 +49,18 @@ def unusable(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> RunError:
 
 def _is_damage(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether the file was a database before. Otherwise it is another kind of file."""
-    if _code(error) == sqlite3.SQLITE_NOTADB:
+    if _error_code(error) == sqlite3.SQLITE_NOTADB:
         with path.open("rb") as file:
             return file.read(16) in (b"SQLite format 3\0", bytes(16))
-    return isinstance(error, UnicodeDecodeError) or _code(error) in _DAMAGED
+    return isinstance(error, UnicodeDecodeError) or _error_code(error) in _DAMAGED
 
 
-def _readable(path: Path) -> str:
+def _readable_rows_text(path: Path) -> str:
     """A phrase with the number of rows in each table before the damage."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         try:
-            rows_of_table = {table: _rows(db, table) for table in WIDTHS}
+            rows_of_table = {table: _count_readable_rows(db, table) for table in WIDTHS}
         finally:
             db.close()
     except sqlite3.Error:
@@ -70,7 +70,7 @@ def _readable(path: Path) -> str:
     return "before the damage it has " + ", ".join(f"{count} {table}" for table, count in rows_of_table.items())
 
 
-def _rows(db: sqlite3.Connection, table: str) -> int:
+def _count_readable_rows(db: sqlite3.Connection, table: str) -> int:
     """The number of rows that can be read before the first damaged one."""
     count = 0
     try:

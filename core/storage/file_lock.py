@@ -50,7 +50,8 @@ class FileLock:
         """Take the lock again after `release`. Raises as the constructor does."""
         from filelock import lock_descriptor
 
-        path, what = self._path, self._what
+        path = self._path
+        what = self._what
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:

@@ -31,7 +31,7 @@ class Ledger:
         """Keep the ledger in `folder`, or in memory if it is None."""
         self.path = None if folder is None else folder / FILE
         self._lock = threading.Lock()
-        self._memory = None if folder else _opened(":memory:")
+        self._memory = None if folder else _open_database(":memory:")
 
     def answer(self, key: str) -> str | None:
         """The stored answer to a question; None without one. `key` is the content address of the question."""
@@ -82,7 +82,8 @@ class Ledger:
         names = ("requests", "prompt_tokens", "completion_tokens", "cost")
         sums = ", ".join(f"coalesce(sum({name}), 0)" for name in names[1:])
         with self._open() as db:
-            of_judge, chosen = "WHERE ? IS NULL OR judge = ?", (judge, judge)
+            of_judge = "WHERE ? IS NULL OR judge = ?"
+            chosen = (judge, judge)
             row = db.execute(f"SELECT count(*), {sums} FROM requests {of_judge}", chosen).fetchone()
             counts = db.execute(f"SELECT name, sum(count) FROM counts {of_judge} GROUP BY name", chosen).fetchall()
         return {**dict(zip(names, row, strict=True)), **dict(counts)}
@@ -94,7 +95,7 @@ class Ledger:
             if self._memory is not None:
                 yield self._memory
                 return
-            with closing(_opened(str(self.path))) as db:
+            with closing(_open_database(str(self.path))) as db:
                 yield db
 
 
@@ -103,7 +104,7 @@ def totals_of(folder: Path) -> Mapping[str, float]:
     return Ledger(folder).totals() if (folder / FILE).is_file() else {}
 
 
-def _opened(path: str) -> sqlite3.Connection:
+def _open_database(path: str) -> sqlite3.Connection:
     # No WAL: two processes may open a new file at once, and SQLite does not wait for locks while it changes to WAL.
     db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA synchronous = NORMAL")

@@ -118,10 +118,10 @@ class _MetricsFile:
             except OSError:
                 return []
             broken: list[str] = []
-            self._lines += self._parsed(complete, broken)
+            self._lines += self._parse_lines(complete, broken)
             self._number += len(complete)
             # The unfinished line counts today, but it is parsed again next time: its writer may be in the middle of it.
-            lines = [*self._lines, *self._parsed([unfinished], broken)]
+            lines = [*self._lines, *self._parse_lines([unfinished], broken)]
         if broken:
             count = "1 broken line is" if len(broken) == 1 else f"{len(broken)} broken lines are"
             log.warning("%s: %s left out (%s)", self._file, count, broken[0])
@@ -133,7 +133,11 @@ class _MetricsFile:
         file.seek(max(0, self._end - len(self._last)))
         inode = os.fstat(file.fileno()).st_ino
         if inode != self._inode or file.read(len(self._last)) != self._last:
-            self._lines, self._inode, self._end, self._number, self._last = [], inode, 0, 0, b""
+            self._lines = []
+            self._inode = inode
+            self._end = 0
+            self._number = 0
+            self._last = b""
             file.seek(0)
         *complete, unfinished = file.read().split(b"\n")
         if complete:
@@ -141,7 +145,7 @@ class _MetricsFile:
             self._last = complete[-1] + b"\n"
         return complete, unfinished
 
-    def _parsed(self, lines: Sequence[bytes], broken: list[str]) -> Iterator[dict[str, Any]]:
+    def _parse_lines(self, lines: Sequence[bytes], broken: list[str]) -> Iterator[dict[str, Any]]:
         """The lines that are valid. Descriptions of the others are added to `broken`."""
         for number, line in enumerate(lines, self._number + 1):
             try:

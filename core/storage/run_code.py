@@ -34,13 +34,13 @@ from cotune.storage.state_folder import state_folder
 
 FOLDER = "modules from"
 """Name of the order with the folder in which modules are searched first."""
-_ALWAYS = ("engine_args.", "cluster.env.", "cluster.runtime_env.")
+_ORDERING_TABLES = ("engine_args.", "cluster.env.", "cluster.runtime_env.")
 """Tables whose values may name servers, variables, packages and classes."""
-_WITH_COLON = (*FUNCTIONS, "address", "engine", "teacher", "path")
+_FUNCTION_OR_SERVER = (*FUNCTIONS, "address", "engine", "teacher", "path")
 """Settings that name a function or a server if they have a colon; without one, a file or a built-in value."""
 
 _trusted_here: set[str] = set()
-"""Digests of orders that the user agreed to in this process, in case the user's state folder cannot be written."""
+"""Digests of orders that the user agreed to in this process, in case the user's state folder cannot be as_written."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class FolderOrders:
     """The code and addresses that a folder chooses, by the names of settings; "workflow" is the application."""
 
     folder: Path
-    named: Mapping[str, str]
+    current: Mapping[str, str]
     """The orders, with the present paths of files."""
-    written: Mapping[str, str]
-    """The orders as the folder has them, with the paths of files when it was written."""
+    as_written: Mapping[str, str]
+    """The orders as the folder has them, with the paths of files when it was as_written."""
 
     @property
     def keys(self) -> list[str]:
         """The digests that are stored for trusted orders: one of the orders, and one for this very folder. The second
         allows a user to move the folder together with the application: a rename keeps its inode."""
-        keys = [_digest(self.named)]
+        keys = [_digest(self.current)]
         with contextlib.suppress(OSError):
             stat = self.folder.stat()
-            keys.append(_digest({**self.written, "inode": f"{stat.st_dev}:{stat.st_ino}"}))
+            keys.append(_digest({**self.as_written, "inode": f"{stat.st_dev}:{stat.st_ino}"}))
         return keys
 
 
@@ -68,12 +68,14 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
     """The orders in a run.json, whose content is `described`."""
     path = path.absolute()
     has_config = isinstance(described.get("config"), Mapping)
-    named = _orders(known_workflow(described, path), placed_config(described, path) if has_config else {}, described)
-    written = _orders(described.get("workflow"), described["config"] if has_config else {}, described)
-    return FolderOrders(path, named, written)
+    current = _orders_in_config(
+        known_workflow(described, path), placed_config(described, path) if has_config else {}, described
+    )
+    as_written = _orders_in_config(described.get("workflow"), described["config"] if has_config else {}, described)
+    return FolderOrders(path, current, as_written)
 
 
-def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, str]:
+def _orders_in_config(workflow: str | None, config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, str]:
     """The orders in a folder's configuration, by the dotted names of their settings. Secrets are withheld.
 
     `described` is the folder's description. The folder where the run was started is an order too, if there are others,
@@ -85,8 +87,8 @@ def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[
         tables.append((f"policy.{number}.", table))
     for prefix, table in tables:
         for name, value in leaves(table):
-            in_table = name.startswith(_ALWAYS)
-            if in_table or (name.rpartition(".")[2] in _WITH_COLON and ":" in str(value)):
+            in_table = name.startswith(_ORDERING_TABLES)
+            if in_table or (name.rpartition(".")[2] in _FUNCTION_OR_SERVER and ":" in str(value)):
                 orders[prefix + name] = WITHHELD if is_withheld(name) else str(value)
             elif name == "cluster.address" and value == "auto":  # has no colon, but the environment names a cluster
                 orders[prefix + name] = value
@@ -95,12 +97,12 @@ def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[
     return orders
 
 
-def remember(orders: FolderOrders) -> None:
+def remember_orders(orders: FolderOrders) -> None:
     """Remember that this user gave these orders (settings that choose code or addresses) or agreed to them.
 
     The digests are stored in the user's state folder, because the author of a run folder chose its content.
     """
-    if not orders.named:
+    if not orders.current:
         return
     # The process remembers them too: the state folder may be read-only.
     _trusted_here.update(orders.keys)
@@ -117,7 +119,7 @@ def is_trusted(orders: FolderOrders) -> bool:
     They may if this user gave or agreed to all of them, or named a parent folder in COTUNE_TRUST_FOLDERS (a list of
     folders, like PATH).
     """
-    if not orders.named:
+    if not orders.current:
         return True
     if any(key in _trusted_here or (state_folder() / "trusted" / key).exists() for key in orders.keys):
         return True
@@ -130,17 +132,17 @@ def check_trusted(orders: FolderOrders, used: Collection[str]) -> bool:
     of orders that the command would follow."""
     if is_trusted(orders):
         return True
-    untrusted = {name: value for name, value in orders.named.items() if name in used}
+    untrusted = {name: value for name, value in orders.current.items() if name in used}
     if untrusted:
-        if FOLDER in orders.named:
-            untrusted[FOLDER] = orders.named[FOLDER]
+        if FOLDER in orders.current:
+            untrusted[FOLDER] = orders.current[FOLDER]
         raise UntrustedFolderError(orders.folder, untrusted, orders)
     return False
 
 
 def open_run_code(
     path: str | Path,
-    named: Collection[str] = (),
+    set_by_user: Collection[str] = (),
     *,
     only: Collection[str] | None = None,
     described: Mapping[str, Any] | None = None,
@@ -148,13 +150,14 @@ def open_run_code(
     """Check that the code named by a run may be loaded, and search modules in the folder where the run was started.
 
     Call this before anything that a run names is loaded. `described` is the content of the folder's description, if
-    that is not in run.json. `named` are the names of orders that the user gives instead of the folder. `only` names the
-    orders that the command follows (default: all). Returns whether the folder is trusted. Raises UntrustedFolderError.
+    that is not in run.json. `set_by_user` are the names of orders that the user gives instead of the folder. `only`
+    names the orders that the command follows (default: all). Returns whether the folder is trusted. Raises
+    UntrustedFolderError.
     """
     path = Path(path).absolute()
     described = read_run_json(path) if described is None else described
     orders = orders_of_run(path, described)
-    used = [name for name in orders.named if name not in (*named, FOLDER)]
+    used = [name for name in orders.current if name not in (*set_by_user, FOLDER)]
     if only is not None:
         used = [name for name in used if name in only or name.rpartition(".")[2] in only]
     trusted = check_trusted(orders, used)

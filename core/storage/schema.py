@@ -165,16 +165,20 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
     for record in records:
         row: Row
         if isinstance(record, CallRecord):
-            table, row = "calls", _call_row(record)
+            table = "calls"
+            row = _call_row(record)
             size += 1300 + len(row[16]) + len(row[17]) + len(row[18])
         elif isinstance(record, RewardRecord):
-            table, row = "rewards", (record.target, record.name, float(record.value), record.at, record.app)
+            table = "rewards"
+            row = (record.target, record.name, float(record.value), record.at, record.app)
             size += 300
         elif isinstance(record, FeedbackRecord):
-            table, row = "feedback", (record.target, record.name, record.text, record.at, record.cut, record.app)
+            table = "feedback"
+            row = (record.target, record.name, record.text, record.at, record.cut, record.app)
             size += 300 + len(record.text)
         elif isinstance(record, Episode):
-            table, row = "episodes", _episode_row(record)
+            table = "episodes"
+            row = _episode_row(record)
             size += 1100 + len(row[13])
         elif record.id in stored_ids:
             continue
@@ -186,10 +190,12 @@ def encode(records: Sequence[Record], stored_ids: Container[str]) -> tuple[list[
                 if (name := image.id) not in stored_ids:
                     rows.append(("images", (name, image.media_type, bytearray(image.data), now)))
                     size += 300 + len(image.data)
-            table, row = "messages", (record.id, _json.encode(body).decode(), now)
+            table = "messages"
+            row = (record.id, _json.encode(body).decode(), now)
             size += 200 + len(row[1])
         else:
-            table, row = "segments", (record.id, record.parent, bytearray(record.packed), now)
+            table = "segments"
+            row = (record.id, record.parent, bytearray(record.packed), now)
             size += 300 + len(row[2])
         rows.append((table, row))
     return rows, size
@@ -202,9 +208,12 @@ def _call_row(call: CallRecord) -> Row:
     have only their numbers, with which `call_from` splits the columns again.
     """
     # bytearray instead of bytes: for bytes, sqlite3 searches its adapters, which costs more than the rest of binding.
-    stored, token_ids, logprobs = [], bytearray(), bytearray()
+    stored = []
+    token_ids = bytearray()
+    logprobs = bytearray()
     for c in call.candidates:
-        n_tokens, n_logprobs = len(c.token_ids), len(c.logprobs)
+        n_tokens = len(c.token_ids)
+        n_logprobs = len(c.logprobs)
         stored.append(
             StoredCandidate(
                 c.index,
@@ -285,11 +294,15 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     decoded = []
     id_start = value_start = 0
     for entry in _stored.decode(candidates):
-        text, message, shown = entry.text, entry.message, entry.shown
+        text = entry.text
+        message = entry.message
+        shown = entry.shown
         candidate_ids = ids[id_start : id_start + entry.tokens]
         if lean:
             tools = message.get("tool_calls")
-            text, message, shown = text[:1], {"tool_calls": tools[:1]} if tools else {}, None
+            text = text[:1]
+            message = {"tool_calls": tools[:1]} if tools else {}
+            shown = None
             candidate_ids = cast(tuple[int, ...], range(entry.tokens))
         candidate = Candidate(
             index=entry.index,
@@ -347,7 +360,8 @@ def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) ->
     parents: dict[str, str | None] = {}
     blobs: dict[str, bytes] = {}
     for id, parent, blob in rows:
-        parents[id], blobs[id] = parent, blob
+        parents[id] = parent
+        blobs[id] = blob
 
     path: list[bytes] = []
     segment: str | None = segment_id

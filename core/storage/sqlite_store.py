@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cotune.errors import RunError
-from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
+from cotune.storage.damage import is_file_error, is_value_error, replace_broken_texts, unusable
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import Row
@@ -86,7 +86,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                     raise
         # A value is not text. Read again, with replacement characters in place of the broken ones.
         try:
-            with contextlib.closing(forgiving(connect_reader(self.path))) as db:
+            with contextlib.closing(replace_broken_texts(connect_reader(self.path))) as db:
                 return db.execute(sql, parameters).fetchall()
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise unusable(self.path, error) from error

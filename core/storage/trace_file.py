@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cotune.storage.run_code import orders_of_run, remember
+from cotune.storage.run_code import orders_of_run, remember_orders
 from cotune.storage.run_layout import whole_address
 from cotune.storage.typed_json import read_if_typed
 from cotune.storage.whole_file import whole_file
@@ -37,7 +37,7 @@ def write_trace(folder: Path, workflow: str, config: Mapping[str, str | None], *
         described["workflow"] = None
     with whole_file(folder / _NAME) as file:
         file.write(json.dumps(described, indent=2).encode())
-    remember(orders_of_run(folder, described))
+    remember_orders(orders_of_run(folder, described))
 
 
 def read_trace(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from wording import entry, prose, small
 
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
-from cotune.cli.command import documentation
+from cotune.cli.command import field_documentation
 from cotune.config.policy import EvaluationSampling, PolicyConfig
 from cotune.config.prompts import SearchSettings
 from cotune.config.train import TrainConfig
@@ -51,7 +51,7 @@ def method_attributes() -> str:
 
 
 def _entries(table: type[msgspec.Struct], prefix: str) -> Iterator[str]:
-    texts = documentation(table)
+    texts = field_documentation(table)
     needed = [field for field in msgspec.structs.fields(table) if field.required or prefix + field.name in REQUIRED]
     others = [field for field in msgspec.structs.fields(table) if field not in needed]
     for field in [*needed, *others]:

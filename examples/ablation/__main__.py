@@ -23,7 +23,7 @@ import cotune
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError, CotuneError
 from cotune.records.tasks import load_tasks
-from cotune.terminal import agrees
+from cotune.terminal import ask_yes_no
 from examples.ablation.plan import (
     Ablation,
     Row,
@@ -73,7 +73,7 @@ def agreed() -> bool:
     if not sys.stdin.isatty():
         console.print("Nobody can be asked here: pass --yes to begin.")
         return False
-    return agrees("Begin? [y/N] ", unsaid=False)
+    return ask_yes_no("Begin? [y/N] ", default=False)
 
 
 def cost(ablation: Ablation, folder: Path) -> str:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from cotune.errors import CotuneError
-from cotune.integrations.versions import require, unhooked
+from cotune.integrations.versions import hooks_failed, require_version
 from cotune.recording.context import current_episode
 from cotune.runtime.process_state import ProcessState
 
@@ -168,13 +168,13 @@ def _install(module: str) -> None:
         return
     try:
         for distribution in distributions:
-            require(distribution)
+            require_version(distribution)
         integration, _, function = name.partition(":")
         getattr(importlib.import_module(_PACKAGE + integration), function or "install")()
     except CotuneError as error:
         _refuse(error)
     except (ImportError, AttributeError, KeyError, TypeError) as error:
-        _refuse(unhooked(distributions, error))
+        _refuse(hooks_failed(distributions, error))
 
 
 def _refuse(error: CotuneError) -> None:

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.patching import replace_method
-from cotune.recording.edits import leave_format, made_of
-from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, raised, step, step_async
+from cotune.recording.edits import keep_own_format, took_edits
+from cotune.recording.model_calls import (
+    ask,
+    ask_async,
+    end_call,
+    fail_with_error,
+    observed,
+    open_call,
+    step,
+    step_async,
+)
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 
@@ -58,7 +67,7 @@ class Client:
         """The arguments with the edits of the call's prompts, if the edits apply to them."""
         warn = call.episode.warn
         if self.fixed_format:
-            leave_format(call, warn)
+            keep_own_format(call, warn)
         if call.edits is None:
             return args, options
         edit = call.edits.text
@@ -69,7 +78,7 @@ class Client:
             edited = self.edited(edit, *args, **options)
             return self.request(*edited[0], **edited[1])
 
-        return edited if made_of(call, read, warn) else (args, options)
+        return edited if took_edits(call, read, warn) else (args, options)
 
     def hook(self, cls: type, *, call: str = "", acall: str = "", stream: str = "", astream: str = "") -> None:
         """Wrap the methods of these names that the class itself defines."""
@@ -141,7 +150,7 @@ class Client:
                     self._add_part(call, parts, part)
                     yield part
             except BaseException as error:
-                raised(call, error, self.begun(parts))
+                fail_with_error(call, error, self.begun(parts))
                 raise
             end_call(call, parts, self.answer, self.begun)
 
@@ -171,7 +180,7 @@ class Client:
                     yield part
             except BaseException as error:
                 if call is not None:
-                    raised(call, error, self.begun(parts))
+                    fail_with_error(call, error, self.begun(parts))
                 raise
             finally:
                 if hasattr(source, "aclose"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotune.prompts.chat_texts import Kind, ReplaceText, each, map_tool
+from cotune.prompts.chat_texts import Kind, ReplaceText, map_list, map_tool
 
 
-def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
+def divide_text(texts: Sequence[str], joint: str, new: str) -> list[str]:
     """Divide an edited text among the texts of a message's blocks. They were recorded as one text, joined by `joint`,
     and `new` replaces it.
 
@@ -40,24 +40,24 @@ def edited_blocks(blocks: Sequence[Any], kind: Kind, replace_text: ReplaceText, 
     Otherwise each block is edited alone. Blocks that become empty are removed.
     """
     texts = [_block_text(block) for block in blocks]
-    present = [text for text in texts if text is not None]
-    edited: list[str | None]
-    if joint is not None and len(present) == len(blocks):
-        whole = replace_text(kind, "", joint.join(present))
-        edited = list(present if whole is None else spread(present, joint, whole))
+    recorded_texts = [text for text in texts if text is not None]
+    new_texts: list[str | None]
+    if joint is not None and len(recorded_texts) == len(blocks):
+        edited_text = replace_text(kind, "", joint.join(recorded_texts))
+        new_texts = list(recorded_texts if edited_text is None else divide_text(recorded_texts, joint, edited_text))
     else:
-        edited = []
+        new_texts = []
         for text in texts:
             new = None if text is None else replace_text(kind, "", text)
-            edited.append(text if new is None else new)
-    if edited == texts:
+            new_texts.append(text if new is None else new)
+    if new_texts == texts:
         return blocks
 
     content: list[Any] = []
     # A removed block may end a cached prefix ("cache_control"). Its mark moves to the block before it if the next one
     # is unchanged, otherwise to the next one, which replaces it.
     pending_mark: Any = None
-    for block, old_text, text in zip(blocks, texts, edited, strict=True):
+    for block, old_text, text in zip(blocks, texts, new_texts, strict=True):
         if text == "" and old_text:
             if isinstance(block, Mapping):
                 pending_mark = block.get("cache_control", pending_mark)
@@ -88,7 +88,7 @@ def edited_tools(tools: Any, replace_text: ReplaceText, chat: Callable[[Any], An
     hold the description and the schema of the parameters.
     """
 
-    def edited(tool: Any) -> Any:
+    def edit_one_tool(tool: Any) -> Any:
         """One tool of a client with its edited descriptions, in the client's own form. It is edited in chat form, so
         only fields whose chat form changed are replaced.
         """
@@ -104,7 +104,7 @@ def edited_tools(tools: Any, replace_text: ReplaceText, chat: Callable[[Any], An
                 changes[client_field] = after[chat_field]
         return {**tool, **changes}
 
-    return each(tools, edited)
+    return map_list(tools, edit_one_tool)
 
 
 def _block_text(block: Any) -> str | None:

@@ -93,7 +93,7 @@ def unless_left_aside(original: Any) -> Any:
     return use
 
 
-def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
+def run_inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
     """Wrap a plain or an async function: in an episode it runs inside `context(*args, **kwargs)`, unless it is None."""
 
     def entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

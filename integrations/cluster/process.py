@@ -114,21 +114,21 @@ class RayProcess:
         """
         import ray
 
-        runtime_env = await asyncio.to_thread(_uploaded, self._runtime_env)
+        runtime_env = await asyncio.to_thread(_upload_folders, self._runtime_env)
         self._actor = ray.remote(self._host).options(**self._options, runtime_env=runtime_env).remote()
-        self.pid, self.node = await _answer(self._actor.open.remote(*self._made_by))
+        self.pid, self.node = await _wait_for_answer(self._actor.open.remote(*self._made_by))
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object. Cancelling this call cancels the method.
 
         Raises ProcessGone, and the method's own error if that is a CotuneError.
         """
-        return await _answer(self._actor.call.remote(method, *arguments))
+        return await _wait_for_answer(self._actor.call.remote(method, *arguments))
 
     async def aclose(self) -> None:
         """Call the object's `aclose`, let its pending calls fail, and end the process in any case."""
         try:
-            await _answer(self._actor.aclose.remote())
+            await _wait_for_answer(self._actor.aclose.remote())
         except ProcessGone:
             pass
         finally:
@@ -182,7 +182,7 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+def _upload_folders(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     """Upload the folders of `working_dir` and `py_modules` to the cluster, as `ray.init` does for its own.
 
     This is needed for every process, because Ray removes a folder that nothing uses. Raises ConfigError.
@@ -200,7 +200,7 @@ def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     return uploaded
 
 
-async def _answer(answer: Any) -> Any:
+async def _wait_for_answer(answer: Any) -> Any:
     """Wait for the result of a call in another process.
 
     Errors of cotune are raised as they were there. Raises ProcessGone if the process has ended.

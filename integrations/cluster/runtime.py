@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from cotune.errors import ConfigError, error_line, install_extra
 from cotune.integrations.cluster.temp_dir import owned_folder
-from cotune.integrations.versions import require
+from cotune.integrations.versions import require_version
 
 log = logging.getLogger("cotune")
 
@@ -58,10 +58,10 @@ def open_ray(
     Raises ConfigError if Ray is missing, does not start, is not at the address, or runs at another one;
     UnsupportedVersion.
     """
-    ray = _ray()
+    ray = _import_ray()
     local = address in (None, "local")
     if ray.is_initialized():
-        yield _joined(ray, address)
+        yield _joined_address(ray, address)
         return
     if not local:
         _check_reachable(str(address))
@@ -83,10 +83,10 @@ def open_ray(
 
 def gpus_of_cluster() -> int:
     """The GPUs of the cluster that this process has joined."""
-    return int(_ray().cluster_resources().get("GPU", 0))
+    return int(_import_ray().cluster_resources().get("GPU", 0))
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     """Import Ray with cotune's settings. Raises ConfigError if it is not installed."""
     for name, value in _BEFORE_RAY.items():
         os.environ.setdefault(name, value)
@@ -94,7 +94,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError("cluster", "ray", "is not installed", install_extra("ray")) from error
-    require("ray")
+    require_version("ray")
     return ray
 
 
@@ -151,7 +151,7 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
         _handle_sigterm(before)
 
 
-def _joined(ray: Any, address: str | None) -> str:
+def _joined_address(ray: Any, address: str | None) -> str:
     """The address of the cluster that this process has joined. Raises ConfigError if `address` names another one."""
     running: str = ray.get_runtime_context().gcs_address
     if address not in (None, "local", "auto", running):
@@ -174,14 +174,14 @@ def _signals() -> Iterator[None]:
     """Let SIGTERM end this process through its `finally` blocks, unless the application handles the signal itself."""
     before = _sigterm()
     if before is signal.SIG_DFL:
-        _handle_sigterm(_leave)
+        _handle_sigterm(_end_by_signal)
     try:
         yield
     finally:
         _handle_sigterm(before)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def _end_by_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 

@@ -44,7 +44,7 @@ class RaySampler(CalledSampler):
             raise SamplerError(f"The sampler failed in its actor: {error}", "Read the error above.") from error
         except ProcessGone as gone:
             self._check_open()
-            raise _lost(gone) from gone
+            raise _engine_lost(gone) from gone
 
     def _check_open(self) -> None:
         if self._closed:
@@ -69,12 +69,12 @@ async def start_sampler(
     try:
         await process.start()
     except ProcessGone as gone:
-        raise _lost(gone) from gone
+        raise _engine_lost(gone) from gone
     except BaseException:
         await asyncio.shield(process.kill())
         raise
     return RaySampler(process)
 
 
-def _lost(gone: ProcessGone) -> SamplerError:
+def _engine_lost(gone: ProcessGone) -> SamplerError:
     return SamplerError(f"The sampler's engine is gone: {gone.cause}.", "Read the actor's log, then open a new one.")

@@ -108,7 +108,7 @@ class WorkerGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        placement_group = _reserve(size, cpus, gpus, timeout, setting)
+        placement_group = _reserve_resources(size, cpus, gpus, timeout, setting)
         remote: Any = ray.remote
         actor = remote(concurrency_groups={WATCH: 1})(Worker)
         workers = []
@@ -188,7 +188,7 @@ class WorkerGroup:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if not faults and not pending:
             return [answers[rank] for rank in range(len(refs))]
-        causes = {rank: _cause(error) for rank, error in faults.items()}
+        causes = {rank: _cause_of_error(error) for rank, error in faults.items()}
         # If every rank raised a CotuneError, the actors still agree and can be called again.
         if len(causes) == len(refs) and all(isinstance(cause, CotuneError) for cause in causes.values()):
             raise causes[0]
@@ -202,8 +202,8 @@ class WorkerGroup:
         if not causes:
             self.lost = f"{self._title} did not end {method!r} within {timeout:.0f} s: {self._where_they_hang(pending)}"
         else:
-            rank = min(causes, key=lambda rank: _order(causes[rank]))
-            self.lost = f"{self._rank_title(rank)} {_describe(causes[rank])} in {method!r}."
+            rank = min(causes, key=lambda rank: _explanation_rank(causes[rank]))
+            self.lost = f"{self._rank_title(rank)} {_describe_cause(causes[rank])} in {method!r}."
         self.close()
         first = causes[rank] if causes else None
         if isinstance(first, CotuneError):
@@ -217,7 +217,8 @@ class WorkerGroup:
 
         refs = {rank: self._workers[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=PROBE_SECONDS)
-        silent, reported = [], []
+        silent = []
+        reported = []
         for rank, ref in refs.items():
             try:
                 reported.append(f"{self._rank_title(rank)} is in {ray.get(ref, timeout=0)}")
@@ -234,7 +235,7 @@ class WorkerGroup:
         return self.name[:1].upper() + self.name[1:]
 
 
-def _reserve(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:
+def _reserve_resources(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:
     """Reserve resources for `size` workers, on as few machines as possible, and return Ray's placement group.
 
     The total of the cluster is checked first: a group that can never be placed would only wait until the time-out.
@@ -270,7 +271,7 @@ def _no_room(setting: str, size: int, wanted: Mapping[str, float], why: str) -> 
     )
 
 
-def _cause(error: Exception) -> Exception:
+def _cause_of_error(error: Exception) -> Exception:
     """The error that the actor raised, or Ray's own error about the actor."""
     from ray.exceptions import RayTaskError
 
@@ -279,7 +280,7 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
-def _order(cause: Exception) -> int:
+def _explanation_rank(cause: Exception) -> int:
     """How well an error explains the errors of other ranks; the smallest number explains them best.
 
     The death of a rank explains any other error. An error of cotune explains a broken connection on another rank.
@@ -291,7 +292,7 @@ def _order(cause: Exception) -> int:
     return 1 if isinstance(cause, CotuneError) else 2
 
 
-def _describe(cause: Exception) -> str:
+def _describe_cause(cause: Exception) -> str:
     from ray.exceptions import RayError
 
     if isinstance(cause, RayError):

@@ -24,7 +24,7 @@ from cotune.records.structs import (
 from cotune.storage.protocol import Store
 
 _LONGEST_NAME = 200
-_AHEAD = 3600.0
+_CLOCK_TOLERANCE = 3600.0
 """The most seconds by which an application's clock may be ahead. A later start is replaced by the present time, as the
 record would never be old enough to be pruned."""
 MOST_NAMES = 32
@@ -33,7 +33,7 @@ MOST_EPISODES = 10_000
 """The most episodes of a key that can be rewarded. Each takes a row, and a batch may block the store for half a second
 at most."""
 Digest = hashlib.blake2b
-Path = Callable[[str], bytes | None]
+StoredPath = Callable[[str], bytes | None]
 """The packed token path of a stored segment; None for other segments."""
 
 
@@ -91,7 +91,9 @@ class KeyUse:
         yield records[begin:]
 
 
-def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refused: Counter[str]) -> list[Record]:
+def select_valid(
+    records: Iterable[Record], app: str, stored_path: StoredPath, keys: KeyUse, refused: Counter[str]
+) -> list[Record]:
     """Select the records that may be stored, and assign them to the application. Refused ones are counted by reason.
 
     A content address must match the content. As the first record with an id is valid for all, an application could
@@ -105,25 +107,25 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
             case Message():
                 fault = "" if has_address(record.id, record.body) else "forged_id"
             case Segment():
-                fault = _of_segment(record, paths, path)
+                fault = _segment_fault(record, paths, stored_path)
             case CallRecord():
                 if not (ID.fullmatch(record.id) and ID.fullmatch(record.episode)):
                     fault = "invalid_id"
                 elif len(record.role) > _LONGEST_NAME:
                     fault = "invalid_name"
                 else:
-                    fault = _of_times(record)
-                record = replace(record, app=app, started=_started(record, now))
+                    fault = _time_fault(record)
+                record = replace(record, app=app, started=_plausible_start(record, now))
             case Episode():
                 fault = "" if ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
-                fault = fault or _of_times(record)
-                record = replace(record, app=app, started=_started(record, now))
+                fault = fault or _time_fault(record)
+                record = replace(record, app=app, started=_plausible_start(record, now))
             case RewardRecord():
-                fault = _of_reward(record, app)
+                fault = _target_fault(record, app)
                 if not fault and not (math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD):
                     fault = "value"
             case FeedbackRecord():
-                fault = _of_reward(record, app)
+                fault = _target_fault(record, app)
         if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
             fault = keys.fault(record)
         if fault:
@@ -136,34 +138,35 @@ def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refu
     return accepted
 
 
-def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
+def _segment_fault(record: Segment, paths: dict[str, Digest], stored_path: StoredPath) -> str:
     """The reason to refuse a segment. `paths` has the digests of token paths by their ids, as the paths themselves,
     each with all tokens before it, could fill the memory."""
     before = ROOT if record.parent is None else paths.get(record.parent)
     if before is None:
         assert record.parent is not None
-        if (stored := path(record.parent)) is None:
+        if (stored := stored_path(record.parent)) is None:
             return "unknown_parent"
         before = paths[record.parent] = ROOT.copy()
         before.update(stored)
-    whole = before.copy()
-    whole.update(record.packed)
-    if len(record.packed) % 4 or whole.hexdigest() != record.id:
+    path_digest = before.copy()
+    path_digest.update(record.packed)
+    if len(record.packed) % 4 or path_digest.hexdigest() != record.id:
         return "forged_id"
-    paths[record.id] = whole
+    paths[record.id] = path_digest
     return ""
 
 
-def _of_times(record: CallRecord | Episode) -> str:
-    """ "invalid_time" for impossible times. A latency may be negative, if a clock was set back."""
+def _time_fault(record: CallRecord | Episode) -> str:
+    """The reason to refuse the times of a record; empty if they are possible. A latency may be negative, if a clock was
+    set back."""
     return "" if 0 <= record.started < math.inf and math.isfinite(record.latency) else "invalid_time"
 
 
-def _started(record: CallRecord | Episode, now: float) -> float:
-    return now if record.started > now + _AHEAD else record.started
+def _plausible_start(record: CallRecord | Episode, now: float) -> float:
+    return now if record.started > now + _CLOCK_TOLERANCE else record.started
 
 
-def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
+def _target_fault(record: RewardRecord | FeedbackRecord, app: str) -> str:
     """The reason to refuse a reward or feedback: a foreign or malformed target, or a bad name. Empty if it is
     accepted.
     """

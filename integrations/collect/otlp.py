@@ -27,7 +27,7 @@ def read_spans(body: bytes, kind: str, most_values: int) -> tuple[list[Span], st
     """
     given: Any = _from_protobuf(body) if kind == PROTOBUF else decoded(body, dict[str, Any], most_values)
     try:
-        return list(spans_in(given) or ()), _service(given)
+        return list(spans_in(given) or ()), _service_name(given)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise RequestError(400, f"The spans cannot be read: {error}.", code="invalid_value") from None
 
@@ -88,7 +88,7 @@ def _from_protobuf(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _service(given: Mapping[str, Any]) -> str:
+def _service_name(given: Mapping[str, Any]) -> str:
     for resource in given.get("resourceSpans") or ():
         for pair in (resource.get("resource") or {}).get("attributes") or ():
             if pair.get("key") == "service.name":

@@ -18,7 +18,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
-from cotune.integrations.collect.spool import Spool, abandoned
+from cotune.integrations.collect.spool import Spool, abandoned_spools
 from cotune.records.ids import address
 from cotune.records.structs import Record
 from cotune.records.wire import pack
@@ -69,8 +69,9 @@ class Sender:
 
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
         """Raises ConfigError if the address is not http or https, or if a header cannot contain the token."""
-        self._scheme, self._host, self._port, self._path = _parts(url)
-        self.url, self.app = url.rstrip("/"), check_app(app)
+        self._scheme, self._host, self._port, self._path = _parts_of_url(url)
+        self.url = url.rstrip("/")
+        self.app = check_app(app)
         self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
         if token:
             if not (token.isascii() and token.isprintable()):
@@ -134,12 +135,12 @@ class Sender:
         self._urgent.set()
         self._news.set()
         self._thread.join(EXIT)
-        if waiting := self._spool.waiting - self._spool.loose:
+        if waiting := self._spool.waiting - self._spool.memory_bytes:
             text = "%d bytes of records wait in %s: the next process of %r that records there sends them."
             log.warning(text, waiting, self.folder, self.app)
-        if loose := self._spool.loose:
+        if in_memory := self._spool.memory_bytes:
             text = "%d bytes of records are lost: neither the disk (%s) nor the collector took them."
-            log.error(text, loose, self._spool.failure)
+            log.error(text, in_memory, self._spool.failure)
         if not self._thread.is_alive():
             self._spool.close()
             self._spool = None  # later records get a new spool, which the next process finds
@@ -156,7 +157,9 @@ class Sender:
         """
         self._spool = None
         self._guard = threading.Lock()
-        self._news, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._news = threading.Event()
+        self._urgent = threading.Event()
+        self._closing = threading.Event()
         self._sent = threading.Condition()
         self._started = False
         self._thread = threading.Thread(target=self._run, name="cotune-collect", daemon=True)
@@ -185,32 +188,32 @@ class Sender:
         looked: float | None = None
         while not self._closing.is_set():
             if looked is None or time.monotonic() - looked >= ADOPT:
-                self._adopt()
+                self._send_abandoned()
                 looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # processes must not all search at once
             if not self._news.wait(ADOPT / 4):
                 continue
             self._urgent.wait(LINGER)
             self._news.clear()
             try:
-                self._drain(spool)
+                self._send_spool(spool)
                 self._urgent.clear()
             except _Undelivered as failed:
                 self._news.set()
-                self._wait(failed)
+                self._wait_after_failure(failed)
         end = time.monotonic() + EXIT
         while True:
             try:
-                self._drain(spool)
+                self._send_spool(spool)
             except _Undelivered:
-                if not spool.loose or time.monotonic() > end:  # only records in memory are lost with the process
+                if not spool.memory_bytes or time.monotonic() > end:  # only records in memory are lost with the process
                     return
                 time.sleep(PAUSE[0])
             else:
                 break
         if looked is None:  # if all processes of an application are this short, none has searched yet
-            self._adopt()
+            self._send_abandoned()
 
-    def _wait(self, failed: _Undelivered) -> None:
+    def _wait_after_failure(self, failed: _Undelivered) -> None:
         """Wait after a failed delivery, longer after each failure, and log the first failure with this cause."""
         if self._down != failed.cause:
             self._down = failed.cause
@@ -220,17 +223,17 @@ class Sender:
         self._pause = min(2 * self._pause, PAUSE[1])
         self._closing.wait(pause)
 
-    def _adopt(self) -> None:
+    def _send_abandoned(self) -> None:
         """Send the spools of the application's ended processes, until the collector does not accept a batch."""
-        for spool in abandoned(self.folder, self._opened().name, self._bound):
+        for spool in abandoned_spools(self.folder, self._opened().name, self._bound):
             try:
-                self._drain(spool)
+                self._send_spool(spool)
             except _Undelivered:
                 return
             finally:
                 spool.close()
 
-    def _drain(self, spool: Spool) -> None:
+    def _send_spool(self, spool: Spool) -> None:
         """Send all of a spool. Raises _Undelivered."""
         while True:
             try:
@@ -242,7 +245,7 @@ class Sender:
                 self._deliver(spool, parts, dropped, sampled)
                 spool.acknowledge()
             except BaseException as error:
-                spool.again()
+                spool.take_again()
                 if isinstance(error, OSError):
                     raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
                 if isinstance(error, Exception) and not isinstance(error, _Undelivered):
@@ -250,7 +253,7 @@ class Sender:
                     log.exception("A batch could not be sent.")
                     raise _Undelivered(f"{type(error).__name__}: {error}") from None
                 raise
-            spool.tell_dropped(dropped)
+            spool.subtract_dropped(dropped)
             with self._guard:
                 self.sampled -= sampled
             if dropped:
@@ -355,7 +358,7 @@ def sender(url: str, app: str = "") -> Sender:
         return existing
 
 
-def _parts(url: str) -> tuple[str, str, int | None, str]:
+def _parts_of_url(url: str) -> tuple[str, str, int | None, str]:
     """Scheme, host, port and path of a collector's address. Raises ConfigError for any other address."""
     try:
         parts = urlsplit(url)

@@ -24,7 +24,7 @@ from cotune.collect.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.collect.apps import Apps
 from cotune.integrations.collect.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION, Batch, read_batch
-from cotune.integrations.collect.checks import MOST_NAMES, KeyUse, admitted
+from cotune.integrations.collect.checks import MOST_NAMES, KeyUse, select_valid
 from cotune.integrations.collect.counts import Counts
 from cotune.integrations.collect.otlp import PATH as SPANS
 from cotune.integrations.collect.otlp import PROTOBUF, read_spans, records_of, response_body
@@ -114,12 +114,12 @@ class Collector:
             # Records that the sender left out, by reason.
             left_out = {name: count for name in ("dropped", "sampled") if (count := getattr(batch, name))}
             records = [record for part in batch.parts for record in part]
-            done = self._stored(app, records, left_out)
+            done = self._commit_records(app, records, left_out)
             self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
             self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
             return json_response(done.answer())
 
-        return await self._aside(len(raw), store)
+        return await self._on_thread(len(raw), store)
 
     async def spans(self, request: Request) -> Response:
         """POST /v1/traces."""
@@ -132,11 +132,11 @@ class Collector:
             records = records_of(spans, left_out)
             for reason, count in left_out.items():
                 self.counts.add("left_out_spans", count, reason=reason)
-            done = self._stored(self.apps.app(request.scope, "", service), records)
+            done = self._commit_records(self.apps.app(request.scope, "", service), records)
             calls = sum(isinstance(record, CallRecord) for record in records)
             return Response(response_body(kind, calls - done.stored["call"], done.refused), media_type=kind)
 
-        return await self._aside(len(raw), store)
+        return await self._on_thread(len(raw), store)
 
     async def feedback(self, request: Request) -> Response:
         """POST /v1/feedback: reward an episode after its end, by its id or by its key."""
@@ -157,13 +157,13 @@ class Collector:
             if not rewards and not body.text.strip():
                 raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
             target = body.episode or key_target(app, body.key)
-            done = self._stored(app, reward_records(target, rewards, body.text))
+            done = self._commit_records(app, reward_records(target, rewards, body.text))
             if done.refused:
                 text = f"{(body.episode or body.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
                 raise RequestError(400, text, param="episode", code="invalid_value")
             return json_response({"target": target, "rewards": rewards})
 
-        return await self._aside(len(raw), store)
+        return await self._on_thread(len(raw), store)
 
     async def _body(self, request: Request, *kinds: str) -> tuple[bytes, str]:
         """The unchanged body of a request, and its type. Raises RequestError, with 429 if too many bodies wait."""
@@ -182,21 +182,25 @@ class Collector:
         self.counts.add("bytes", len(body), form="unpacked")
         return body
 
-    async def _aside(self, size: int, work: Callable[[], Response]) -> Response:
+    async def _on_thread(self, size: int, work: Callable[[], Response]) -> Response:
         self.room.bytes += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._work, work)
         finally:
             self.room.bytes -= size
 
-    def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> Outcome:
+    def _commit_records(
+        self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None
+    ) -> Outcome:
         """Commit records of an application, and the counts of records that it has left out. Raises RequestError (503)
         if the store fails."""
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
         stored = self.store.figures().stored_segments(parents)
         keys = KeyUse(records, app, self.store)
-        valid = admitted(records, app, lambda name: self._path(name) if name in stored else None, keys, refused)
+        valid = select_valid(
+            records, app, lambda name: self._stored_path(name) if name in stored else None, keys, refused
+        )
         begun = time.monotonic()
         self._commits.add(begun)
         try:
@@ -227,7 +231,7 @@ class Collector:
             log.warning("%d records of %r are refused: %s", count, app, reason)
         return Outcome(stored_kinds, refused)
 
-    def _path(self, segment: str) -> bytes | None:
+    def _stored_path(self, segment: str) -> bytes | None:
         try:
             return pack_ids(self.store.token_ids(segment))
         except RecordError:

@@ -26,12 +26,12 @@ log = logging.getLogger("cotune.collect")
 
 _HEAD = struct.Struct("<III")
 """The head of a frame: its length, its number of records, and the CRC-32 of both and of the body."""
-_MOST_SUMMED = 2 << 30
+_MOST_CHECKED_BYTES = 2 << 30
 """The most bytes whose checksums are computed to find the next frame after a damaged one, which takes two seconds. A
 text that imitates many heads would take hours, and then the remaining segment is lost."""
-_PARTS = 8
+_SEGMENTS_PER_SPOOL = 8
 """The number of segments of a full spool. Its oldest segment is dropped as a whole."""
-MEMORY = 4 << 20
+MOST_MEMORY_BYTES = 4 << 20
 """The most bytes of frames that wait in memory while the disk cannot be written."""
 
 
@@ -68,23 +68,23 @@ class Spool:
         collector. It includes records of a batch that was being sent, although they may have arrived."""
         self.failure = ""
         """The reason why the last frame could not be written to the disk."""
-        self._part = max(1, bound // _PARTS)
+        self._segment_bytes = max(1, bound // _SEGMENTS_PER_SPOOL)
         self._bound = bound
         self._guard = threading.Lock()
         self._file: int | None = None
-        self._numbers = 0
+        self._next_number = 0
         self._segments: deque[_Segment] = deque()
-        self._loose = _Segment(None)
+        self._in_memory = _Segment(None)
         self.name = owner or new_id()
         self._lock: FileLock | None = None
         if owner:
-            self._lock = _lock(folder, owner)
+            self._lock = _lock_spool(folder, owner)
             paths = sorted(folder.glob(f"{owner}-*.frames"))
             self._segments.extend(_Segment(path, path.stat().st_size) for path in paths)
-            self._numbers = len(paths)
+            self._next_number = len(paths)
         else:
             with self._guard, contextlib.suppress(OSError, RunError):
-                self._claim()
+                self._claim_name()
 
     def add(self, body: bytes, records: int) -> bool:
         """Append a frame. Returns False if it is dropped because the disk cannot be written and the memory is full."""
@@ -95,12 +95,12 @@ class Spool:
                 self._append(frame, records)
             except (OSError, RunError) as error:
                 self.failure = error.cause if isinstance(error, RunError) else error.strerror or str(error)
-                if self._loose.size + len(frame) > MEMORY:
+                if self._in_memory.size + len(frame) > MOST_MEMORY_BYTES:
                     self.dropped += records
                     return False
-                self._loose.frames.append(frame)
-                self._loose.size += len(frame)
-                self._loose.records += records
+                self._in_memory.frames.append(frame)
+                self._in_memory.size += len(frame)
+                self._in_memory.records += records
             else:
                 self.failure = ""
         return True
@@ -113,7 +113,7 @@ class Spool:
         bodies: list[bytes] = []
         size = 0
         with self._guard:
-            segments = [*self._segments, self._loose]
+            segments = [*self._segments, self._in_memory]
             sizes = [segment.size for segment in segments]
         for segment, end in zip(segments, sizes, strict=True):
             for body in self._read(segment, end, most - size):
@@ -139,19 +139,19 @@ class Spool:
                     segment.path.unlink()
             for segment in self._segments:
                 segment.done = segment.taken
-            loose = self._loose
-            while loose.taken and loose.frames:
-                size = len(loose.frames.popleft())
-                loose.taken -= size
-                loose.size -= size
+            in_memory = self._in_memory
+            while in_memory.taken and in_memory.frames:
+                size = len(in_memory.frames.popleft())
+                in_memory.taken -= size
+                in_memory.size -= size
 
-    def again(self) -> None:
+    def take_again(self) -> None:
         """Take the frames again that were taken and not acknowledged."""
         with self._guard:
-            for segment in (*self._segments, self._loose):
+            for segment in (*self._segments, self._in_memory):
                 segment.taken = segment.done
 
-    def tell_dropped(self, count: int) -> None:
+    def subtract_dropped(self, count: int) -> None:
         """Subtract dropped records that were reported to the collector."""
         with self._guard:
             self.dropped -= count
@@ -160,13 +160,13 @@ class Spool:
     def waiting(self) -> int:
         """The number of bytes that are not acknowledged."""
         with self._guard:
-            return sum(segment.size - segment.done for segment in self._segments) + self._loose.size
+            return sum(segment.size - segment.done for segment in self._segments) + self._in_memory.size
 
     @property
-    def loose(self) -> int:
+    def memory_bytes(self) -> int:
         """The number of waiting bytes that are only in memory."""
         with self._guard:
-            return self._loose.size
+            return self._in_memory.size
 
     def close(self) -> None:
         """Release the lock, and remove all files if no frame waits. Another process sends waiting frames."""
@@ -191,18 +191,18 @@ class Spool:
             self._file = None
         self._segments.clear()
 
-    def _claim(self) -> None:
+    def _claim_name(self) -> None:
         """Lock a name in the folder, so that no other process regards this spool as abandoned. Raises OSError, and
         RunError if the file system has no locks."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.name, self._lock = _new(self.folder)
+        self.name, self._lock = _new_spool(self.folder)
 
     def _append(self, frame: bytes, records: int) -> None:
         """Append a frame with `records` records to the last file, or to a new one if that is full."""
         if self._lock is None:
-            self._claim()
+            self._claim_name()
         last = self._segments[-1] if self._segments else None
-        if self._file is None or last is None or last.size >= self._part:
+        if self._file is None or last is None or last.size >= self._segment_bytes:
             last = self._begin()
         assert self._file is not None
         written = 0
@@ -215,27 +215,27 @@ class Spool:
             raise
         last.size += len(frame)
         last.records += records
-        self._bounded()
+        self._drop_oldest()
 
     def _begin(self) -> _Segment:
         """Begin a new file of the spool. Files are readable for their owner only, because records contain prompts."""
-        path = self.folder / f"{self.name}-{self._numbers:06}.frames"
+        path = self.folder / f"{self.name}-{self._next_number:06}.frames"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if self._file is not None:
             os.close(self._file)
         self._file = file
-        self._numbers += 1
+        self._next_number += 1
         self._segments.append(_Segment(path))
         return self._segments[-1]
 
-    def _bounded(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drop the oldest segments of a full spool."""
         while len(self._segments) > 1 and sum(segment.size for segment in self._segments) > self._bound:
             oldest = self._segments.popleft()
             assert oldest.path is not None
             dropped = oldest.records
             with contextlib.suppress(OSError):
-                dropped = dropped or sum(frame.records for frame in _frames(oldest.path, 0, oldest.size))
+                dropped = dropped or sum(frame.records for frame in _read_frames(oldest.path, 0, oldest.size))
                 oldest.path.unlink()
             self.dropped += dropped
 
@@ -243,14 +243,14 @@ class Spool:
         """Take the next frames of a segment before `end`, up to about `most` bytes."""
         if segment.path is None:
             at = 0
-            for loose in list(segment.frames):
+            for waiting_frame in list(segment.frames):
                 if at >= segment.taken and most > 0:
-                    segment.taken += len(loose)
-                    most -= len(loose)
-                    yield loose[_HEAD.size :]
-                at += len(loose)
+                    segment.taken += len(waiting_frame)
+                    most -= len(waiting_frame)
+                    yield waiting_frame[_HEAD.size :]
+                at += len(waiting_frame)
             return
-        for frame in _frames(segment.path, segment.taken, end):
+        for frame in _read_frames(segment.path, segment.taken, end):
             if most <= 0:
                 return
             if frame.body is None and frame.end > segment.damaged:
@@ -266,22 +266,22 @@ class Spool:
             segment.taken = end
 
 
-def _lock(folder: Path, name: str) -> FileLock:
+def _lock_spool(folder: Path, name: str) -> FileLock:
     # A spool must also be locked on a full disk: to send its records frees space.
     return FileLock(folder / f"{name}.lock", f"The spool {name}", on_full_disk=True)
 
 
-def _new(folder: Path) -> tuple[str, FileLock]:
+def _new_spool(folder: Path) -> tuple[str, FileLock]:
     """Make a name and a lock for a new spool. A process that searches for abandoned spools may lock the new file, or
     remove it, before this process has locked it. Then another name is tried."""
     for _ in range(20):
         name = new_id()
         with contextlib.suppress(LockHeldError):
-            lock = _lock(folder, name)
+            lock = _lock_spool(folder, name)
             if lock.is_in_place():
                 return name, lock
             lock.release()
-    return name, _lock(folder, name)
+    return name, _lock_spool(folder, name)
 
 
 class _Frame(NamedTuple):
@@ -293,7 +293,7 @@ class _Frame(NamedTuple):
     end: int
 
 
-def _frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
+def _read_frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
     """Read the frames of a part of a file, and the damaged parts between them."""
     try:
         file = path.open("rb")
@@ -301,12 +301,12 @@ def _frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
         return
     with file:
         while start < end:
-            frame = _frame(file, start, end) or _damaged(file, start, end)
+            frame = _read_frame(file, start, end) or _damaged_part(file, start, end)
             yield frame
             start = frame.end
 
 
-def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
+def _read_frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
     """The frame at byte `start`; None if it is incomplete or damaged, as the last one is after a crash."""
     file.seek(start)
     head = file.read(_HEAD.size)
@@ -315,10 +315,10 @@ def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
     length, records, _ = _HEAD.unpack(head)
     at = start + _HEAD.size + length
     body = file.read(length) if at <= end else b""
-    return _Frame(body, records, at) if _belong(head, body) else None
+    return _Frame(body, records, at) if _is_intact(head, body) else None
 
 
-def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
+def _damaged_part(file: BinaryIO, start: int, end: int) -> _Frame:
     """The part of a file from an unfinished or damaged frame to the next whole frame, with the number of records lost
     in it.
 
@@ -328,7 +328,7 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
     file.seek(start)
     data = memoryview(file.read(end - start))
     offset = 1
-    budget = _MOST_SUMMED  # bytes to compute checksums of, so that a damaged file cannot take minutes
+    budget = _MOST_CHECKED_BYTES  # bytes to compute checksums of, so that a damaged file cannot take minutes
     while offset < len(data):
         is_frame = _is_frame(data[offset:])
         if is_frame or budget < 0:
@@ -355,16 +355,16 @@ def _is_frame(data: memoryview) -> bool | None:
     length, records, _ = _HEAD.unpack_from(data)
     if not 0 < records <= length <= len(data) - _HEAD.size:
         return None
-    return _belong(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
+    return _is_intact(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
 
 
-def _belong(head: bytes | memoryview, body: bytes | memoryview) -> bool:
+def _is_intact(head: bytes | memoryview, body: bytes | memoryview) -> bool:
     """Whether the head and the body belong to one frame."""
     length, _, crc = _HEAD.unpack(head)
     return bool(len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc)
 
 
-def abandoned(folder: Path, own: str, bound: int) -> Iterator[Spool]:
+def abandoned_spools(folder: Path, own: str, bound: int) -> Iterator[Spool]:
     """Open the spools of `folder` whose processes have ended, one after another. Each is locked."""
     for path in sorted(folder.glob("*.lock")):
         if path.stem == own:

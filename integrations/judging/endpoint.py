@@ -98,12 +98,12 @@ class Endpoint:
         Requests wait for a place among the concurrent ones, and reserve their cost before they are sent. Raises Passing
         if another try may succeed, otherwise JudgeError.
         """
-        lane = self._lane()
+        lane = self._lane_of_loop()
         async with lane.gate:
             request = await self._reserve(body, ledger, lane)
             with lane.asking():
                 try:
-                    return await self._sent(lane.client, body, ledger, request)
+                    return await self._send_request(lane.client, body, ledger, request)
                 finally:
                     lane.settled.set()
                     lane.settled = asyncio.Event()
@@ -131,7 +131,9 @@ class Endpoint:
                 f"Raise {entered} of its cotune.Judge, and continue with --resume.",
             )
 
-    async def _sent(self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int) -> str:
+    async def _send_request(
+        self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int
+    ) -> str:
         """Send one request to the judge and settle its cost in the ledger. Returns the answer's text.
 
         Raises Passing if another attempt may succeed, JudgeError if the judge refuses the request for good.
@@ -175,7 +177,7 @@ class Endpoint:
         except (AttributeError, IndexError, TypeError):
             return ""
 
-    def _lane(self) -> _Lane:
+    def _lane_of_loop(self) -> _Lane:
         """The client of this event loop, and its limit of concurrent requests: a client cannot be shared between
         loops.
         """

@@ -13,7 +13,7 @@ from typing import Any, overload
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.integrations.judging.endpoint import Endpoint, JudgeSettings, Passing
 from cotune.judging.episodes import FinishedEpisode, Ranking
-from cotune.judging.question import AGAIN, Question, Unusable, Verdict, question, values
+from cotune.judging.question import AGAIN, Question, Unusable, Verdict, question, values_of_tiers
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import judging
@@ -146,7 +146,7 @@ class Judge(Ranking):
         ask = self._ask(episode)
         redaction = judging.get().redaction if episode is None else episode.redaction
         questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
-        passes = (self._verdict(each, ask, redaction) for each in questions)
+        passes = (self._verdict_on(each, ask, redaction) for each in questions)
         verdicts = await asyncio.gather(*passes, return_exceptions=True)
 
         # The reward of a sibling is the mean over all passes, and its text has the reasons of all.
@@ -160,7 +160,7 @@ class Judge(Ranking):
             tiers = []
             for tier in verdict.tiers:
                 tiers.append([sibling for sibling, number in enumerate(numbers) if number in tier])
-            for sibling, reward in enumerate(values(tiers)):
+            for sibling, reward in enumerate(values_of_tiers(tiers)):
                 sums[sibling] += reward
                 reason = each.feedback(verdict, numbers[sibling])
                 if reason:
@@ -170,7 +170,7 @@ class Judge(Ranking):
             feedback.append(Feedback({self.name: total / self.settings.passes}, "\n".join(texts)))
         return feedback
 
-    async def _verdict(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
+    async def _verdict_on(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
         """Ask the judge a question, unless its answer to the same question is stored. Raises JudgeError."""
         ledger = self._ledger
         body = self._request(asked)
@@ -239,7 +239,7 @@ class Judge(Ranking):
         if self.role is not None:
             await self._ask_role(episode, self._request(new_question()))
         order = random.Random(address(shared.encode())).sample(range(count), count)
-        return [Feedback({self.name: value}, "") for value in values([[i] for i in order])]
+        return [Feedback({self.name: value}, "") for value in values_of_tiers([[i] for i in order])]
 
     def _request(self, asked: Question) -> dict[str, Any]:
         body = {**self._body, "messages": asked.messages}

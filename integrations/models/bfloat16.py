@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from cotune.integrations.models.siblings import Joint, siblings
+from cotune.integrations.models.siblings import Joint, group_siblings
 
 LARGE = 16_000_000
 """Number of parameters above which products take long enough to divide among threads, and to convert their factors."""
@@ -75,15 +75,15 @@ def pack_linear_layers(model: nn.Module) -> None:
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         layers = {name: layer for name, layer in parent.named_children() if type(layer) is nn.Linear}
-        for names in siblings(layers):
+        for names in group_siblings(layers):
             packed = pack(torch.cat([layers[name].weight.detach().bfloat16() for name in names]))
-            compute = _exact if layers[names[0]] is head else _rounded
+            compute = _exact if layers[names[0]] is head else _rounded_product
             joint = Joint(partial(compute, packed), [layers[name].out_features for name in names])
             for number, name in enumerate(names):
                 setattr(parent, name, PackedLinear(layers[name], joint, number))
 
 
-def _rounded(packed: Tensor, x: Tensor) -> Tensor:
+def _rounded_product(packed: Tensor, x: Tensor) -> Tensor:
     return product(x.bfloat16(), packed).float()
 
 

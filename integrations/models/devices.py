@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+AMD = Path("/dev/kfd")
 """Where the drivers of NVIDIA and of AMD show themselves on Linux."""
 
 

@@ -12,17 +12,18 @@ _CGROUP = Path("/sys/fs/cgroup")
 def machine_memory() -> tuple[int, int]:
     """Free and total bytes, within the limit of the container."""
     memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
+    free = int(memory.available)
+    total = int(memory.total)
     # psutil reports the whole machine; the limit of a container is in its control group.
     limit = _CGROUP / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
         total = int(text)
         used = int((_CGROUP / "memory.current").read_text())
-        free = min(free, total - used + _reclaimable())
+        free = min(free, total - used + _reclaimable_bytes())
     return free, total
 
 
-def _reclaimable() -> int:
+def _reclaimable_bytes() -> int:
     """Bytes of files that the system keeps in the container's memory and gives up when a process needs it."""
     for line in (_CGROUP / "memory.stat").read_text().splitlines():
         name, _, count = line.partition(" ")

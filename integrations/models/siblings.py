@@ -16,7 +16,7 @@ for _group in SIBLINGS:
         _PLACE_IN_GROUP[_name] = _place
 
 
-def siblings(names: Iterable[str]) -> list[list[str]]:
+def group_siblings(names: Iterable[str]) -> list[list[str]]:
     """Names of modules, grouped by their input, in the order of calls. Most modules are alone in their group."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in sorted(names, key=lambda name: _PLACE_IN_GROUP.get(name.rpartition(".")[2], 0)):
@@ -30,7 +30,8 @@ class Joint:
 
     def __init__(self, compute: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
         """`compute` [..., in] -> [..., sum of sizes]."""
-        self._compute, self._sizes = compute, list(sizes)
+        self._compute = compute
+        self._sizes = list(sizes)
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
@@ -45,7 +46,8 @@ class Joint:
         if last == 0:
             return self._compute(x)
         if x is not self._input:
-            self._input, self._parts = x, self.parts(x)
+            self._input = x
+            self._parts = self.parts(x)
         part = self._parts[number]
         if number == last:
             self._input = None

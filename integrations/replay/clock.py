@@ -9,7 +9,7 @@ from functools import cache, wraps
 from typing import Any
 
 from cotune.errors import ConfigError
-from cotune.replay.draws import asking, replace_everywhere
+from cotune.replay.draws import recorded_values_here, replace_everywhere
 
 _COUNTERS = ("monotonic", "perf_counter")
 """Clocks that measure durations. Only the application's own code gets recorded values: event loops and connections
@@ -28,7 +28,7 @@ def install() -> None:
     real = time_machine.escape_hatch.time.time_ns
 
     def wall_ns() -> int:
-        if (frozen := asking(__name__)) is None:
+        if (frozen := recorded_values_here(__name__)) is None:
             return real()
         chance, place = frozen
         return chance.clock("wall", place, real())
@@ -38,27 +38,27 @@ def install() -> None:
     uuid._generate_time_safe = generate  # type: ignore[attr-defined]  # travelling takes it away
     for name in _COUNTERS:
         originals = (getattr(time, name), getattr(time, f"{name}_ns"))
-        hooked = _counter(name)
+        hooked = _clock_functions(name)
         setattr(time, name, hooked[0])
         setattr(time, f"{name}_ns", hooked[1])
         replace_everywhere(originals, hooked, own=True)
 
 
-def _counter(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
+def _clock_functions(name: str) -> tuple[Callable[[], float], Callable[[], int]]:
     """Replacements for a clock of `time` and its nanosecond variant. In a replay they return the recorded times."""
     seconds: Callable[[], float] = getattr(time, name)
     ns: Callable[[], int] = getattr(time, f"{name}_ns")
 
     @wraps(seconds)
     def in_seconds() -> float:
-        if (frozen := asking(__name__, own=True)) is None:
+        if (frozen := recorded_values_here(__name__, own=True)) is None:
             return seconds()
         chance, place = frozen
         return chance.clock(name, place, ns()) / 1e9
 
     @wraps(ns)
     def in_ns() -> int:
-        if (frozen := asking(__name__, own=True)) is None:
+        if (frozen := recorded_values_here(__name__, own=True)) is None:
             return ns()
         chance, place = frozen
         return chance.clock(name, place, ns())

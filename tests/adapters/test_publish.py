@@ -14,7 +14,7 @@ from cotune.errors import SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.trainer.publish import Probe, Proof, norm, probe_prompts, prove_publish
+from cotune.trainer.publish import Probe, Proof, probe_prompts, prove_publish, weights_norm
 
 OLD, NEW = PolicyRef("writer", 1), PolicyRef("writer", 2)
 
@@ -62,11 +62,11 @@ def prove(sampler: Scripted, current: Weights, **options: Any) -> Proof:
 
 
 def previous(scale: float) -> Proof:
-    return Proof(policy=OLD, fingerprint=fingerprint(weights(scale)), norm=norm(weights(scale)))
+    return Proof(policy=OLD, fingerprint=fingerprint(weights(scale)), norm=weights_norm(weights(scale)))
 
 
 def test_norm_is_over_all_tensors() -> None:
-    assert norm({"a": np.array([3.0], np.float32), "b": np.array([[4.0]], np.float32)}) == 5.0
+    assert weights_norm({"a": np.array([3.0], np.float32), "b": np.array([[4.0]], np.float32)}) == 5.0
 
 
 def test_proof_has_the_figures_and_older_versions_are_retired_last() -> None:

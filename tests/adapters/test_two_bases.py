@@ -23,7 +23,7 @@ from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import open_local
 from cotune.adapters.serving import Endpoint, serving
-from cotune.cli.command import moved
+from cotune.cli.command import parse_moved_models
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
@@ -122,9 +122,13 @@ def test_the_last_part_of_a_place_names_a_base_only_if_no_other_has_it() -> None
     assert places({"x/a": "c"}, ["x/a", "y/a"]) == {"x/a": "c", "y/a": "y/a"}
     with pytest.raises(ConfigError, match="is the last part of several base models; there are x/a, y/a"):
         places({"a": "c"}, ["x/a", "y/a"])
-    assert (moved([]), moved(["m"]), moved(["a=m", "b=n=2"])) == (None, "m", {"a": "m", "b": "n=2"})
+    assert (parse_moved_models([]), parse_moved_models(["m"]), parse_moved_models(["a=m", "b=n=2"])) == (
+        None,
+        "m",
+        {"a": "m", "b": "n=2"},
+    )
     with pytest.raises(ConfigError, match="--model = 'm' must be OLD=NEW"):
-        moved(["m", "a=n"])
+        parse_moved_models(["m", "a=n"])
 
 
 def test_an_evaluation_reads_the_tool_calls_of_each_base(team: list[TrainedPolicy], base: Path, tmp_path: Path) -> None:

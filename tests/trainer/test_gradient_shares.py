@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cotune.integrations.web.viewer.report import report
 from cotune.methods import AtGrpo
-from cotune.reading.facts import troubles
+from cotune.reading.facts import find_troubles
 from cotune.reading.run import OpenedRun
 from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.reporting.progress import summary
@@ -58,7 +58,7 @@ def test_a_run_names_a_role_that_holds_most_of_the_gradient(trainer: Trainer) ->
     Console(file=heard, width=1000).print(summary(step))
     assert f"gradient: first {first[-1]:.0%}  second {1 - first[-1]:.0%}" in heard.getvalue()
     with OpenedRun(trainer.folder / "run") as run:
-        named = [trouble.text for trouble in troubles(run) if trouble.kind == "gradient"]
+        named = [trouble.text for trouble in find_troubles(run) if trouble.kind == "gradient"]
         page = report(run, {})
     mean = sum(first) / len(first)
     assert named == [f"role first had {mean:.0%} of the gradient of a policy that it shares, in the mean of the steps"]

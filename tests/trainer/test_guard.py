@@ -17,12 +17,12 @@ from cotune.cli.main import main
 from cotune.config.rollouts import CurriculumConfig
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.errors import ConfigError
-from cotune.reading.facts import ending, troubles
+from cotune.reading.facts import ending, find_troubles
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import Task
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.trainer.config.load import load_config
-from cotune.trainer.guard import best_window, collapse, of_one_level
+from cotune.trainer.guard import best_window, find_collapse, of_one_level
 from cotune.trainer.schedules.curriculum import schedule_of
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
@@ -74,7 +74,7 @@ def scripted(rewards: list[float]) -> WorkflowFunction:
 )
 def test_a_reward_that_collapses(rewards: list[float], how: str | None) -> None:
     expected = how and f"the reward of role a {how} (means over 5 steps)"
-    assert collapse(steps(a=rewards)) == expected
+    assert find_collapse(steps(a=rewards)) == expected
 
 
 def test_rewards_that_only_waver_are_no_collapse() -> None:
@@ -82,14 +82,14 @@ def test_rewards_that_only_waver_are_no_collapse() -> None:
     alarms = 0
     for seed in range(100):
         lines = steps(a=list(0.1 * np.random.default_rng(seed).standard_normal(100)))
-        alarms += any(collapse(lines[:count]) is not None for count in range(10, 101))
+        alarms += any(find_collapse(lines[:count]) is not None for count in range(10, 101))
     assert alarms <= 3
 
 
 def test_sampler_and_learner_that_disagree() -> None:
     lines = [{"step": i, "roles": {"a": {"sampler_gap_mean": gap}}} for i, gap in enumerate([0.01] * 5 + [0.4] * 4)]
-    assert collapse(lines[:7]) is None
-    assert collapse(lines[:9]) == "sampler and learner disagree on role a by 0.32 nats a token, above 0.25"
+    assert find_collapse(lines[:7]) is None
+    assert find_collapse(lines[:9]) == "sampler and learner disagree on role a by 0.32 nats a token, above 0.25"
 
 
 def test_the_end_of_the_best_window() -> None:
@@ -99,15 +99,15 @@ def test_the_end_of_the_best_window() -> None:
 
 def test_each_role_is_watched_and_opponents_together() -> None:
     won, lost = [-1.0] * 6 + [0.0] * 4, [1.0] * 6 + [0.0] * 4
-    assert collapse(steps(white=lost, black=won)) == (
+    assert find_collapse(steps(white=lost, black=won)) == (
         "the reward of role white fell from 1.000 to 0.200 (means over 5 steps)"
     )
-    assert collapse(steps(white=lost, black=won), "together") is None, "black wins what white loses"
-    assert collapse(steps(white=lost, black=lost), "together") == (
+    assert find_collapse(steps(white=lost, black=won), "together") is None, "black wins what white loses"
+    assert find_collapse(steps(white=lost, black=lost), "together") == (
         "the mean reward of all roles fell from 1.000 to 0.200 (means over 5 steps)"
     )
-    assert collapse(steps(white=lost), "none") is None
-    assert collapse(steps(white=lost), "each", {"white"}) is None
+    assert find_collapse(steps(white=lost), "none") is None
+    assert find_collapse(steps(white=lost), "each", {"white"}) is None
 
 
 def test_a_role_that_is_not_trained_in_each_step_is_compared_with_its_own_steps() -> None:
@@ -116,7 +116,7 @@ def test_a_role_that_is_not_trained_in_each_step_is_compared_with_its_own_steps(
         {**line, "roles": {role: line["roles"][role]}}
         for line, role in zip(lines, ["white", "black"] * 12, strict=True)
     ]
-    assert collapse(turns) is None
+    assert find_collapse(turns) is None
     assert best_window(turns) == 5
 
 
@@ -124,9 +124,9 @@ def test_a_harder_level_is_no_collapse() -> None:
     tasks = [Task(id=f"{level}-{i}", input={"level": level}) for level in (1, 2) for i in range(2)]
     schedule = schedule_of(tasks, CurriculumConfig(pool="by:level"), 18, 0, [(0, 2)])
     lines = steps(a=[0.9] * 6 + [0.1] * 6 + [0.05] * 2)
-    assert collapse(lines) is not None
+    assert find_collapse(lines) is not None
     for count in range(1, len(lines) + 1):
-        assert collapse(of_one_level(lines[:count], schedule.level)) is None
+        assert find_collapse(of_one_level(lines[:count], schedule.level)) is None
     assert [line["step"] for line in of_one_level(lines, schedule.level)] == [12, 13], "the last level has all tasks"
 
 
@@ -190,7 +190,7 @@ def test_by_default_a_run_that_collapses_goes_on_with_one_warning(trainer: Train
     noted = [line["step"] for line in trainer.metrics() if any("The guard" in note for note in line["notes"])]
     assert noted == [9, 10, 11], "each step of the collapse has the note"
     with OpenedRun(trainer.folder / "run") as opened:
-        assert [one.text for one in troubles(opened) if "The guard" in one.text] != []
+        assert [one.text for one in find_troubles(opened) if "The guard" in one.text] != []
 
 
 def test_a_guard_that_is_off_keeps_nothing(trainer: Trainer) -> None:

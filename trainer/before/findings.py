@@ -18,12 +18,12 @@ from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, TooManyCalls, WorkflowError
 from cotune.near_names import did_you_mean, near_names
-from cotune.records.failure_cause import chain
+from cotune.records.failure_cause import error_chain
 from cotune.records.ids import candidate_id
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
 from cotune.records.structs import CallRecord
-from cotune.runtime.user_code import origin, phrase
+from cotune.runtime.user_code import error_origin, error_phrase
 from cotune.sampling.protocol import UNSHAPED
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, QUIET
@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def blocking(error: CotuneError, about: str = "") -> Finding:
+def blocking_finding(error: CotuneError, about: str = "") -> Finding:
     """The finding of an error that training would raise."""
     return Finding("blocks", about, error.cause, error.remedy)
 
@@ -132,7 +132,7 @@ def learning_findings(
         for role, text in learns_from(components, outcome, recipe).items():
             yield Finding("note", "rewards", f"{role} {text}")
         errors, notes = unknown_names(recipe, local, outcome, every)
-        yield from (blocking(error, "rewards") for error in errors)
+        yield from (blocking_finding(error, "rewards") for error in errors)
         yield from (Finding("warns", "rewards", note) for note in notes)
         for text, remedy in (outcome_unused(components, outcome, recipe), scorers_unused(components, recipe)):
             if text:
@@ -193,7 +193,7 @@ def _listed(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.15g}" for value in values)
 
 
-def faults(
+def find_faults(
     workflow: Workflow,
     outcomes: Sequence[Outcome],
     calls: Sequence[CallRecord],
@@ -249,7 +249,7 @@ def _outcome_faults(
         swallowed: list[BaseException] = []
         for outcome in outcomes:
             swallowed += outcome.live.notes.get("raised", ())
-        text = next((f" It swallowed {phrase(error)}{origin(error)}." for error in swallowed), "")
+        text = next((f" It swallowed {error_phrase(error)}{error_origin(error)}." for error in swallowed), "")
         remedy = "Let the error through, and fix it." if text else UNSEEN
         yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.{text}", remedy)
     elif len(failed) == len(calls):
@@ -274,7 +274,7 @@ def _every_time(
         # A mistake in the application, or a client that cotune does not see and that got no answer.
         cause += " It made no LLM call that cotune can see."
         mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
-        if not mistake or any(isinstance(error, OSError) for error in chain(raised_by)):
+        if not mistake or any(isinstance(error, OSError) for error in error_chain(raised_by)):
             remedy = f"{remedy} {UNSEEN}".strip()
     elif len(errors) > EPISODES:
         cause += f" All {len(errors)} of the first episodes failed."

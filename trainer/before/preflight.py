@@ -25,7 +25,7 @@ from cotune.trainer.before.findings import (
     EPISODES,
     Finding,
     call_findings,
-    faults,
+    find_faults,
     learning_findings,
     named_roles,
     rewards_by_role,
@@ -36,17 +36,19 @@ from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.judging.bench import Bench
 
 MOST_EPISODES = 16
-"""Most episodes, run while each fails because of the untrained model's answers: on a hard task most do."""
+"""Most episodes. More than `EPISODES` are run only while each fails because of the untrained model's answers, as most
+do on a hard task."""
 FEWEST_CALLS = 256
-"""Calls that an episode may make at least."""
+"""Least limit of calls per episode, for an application that has made few."""
 MOST_SECONDS = 60.0
-"""After this time no episode beyond the first `EPISODES` begins."""
+"""Seconds after which no episode beyond the first `EPISODES` begins."""
 
 
 def max_calls(config: TrainConfig, store: Store) -> int:
-    """Calls that an episode of a run may make: more than any that looked at the application needed by far."""
-    most = max((episode.calls for episode in store.episodes(EpisodeFilters(phase="check"))), default=0)
-    return config.max_calls or max(FEWEST_CALLS, 4 * most)
+    """The limit of calls per episode of a run. By default it is four times the calls of the longest episode of the
+    preflight."""
+    longest = max((episode.calls for episode in store.episodes(EpisodeFilters(phase="check"))), default=0)
+    return config.max_calls or max(FEWEST_CALLS, 4 * longest)
 
 
 async def preflight(
@@ -58,14 +60,80 @@ async def preflight(
     chats: ChatFormats,
     say: Callable[[str], None],
 ) -> tuple[Policies, list[str]]:
-    """Run the first tasks once, and further ones while each fails by the policy's doing: the policies of the roles, and
-    lines to tell. `say` is called before each.
+    """Run a few episodes with the untrained model, to find the roles of the application and mistakes in its rewards.
 
-    Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
-    fails on every call; ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
+    Returns the policies of the roles, and notes for the user. `say` gets a line before each episode. Raises
+    WorkflowError if the application makes no call, if the workflow fails on every task, or if a scorer fails on every
+    call. Raises ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
     plan, recipes, _ = resolve_plan(config, list(workflow.scorers), workflow.name)
-    responder = PolicyResponder(
+    responder = _untrained_responder(config, workflow, sampler, chats)
+    parts = Parts()
+    outcomes = await _run_first_episodes(config, workflow, tasks, store, responder, parts, say)
+    store.flush()
+
+    episodes = [outcome.episode for outcome in outcomes]
+    notes: list[str] = []
+    judge = workflow.episode_judge
+    if judge is not None:
+        bench = Bench(workflow=workflow, store=store, responder=responder, timeout=config.episode_timeout)
+        errors = await judge_episodes(judge, store, episodes, bench.ask, workflow.redaction)
+        notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
+    calls: list[CallRecord] = []
+    for episode in (*episodes, *(bench.episodes if judge else ())):
+        calls += store.calls(episode.id)
+    rewards = rewards_by_role(store, calls)
+
+    # Roles of the application that no episode has called. The configured ones get a policy all the same: another
+    # answer may lead to them.
+    roles_without_calls = [part.role for part in parts.known if not parts.ran(part) and part.role not in rewards]
+    configured = named_roles(config, workflow)
+    expected_roles = [role for role in roles_without_calls if role in configured]
+    for fault in find_faults(workflow, outcomes, calls, rewards, plan, [*config.roles, *expected_roles]):
+        raise fault
+    if expected_roles:
+        notes.append(f"not called yet: {', '.join(expected_roles)}; trained from the first call on")
+    if others := [role for role in roles_without_calls if role not in configured]:
+        notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
+
+    able = recipes.able(workflow.scorers)
+    policies = resolve_policies(config, [*rewards, *expected_roles], scored=able, workflow=workflow.name)
+    rewards_of_episodes = list(store.rewards(episode.id for episode in episodes).values())
+    unknown: set[str] = set()
+    for outcome in outcomes:
+        unknown.update(outcome.unknown)
+    takes_rewards = any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning))
+    if takes_rewards and not any(rewards_of_episodes):
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
+        elif plan.kind != "tree" and not any(rewards.values()) and not any(map(_did_not_end, outcomes)):
+            raise WorkflowError(
+                f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
+                f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
+            )
+    components = sorted(unknown.union(*rewards_of_episodes))
+    for recipe, _ in recipes.by_recipe(policies.learning):
+        for error in unknown_names(recipe, rewards, components, policies.roles)[0]:
+            raise error
+
+    roles = list(roles_of(calls, policies, workflow, able))
+    findings = [*scorer_findings(workflow, calls, [*config.roles, *expected_roles])]
+    findings += call_findings(calls, roles, plan, config)
+    findings += learning_findings(roles, rewards, components, recipes, policies.roles)
+    counts = ", ".join(f"{role.role} ({plural(role.calls, 'call')})" for role in roles)
+    failed = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+    if failed:
+        notes.insert(0, f"{len(failed)} of {len(outcomes)} episodes failed while looking around: {failed[0]}")
+    return policies, [f"roles: {counts}", *notes, *_finding_lines(findings)]
+
+
+def _untrained_responder(
+    config: TrainConfig, workflow: Workflow, sampler: Sampler, chats: ChatFormats
+) -> PolicyResponder:
+    """A responder that answers every role with the untrained model of its policy, with two candidates per call."""
+    plan, recipes, _ = resolve_plan(config, list(workflow.scorers), workflow.name)
+    return PolicyResponder(
         sampler,
         chats.own,
         {role: PolicyRef(policy.name) for policy in config.policy if policy.model for role in policy.roles},
@@ -81,81 +149,49 @@ async def preflight(
         others=UNTRAINED,
         seed=config.seed,
     )
+
+
+async def _run_first_episodes(
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    store: Store,
+    responder: PolicyResponder,
+    parts: Parts,
+    say: Callable[[str], None],
+) -> list[Outcome]:
+    """Run the first tasks once, and further ones while each episode fails because of the model's answers.
+
+    `parts` collects the roles of the application, and `say` gets a line before each episode.
+    """
     outcomes: list[Outcome] = []
-    parts = Parts()
     started = time.monotonic()
-    judge = workflow.episode_judge
-    each = 1 if judge is None else 2  # a judge compares two episodes of a task
-    usual = min(EPISODES, len(tasks)) if judge is None else EPISODES
+    episodes_per_task = 1
+    planned = min(EPISODES, len(tasks))
+    if workflow.episode_judge is not None:  # a judge compares two episodes of a task
+        episodes_per_task = 2
+        planned = EPISODES
     for number in range(MOST_EPISODES):
-        if number >= usual and not (_worth_another_look(outcomes) and time.monotonic() - started < MOST_SECONDS):
+        has_time = time.monotonic() - started < MOST_SECONDS
+        if number >= planned and not (_worth_another_look(outcomes) and has_time):
             break
-        total = usual if number < usual else f"at most {MOST_EPISODES}, as each has failed"
+        total = planned if number < planned else f"at most {MOST_EPISODES}, as each has failed"
         say(f"looking at the application: episode {number + 1} of {total} ...")
-        place = number // each
-        rollout = place // len(tasks) * each + number % each
+        # With few tasks, the list of tasks is run several times, each time under other rollout numbers.
+        place = number // episodes_per_task
         options = EpisodeOptions(
             phase="check",
-            rollout=rollout,
+            rollout=place // len(tasks) * episodes_per_task + number % episodes_per_task,
             timeout=config.episode_timeout,
             max_calls=config.max_calls or FEWEST_CALLS,
             parts=parts,
         )
         task = tasks[place % len(tasks)]
         outcomes.append(await run_episode(workflow, task, sink=store, responder=responder, options=options))
-    store.flush()
-
-    episodes = [outcome.episode for outcome in outcomes]
-    notes: list[str] = []
-    if judge is not None:
-        bench = Bench(workflow=workflow, store=store, responder=responder, timeout=config.episode_timeout)
-        errors = await judge_episodes(judge, store, episodes, bench.ask, workflow.redaction)
-        notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
-    calls: list[CallRecord] = []
-    for episode in (*episodes, *(bench.episodes if judge else ())):
-        calls += store.calls(episode.id)
-    rewards = rewards_by_role(store, calls)
-    idle = [part.role for part in parts.known if not parts.ran(part) and part.role not in rewards]
-    named = named_roles(config, workflow)
-    unseen = [role for role in idle if role in named]  # another answer may lead to them
-    for fault in faults(workflow, outcomes, calls, rewards, plan, [*config.roles, *unseen]):
-        raise fault
-    if unseen:
-        notes.append(f"not called yet: {', '.join(unseen)}; trained from the first call on")
-    if others := [role for role in idle if role not in named]:
-        notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
-
-    able = recipes.able(workflow.scorers)
-    policies = resolve_policies(config, [*rewards, *unseen], scored=able, workflow=workflow.name)
-    ended = store.rewards(episode.id for episode in episodes).values()
-    unknown: set[str] = set()
-    for outcome in outcomes:
-        unknown.update(outcome.unknown)
-    if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning)) and not any(ended):
-        if unknown:
-            names = ", ".join(sorted(unknown))
-            notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
-        elif plan.kind != "tree" and not any(rewards.values()) and not any(map(_endless, outcomes)):
-            raise WorkflowError(
-                f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
-                f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
-            )
-    components = sorted(unknown.union(*ended))
-    for recipe, _ in recipes.by_recipe(policies.learning):
-        for error in unknown_names(recipe, rewards, components, policies.roles)[0]:
-            raise error
-    roles = list(roles_of(calls, policies, workflow, able))
-    findings = [*scorer_findings(workflow, calls, [*config.roles, *unseen])]
-    findings += call_findings(calls, roles, plan, config)
-    findings += learning_findings(roles, rewards, components, recipes, policies.roles)
-    counts = ", ".join(f"{role.role} ({plural(role.calls, 'call')})" for role in roles)
-    failed = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
-    if failed:
-        notes.insert(0, f"{len(failed)} of {len(outcomes)} episodes failed while looking around: {failed[0]}")
-    return policies, [f"roles: {counts}", *notes, *_lines(findings)]
+    return outcomes
 
 
-def _endless(outcome: Outcome) -> bool:
+def _did_not_end(outcome: Outcome) -> bool:
     return isinstance(outcome.error, TooManyCalls)
 
 
@@ -171,7 +207,7 @@ def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
     )
 
 
-def _lines(findings: Iterable[Finding]) -> list[str]:
+def _finding_lines(findings: Iterable[Finding]) -> list[str]:
     """A line for each finding, with all roles that have it."""
     roles_of_text: dict[tuple[str, str], list[str]] = {}
     for finding in findings:

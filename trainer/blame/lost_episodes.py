@@ -14,7 +14,7 @@ from cotune.errors import ConfigError, RecordError
 from cotune.intervals import Interval
 from cotune.reading.blame import FORK, FRESH_FORK, CallEffect, LostEpisode
 from cotune.records.structs import CallRecord, Episode
-from cotune.replay.forks import parallel_blocks, repeatable
+from cotune.replay.forks import can_repeat_before, parallel_blocks
 from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import answer_line
@@ -73,7 +73,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     calls = runs.store.calls(episode.id)
     blocks = parallel_blocks(calls)
     lost = LostEpisode(episode=episode.id, task=episode.task.id, calls=len(calls), call=None, why=NOT_REPEATABLE)
-    forkable = [place for place, block in enumerate(blocks) if repeatable(calls, block[0])]
+    forkable = [place for place, block in enumerate(blocks) if can_repeat_before(calls, block[0])]
     if not forkable:
         return lost
     try:
@@ -111,7 +111,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     after: list[float] | None = None
     if decision.call + 1 < len(blocks):
         following = blocks[decision.call + 1]
-        after = await forking.fresh(following, number) if repeatable(calls, following[0]) else []
+        after = await forking.fresh(following, number) if can_repeat_before(calls, following[0]) else []
     loss = loss_interval(before, after, recorded)
     steps = [call.step for call in block]
     effects = [one for one in forking.effects(recorded) if one.step not in steps]

@@ -17,7 +17,7 @@ from statistics import fmean
 import msgspec
 
 from cotune.episodes.episode import EpisodeOptions, run_episode
-from cotune.episodes.rollout import repeating
+from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RecordError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
@@ -295,7 +295,7 @@ class Runs:
         """
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
         limited = LimitedResponder(self, self.references.responder(OWN))
-        flow, responder = repeating(flow, Replay(script=script, fork=call, parallel=parallel), limited)
+        flow, responder = repeat_episode(flow, Replay(script=script, fork=call, parallel=parallel), limited)
         number, self._next_fork = self._next_fork, self._next_fork + 1
         options = EpisodeOptions(
             phase=phase,
@@ -367,7 +367,7 @@ class Runs:
         except RecordError:
             return
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
-        flow, responder = repeating(flow, Replay(script=script), None)
+        flow, responder = repeat_episode(flow, Replay(script=script), None)
         options = EpisodeOptions(
             phase=RESCORED,
             timeout=self.options.timeout,

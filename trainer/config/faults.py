@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from cotune.errors import ConfigError, expected, field_and_fault
+from cotune.errors import ConfigError, expectation_clause, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from cotune.trainer.config.removed import removed_setting
 
@@ -26,24 +26,26 @@ _ARGUMENTS = {
 """What is given beside the configuration, by what it may be taken for."""
 
 
-def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[msgspec.Struct]) -> ConfigError:
+def conversion_error(
+    error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[msgspec.Struct]
+) -> ConfigError:
     """What to tell of a `table` that could not be converted to `kind`, with the remedy."""
     if isinstance(error.__cause__, ConfigError):
         return error.__cause__
     field, message = field_and_fault(error)
     remedy = PAGE
     if message.startswith("Invalid enum value"):
-        message = f"is not one of {', '.join(_choices(field, kind))}"
+        message = f"is not one of {', '.join(_field_choices(field, kind))}"
     else:
-        message = expected(message)
-        value = _lookup(table, field)
+        message = expectation_clause(message)
+        value = _value_at(table, field)
         for name in value if isinstance(value, Mapping) else ():  # a table that has become a single value
             if removed := removed_setting(f"{field}.{name}", value[name]):
                 return removed
         if message.startswith("must be a table, not") and field in kind.__struct_fields__:
-            remedy = " ".join([*_inside(field, kind), PAGE])
+            remedy = " ".join([*_fields_sentence(field, kind), PAGE])
     field = field or "config"
-    return ConfigError(field, _lookup(table, field), message, remedy)
+    return ConfigError(field, _value_at(table, field), message, remedy)
 
 
 def check_names(table: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -81,7 +83,7 @@ def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
 
 def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struct]) -> ConfigError:
     """The error for a name that is no field: what replaces it, where it belongs, or names that are close."""
-    value = _lookup(table, field)
+    value = _value_at(table, field)
     name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
     if removed := removed_setting(name_without_indices, value):
         return removed
@@ -95,25 +97,25 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
         parent, _, name = field.partition(".")
         remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
         return ConfigError(field, table[field], message, remedy)
-    return ConfigError(field, value, message, " ".join([*_belongs(field, kind), PAGE]))
+    return ConfigError(field, value, message, " ".join([*_other_place_hint(field, kind), PAGE]))
 
 
-def _belongs(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
+def _other_place_hint(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
     """For a setting that does not exist, a hint: where a setting of the same name belongs, or which one has a similar
     name. Yields nothing if there is none.
     """
     name = field.rpartition(".")[2]
-    settings = list(_fields(kind))
+    settings = list(_field_names(kind))
     if field in _ARGUMENTS:
         yield f"It is {_ARGUMENTS[field]}."
     elif same_name := [place for place in settings if place.rpartition(".")[2] == name]:
         above = " (at the top of the file, above the first [table])" if name in same_name else ""
         yield f"It belongs elsewhere: {' or '.join(same_name)}{above}."
-    elif similar_names := _near(field, settings):
+    elif similar_names := _similar_fields(field, settings):
         yield did_you_mean(similar_names)
 
 
-def _near(field: str, known: Sequence[str]) -> list[str]:
+def _similar_fields(field: str, known: Sequence[str]) -> list[str]:
     """At most three fields that have almost this last name, those of the same table first."""
     table, _, name = field.lower().rpartition(".")
     lasts = near_names(name, {one.rpartition(".")[2] for one in known}, cutoff=0.75)
@@ -121,21 +123,21 @@ def _near(field: str, known: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda one: one.rpartition(".")[0] != table)[:3]
 
 
-def _inside(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
+def _fields_sentence(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
     """The fields of a table, as a sentence; nothing where it takes any."""
-    if names := [name for name in _fields(kind) if name.startswith(f"{field}.")]:
+    if names := [name for name in _field_names(kind) if name.startswith(f"{field}.")]:
         yield f"Its fields: {', '.join(names)}."
 
 
-def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+def _field_names(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields in tables of one configuration; those of [[policy]] tables are not in it."""
     for field in msgspec.structs.fields(kind):
         yield prefix + field.name
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _fields(field.type, f"{prefix}{field.name}.")
+            yield from _field_names(field.type, f"{prefix}{field.name}.")
 
 
-def _lookup(table: Any, dotted: str) -> Any:
+def _value_at(table: Any, dotted: str) -> Any:
     for part in re.findall(r"[^.\[\]]+", dotted):
         if isinstance(table, Mapping):
             table = table.get(part)
@@ -144,7 +146,7 @@ def _lookup(table: Any, dotted: str) -> Any:
     return table
 
 
-def _choices(dotted: str, kind: Any) -> list[str]:
+def _field_choices(dotted: str, kind: Any) -> list[str]:
     """The values that a field of a few words takes; none for other fields."""
     for part in re.findall(r"[a-z_]+", dotted):
         kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == part)

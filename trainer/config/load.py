@@ -14,7 +14,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
 from cotune.trainer.config.check import check
-from cotune.trainer.config.faults import PAGE, check_names, fault
+from cotune.trainer.config.faults import PAGE, check_names, conversion_error
 from cotune.trainer.config.removed import removed_setting
 
 
@@ -89,7 +89,7 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     try:
         config = msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:
-        raise fault(error, table, TrainConfig) from None
+        raise conversion_error(error, table, TrainConfig) from None
     check(config)
     return config
 

@@ -29,7 +29,7 @@ def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
     is the base model of the run, for policies without one of their own.
     """
     bases_of_teacher: dict[str, dict[str, str]] = {}
-    for policy in _learning(config):
+    for policy in _trained_tables(config):
         if name := teacher_of(config, policy):
             field = "policy.teacher" if policy and policy.teacher else "distill.teacher"
             bases_of_teacher.setdefault(name, {})[(policy.model if policy else "") or model] = field
@@ -41,7 +41,7 @@ def check_teachers(config: TrainConfig, model: str) -> None:
     under another sampling temperature than it scores at."""
     default = config.distill.teacher
     shared = False
-    for policy in _learning(config):
+    for policy in _trained_tables(config):
         taught = taught_by(config, policy) == "teacher"
         named = policy.teacher if policy else ""
         if policy and named and not taught:
@@ -62,7 +62,7 @@ def check_teachers(config: TrainConfig, model: str) -> None:
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
             field = next(iter(bases.values()))
             raise ConfigError(field, name, "is an address without http:// or https://")
-    for policy in _learning(config):
+    for policy in _trained_tables(config):
         field = "sampling.temperature"
         temperature = config.sampling.temperature
         if policy is not None and policy.temperature is not None:
@@ -77,6 +77,6 @@ def check_teachers(config: TrainConfig, model: str) -> None:
             )
 
 
-def _learning(config: TrainConfig) -> list[PolicyConfig | None]:
+def _trained_tables(config: TrainConfig) -> list[PolicyConfig | None]:
     """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
     return [*(policy for policy in config.policy if policy.trained)] or [None]

@@ -14,7 +14,7 @@ from cotune.storage.run_layout import WITHHELD, is_withheld, leaves, without_val
 from cotune.trainer.config.load import assign
 
 
-def written(config: TrainConfig) -> dict[str, Any]:
+def without_variables(config: TrainConfig) -> dict[str, Any]:
     """The configuration as it is written: environment variables by their names alone."""
     table: dict[str, Any] = without_values(msgspec.to_builtins(config))
     return table

@@ -21,7 +21,7 @@ from cotune.integrations.models.chat.tool_formats import AUTO
 from cotune.integrations.models.engines import EngineConfig, products_dtype
 from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
 from cotune.integrations.models.per_policy import open_engines
-from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_said, stand_in
+from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_text, stand_in
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import ChatFormat, SamplingParams, at_temperature, fingerprint, publish_verified
 from cotune.sampling.responder import PolicyResponder
@@ -97,7 +97,7 @@ class EvaluatedPolicies:
         `options` are further fields of the responder. `say` gets messages before steps that take long. Raises SyncError
         if a policy arrives altered.
         """
-        say(f"loading {models_said(self.bases)} ...")
+        say(f"loading {models_text(self.bases)} ...")
         chat, chats = await asyncio.to_thread(self._load_chats)
         sampler = await open_engines(
             self.bases,

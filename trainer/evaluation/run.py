@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cotune.algorithms.goal import Goal, worth
+from cotune.algorithms.goal import Goal, rewards_by_goal
 from cotune.algorithms.reward_bounds import reward_bounds
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
@@ -54,8 +54,10 @@ def summarise(
     played = sink.played()
 
     # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome.
-    trained = worth(played, goal)
-    plain = worth([replace(one_played, samples=()) for one_played in played], Goal(on_failure=goal.on_failure))
+    trained = rewards_by_goal(played, goal)
+    plain = rewards_by_goal(
+        [replace(one_played, samples=()) for one_played in played], Goal(on_failure=goal.on_failure)
+    )
     endings: list[TaskEnding] = []
     for i, one_played in enumerate(played):
         episode = one_played.episode

@@ -19,7 +19,7 @@ from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import JUDGING, Episode, Task
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 from cotune.sampling.scoring import Scored
 from cotune.storage.protocol import Store
 
@@ -59,7 +59,7 @@ class Bench:
     async def _in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:
         """Ask the judge in all attempts at the same time, and return the mean of its opinions."""
         attempts = [self._in_episode(judge, finished, task, attempt) for attempt in range(self.attempts)]
-        return _mean(await asyncio.gather(*attempts))
+        return _mean_opinions(await asyncio.gather(*attempts))
 
     async def _in_episode(
         self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task, attempt: int
@@ -72,7 +72,7 @@ class Bench:
         opinions: list[Opinion] = []
 
         async def compare_them(_: Any) -> None:
-            with setting(judging, judging.get()._replace(episode=current_episode.get())):
+            with context_value(judging, judging.get()._replace(episode=current_episode.get())):
                 opinions.append(await ask_judge(judge, finished, task))
 
         outcome = await run_episode(
@@ -91,13 +91,13 @@ class Bench:
         self.store.flush()
         if outcome.episode.calls:
             self.episodes.append(outcome.episode)
-            self._reward(outcome.episode)
+            self._reward_judging(outcome.episode)
         if opinions and outcome.error is None:
             return opinions[0]
         error = outcome.error or WorkflowError("The episode judge gave no answer.")
         return [WorkflowError(error.cause, error.remedy)] * len(finished)
 
-    def _reward(self, episode: Episode) -> None:
+    def _reward_judging(self, episode: Episode) -> None:
         """Give an episode of judging the mean of the rewards of its answers."""
         answered = [call for call in self.store.calls(episode.id) if call.chosen is not None]
         rewards = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
@@ -105,7 +105,7 @@ class Bench:
         self.store.flush()
 
 
-def _mean(opinions: Sequence[Opinion]) -> Opinion:
+def _mean_opinions(opinions: Sequence[Opinion]) -> Opinion:
     """Return, for each episode, the mean score over the attempts that gave one, with their reasons; an error if no
     attempt gave a score."""
     return [_mean_score(attempts) for attempts in zip(*opinions, strict=True)]

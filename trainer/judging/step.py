@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from cotune.errors import WorkflowError
-from cotune.judging.episodes import Outcomes, keep_outcomes, outcomes_of, refusals
+from cotune.judging.episodes import Outcomes, failed_judgements, keep_outcomes, outcomes_of
 from cotune.recording.recorder import Responder
 from cotune.records.structs import Episode
 from cotune.sampling.scoring import Scored
@@ -86,16 +86,16 @@ class JudgedStep:
         for outcomes_of_task in await asyncio.gather(*self._judging):
             outcomes.update(outcomes_of_task)
         # Raises if there are only errors, unless a role of the run judges: that one may still have to learn to judge.
-        return refusals(outcomes, self._ask)
+        return failed_judgements(outcomes, self._ask)
 
     def _begin(self, task_id: str) -> None:
         """Begin to judge a task if all of its episodes have ended."""
         episodes = self._ended.get(task_id, [])
         if self._judge is not None and len(episodes) == self._expected.get(task_id):
             ordered = sorted(episodes, key=lambda episode: episode.rollout)
-            self._judging.append(asyncio.create_task(self._outcomes(ordered)))
+            self._judging.append(asyncio.create_task(self._judge_task(ordered)))
 
-    async def _outcomes(self, episodes: list[Episode]) -> Outcomes:
+    async def _judge_task(self, episodes: list[Episode]) -> Outcomes:
         """Have the episodes of a task judged, and store their outcomes."""
         await asyncio.to_thread(self._store.flush)  # the judge reads their calls
         outcomes = await outcomes_of(self._judge, self._store, episodes, self._ask, self._redaction)

@@ -143,9 +143,10 @@ def try_flex(
         for sequences in (one_block(), two_turns(16), two_turns(SCALE)):
             tree = token_tree(sequences)
             states = _random_states(shape, len(tree.tokens), device, dtype)
-            flex, blocks = FlexAttention(tree, device), BlockedAttention(tree, device)
+            flex = FlexAttention(tree, device)
+            blocks = BlockedAttention(tree, device)
             with torch.autocast(device.type, dtype=dtype, enabled=autocast):
-                _compare(flex, blocks, states)
+                _check_equal(flex, blocks, states)
         with torch.autocast(device.type, dtype=dtype, enabled=autocast):
             flex_seconds = fastest_seconds(lambda: _forward_and_backward(flex, states), device)
             blocks_seconds = fastest_seconds(lambda: _forward_and_backward(blocks, states), device)
@@ -177,15 +178,15 @@ def two_turns(scale: int) -> list[list[int]]:
     """
     token = 0
 
-    def fresh(count: int) -> list[int]:
+    def fresh_states(count: int) -> list[int]:
         nonlocal token
         token += count
         return list(range(token - count, token))
 
-    prompt = fresh(8 * scale)
-    answers = [fresh(3 * scale // 2) for _ in range(8)]
-    second_prompt = prompt + answers[0] + fresh(4 * scale)
-    return [prompt + answer for answer in answers[1:]] + [second_prompt + fresh(scale) for _ in range(8)]
+    prompt = fresh_states(8 * scale)
+    answers = [fresh_states(3 * scale // 2) for _ in range(8)]
+    second_prompt = prompt + answers[0] + fresh_states(4 * scale)
+    return [prompt + answer for answer in answers[1:]] + [second_prompt + fresh_states(scale) for _ in range(8)]
 
 
 def _random_states(shape: AttentionShape, tokens: int, device: torch.device, dtype: torch.dtype) -> States:
@@ -205,7 +206,7 @@ def _forward_and_backward(attention: Attention, states: States) -> list[Tensor]:
     return [output, *torch.autograd.grad(output.float().square().sum(), states)]
 
 
-def _compare(flex: FlexAttention, blocks: BlockedAttention, states: States) -> None:
+def _check_equal(flex: FlexAttention, blocks: BlockedAttention, states: States) -> None:
     """Raises _OtherValues unless outputs, with and without a gradient, and gradients agree."""
     found = _forward_and_backward(flex, states)
     expected = _forward_and_backward(blocks, states)

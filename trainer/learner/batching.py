@@ -10,7 +10,7 @@ import torch
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
-from cotune.trainer.learner.token_tree import cuts_within, distinct_tokens, even_cuts, in_order
+from cotune.trainer.learner.token_tree import cuts_within, distinct_tokens, even_cuts, sort_sequences
 
 
 def check_rows(rows: Sequence[TrainRow]) -> None:
@@ -48,8 +48,8 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     steps = -(-len(rows) // size)
     # Keep the largest units whole that fit: conversations, then prompts, then single rows.
     for labels in (
-        conversations(rows),
-        _numbered([(row.prompt_ids, row.images) for row in rows]),
+        conversation_numbers(rows),
+        _number_keys([(row.prompt_ids, row.images) for row in rows]),
         list(range(len(rows))),
     ):
         members: dict[int, list[int]] = {}
@@ -65,20 +65,20 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     return [batches[step] for step in torch.randperm(steps, generator=generator).tolist()]
 
 
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
+def _number_keys(keys: Sequence[Hashable]) -> list[int]:
     """Number the keys in the order in which they first occur, from 0. Equal keys have the same number."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def conversations(rows: Sequence[TrainRow]) -> list[int]:
+def conversation_numbers(rows: Sequence[TrainRow]) -> list[int]:
     """A number for each row: equal where one row's prompt begins with the whole prompt of the other, as that of a later
     turn does, or both begin with that of a third. Prompts with other first images are of other conversations."""
-    first_images = _numbered([row.images[:1] for row in rows])
+    first_images = _number_keys([row.images[:1] for row in rows])
     # The number of the first image stands before the tokens, so that prompts with other images share no beginning.
     prompt_of_row = [(image, *row.prompt_ids) for image, row in zip(first_images, rows, strict=True)]
     prompts = list(dict.fromkeys(prompt_of_row))
-    order, common = in_order(prompts)
+    order, common = sort_sequences(prompts)
     conversation_of: dict[tuple[int, ...], int] = {}
     # In sorted order a prompt comes after its beginnings. `beginnings` are the prompts that the present one begins
     # with, the shortest first, and the shortest names the conversation.
@@ -88,10 +88,10 @@ def conversations(rows: Sequence[TrainRow]) -> list[int]:
             beginnings.pop()
         beginnings.append(prompts[index])
         conversation_of[prompts[index]] = conversation_of.get(beginnings[0], len(conversation_of))
-    return _numbered([conversation_of[prompt] for prompt in prompt_of_row])
+    return _number_keys([conversation_of[prompt] for prompt in prompt_of_row])
 
 
-def passes(
+def passes_of_rank(
     rows: Sequence[TrainRow], indices: Sequence[int], budget: int, *, shared: bool, rank: int = 0, size: int = 1
 ) -> list[list[int]]:
     """The micro-batches that `rank` of `size` computes of `indices`; equally many on each rank, so the last ones may be
@@ -109,7 +109,7 @@ def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int, shar
     if size == 1:
         return [list(indices)]
     sequences = [tokens_of(rows[index]) for index in indices]
-    order, common = in_order(sequences)
+    order, common = sort_sequences(sequences)
     lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
     cuts = even_cuts(lengths, common if shared else np.zeros_like(common), size)
     return [[indices[place] for place in order[start:end]] for start, end in pairwise(cuts)]
@@ -125,7 +125,7 @@ def pass_tokens(rows: Sequence[TrainRow], shared: bool) -> int:
     sequences = [tokens_of(row) for row in rows]
     if not shared:
         return len(rows) * max(map(len, sequences), default=0)
-    return sum(map(len, sequences)) - int(in_order(sequences)[1].sum())
+    return sum(map(len, sequences)) - int(sort_sequences(sequences)[1].sum())
 
 
 def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int, shared: bool) -> list[list[int]]:
@@ -146,7 +146,7 @@ class PassPlan:
         sequences = [tokens_of(rows[index]) for index in indices]
         self._shared = shared
         if shared:
-            order, self._common = in_order(sequences)
+            order, self._common = sort_sequences(sequences)
         else:
             order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
         self._indices = [indices[place] for place in order]

@@ -18,6 +18,7 @@ from cotune.trainer.learner.dist import ProcessGroup
 EPOCHS = 8
 """Steps that the value head takes on the rows of an update."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""Names of the state that AdamW keeps for a tensor."""
 
 
 class Judged(NamedTuple):
@@ -38,13 +39,15 @@ class Critic:
     """
 
     def __init__(self, policies: Mapping[str, tuple[int, LossSpec]], group: ProcessGroup) -> None:
-        """`policies` have the width of their hidden states and their loss."""
+        """`policies` has, by name of policy, the width of its hidden states and its loss."""
         self._losses = {name: loss for name, (_, loss) in policies.items() if loss.critic}
         self._group = group
         self._heads: dict[str, nn.Linear] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
         for policy, loss in self._losses.items():
-            head = self._heads[policy] = nn.Linear(policies[policy][0], 1)
+            width, _ = policies[policy]
+            head = nn.Linear(width, 1)
+            self._heads[policy] = head
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
             self._optimizers[policy] = torch.optim.AdamW(head.parameters(), lr=loss.critic_lr, weight_decay=0.0)
@@ -53,8 +56,12 @@ class Critic:
         return policy in self._heads
 
     def judge(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> Judged:
-        """`states` are the last hidden states [tokens of the row, hidden] of this rank's part of the rows."""
-        values, loss = self._values(policy, rows, states), self._losses[policy]
+        """Compute values and advantages of all tokens of the rows.
+
+        `states` are the last hidden states [tokens of the row, hidden] of this rank's part of the rows.
+        """
+        values = self._values(policy, rows, states)
+        loss = self._losses[policy]
         raw = [gae(v, row.advantage, loss.gae_gamma, loss.gae_lambda) for v, row in zip(values, rows, strict=True)]
         return Judged(values, whitened(raw), [a + v for a, v in zip(raw, values, strict=True)])
 
@@ -62,11 +69,12 @@ class Critic:
         """Train the head; returns `value_loss` (mean squared error of the values before the update) and
         `explained_variance`, 1 - var(target - value) / var(target)."""
         self._fit(policy, states, judged.targets)
-        aims = np.concatenate(judged.targets)
-        errors, spread = aims - np.concatenate(judged.values), float(aims.var())
+        targets = np.concatenate(judged.targets)
+        errors = targets - np.concatenate(judged.values)
+        variance = float(targets.var())
         return {
             "value_loss": float(np.square(errors).mean()),
-            "explained_variance": 1.0 - float(errors.var()) / spread if spread > 0.0 else 0.0,
+            "explained_variance": 1.0 - float(errors.var()) / variance if variance > 0.0 else 0.0,
         }
 
     def state(self, policy: str) -> dict[str, Tensor]:
@@ -80,7 +88,8 @@ class Critic:
 
     def load(self, policy: str, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors of `state`."""
-        head, optimizer = self._heads[policy], self._optimizers[policy]
+        head = self._heads[policy]
+        optimizer = self._optimizers[policy]
         head.load_state_dict({key: state[key] for key in ("weight", "bias")})
         for key, parameter in head.named_parameters():
             optimizer.state[parameter] = {k: state[at] for k in _MOMENTS if (at := f"{k}/{key}") in state}
@@ -96,14 +105,20 @@ class Critic:
         return [part.numpy().astype(np.float64) for part in self._group.sum(values).split(lengths)]
 
     def _fit(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
-        """Steps on the mean squared error over the tokens of all rows; `states` are of this rank's part of them."""
-        head, optimizer = self._heads[policy], self._optimizers[policy]
+        """Take `EPOCHS` optimizer steps on the mean squared error over the tokens of all rows.
+
+        `states` are the hidden states of this rank's part of the rows.
+        """
+        head = self._heads[policy]
+        optimizer = self._optimizers[policy]
         tokens = sum(map(len, targets))
         inputs = torch.cat([torch.empty(0, head.in_features), *states.values()])
-        aims = torch.from_numpy(np.concatenate([np.empty(0), *(targets[number] for number in states)])).float()
+        # The empty arrays are for a rank without rows.
+        targets_of_rank = np.concatenate([np.empty(0), *(targets[number] for number in states)])
+        targets_tensor = torch.from_numpy(targets_of_rank).float()
         for _ in range(EPOCHS):
             optimizer.zero_grad()
-            ((head(inputs).squeeze(-1) - aims).square().sum() / tokens).backward()
+            ((head(inputs).squeeze(-1) - targets_tensor).square().sum() / tokens).backward()
             for parameter in head.parameters():
                 parameter.grad = self._group.sum(parameter.grad)
             optimizer.step()

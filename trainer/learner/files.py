@@ -33,14 +33,14 @@ _SHARED = ("qmap1", "qmap2")
 
 
 def write_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
-    (folder / "learner.json").write_bytes(msgspec.json.encode(_identity(specs)))
+    (folder / "learner.json").write_bytes(msgspec.json.encode(_policy_identity(specs)))
 
 
 def check_identity(folder: Path, specs: Sequence[PolicySpec]) -> None:
     """Raise RunError if `folder` holds other policies than these, or cannot be read."""
-    with restoring(folder):
+    with errors_of_folder(folder):
         stored = msgspec.json.decode((folder / "learner.json").read_bytes())
-        expected = msgspec.json.decode(msgspec.json.encode(_identity(specs)))
+        expected = msgspec.json.decode(msgspec.json.encode(_policy_identity(specs)))
         if stored != expected:
             raise RunError(f"{folder} holds the policies {stored}, this run trains {expected}.")
 
@@ -68,7 +68,7 @@ def read_weights(folder: Path, policy: PolicyModel) -> None:
 
 def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
     parameters = policy.parameters()
-    state = _state(parameters, optimizer)
+    state = _optimizer_tensors(parameters, optimizer)
     if any(is_sharded(parameter) for parameter in parameters.values()):
         _write_sharded(folder / f"{policy.index}.optimizer", state)
     else:
@@ -83,7 +83,7 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
     optimizer.state.clear()
     if (path := folder / f"{policy.index}.optimizer").is_dir():
         _open_state(parameters, optimizer, _sharded_names(path))
-        _read_sharded(path, _state(parameters, optimizer))
+        _read_sharded(path, _optimizer_tensors(parameters, optimizer))
         return
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
         names = list(file.keys())
@@ -91,7 +91,7 @@ def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Opt
             _read_blocks(parameters, optimizer, {name: file.get_tensor(name) for name in names})
             return
         _open_state(parameters, optimizer, names)
-        for name, tensor in _state(parameters, optimizer).items():
+        for name, tensor in _optimizer_tensors(parameters, optimizer).items():
             copy_whole(tensor, file.get_tensor(name))
 
 
@@ -120,7 +120,7 @@ def read_critic(folder: Path, policy: PolicyModel) -> dict[str, Tensor]:
 
 
 @contextmanager
-def restoring(folder: Path) -> Iterator[None]:
+def errors_of_folder(folder: Path) -> Iterator[None]:
     """Whatever breaks while `folder` is read becomes a RunError that names it."""
     from safetensors import SafetensorError
 
@@ -142,7 +142,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
-def _identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
+def _policy_identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
     """The policies without the places of their base models, which may have moved; run.json has their digests."""
     return {spec.name: msgspec.to_builtins(msgspec.structs.replace(spec, model=None)) for spec in specs}
 
@@ -166,7 +166,7 @@ def _read_blocks(
         optimizer.state[parameter][kind] = int(tensor) if kind == "step" else tensor.to(parameter.device)
 
 
-def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors as "kind/parameter"."""
     return {
         f"{kind}/{name}": value.clone() if kind in _SHARED else torch.as_tensor(value)
@@ -186,7 +186,7 @@ def _write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
     try:
         dcp.save(state, storage_writer=writer)
     except dcp.api.CheckpointException as error:
-        raise OSError(f"{folder}: {_causes(error)}") from error
+        raise OSError(f"{folder}: {_error_causes(error)}") from error
 
 
 def _sharded_names(folder: Path) -> set[str]:
@@ -216,9 +216,9 @@ def _read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
         dcp.load(state, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     except dcp.api.CheckpointException as error:
         raise RunError(
-            f"Cannot read the optimizer state in {folder}: {_causes(error)}", "Use another checkpoint."
+            f"Cannot read the optimizer state in {folder}: {_error_causes(error)}", "Use another checkpoint."
         ) from error
 
 
-def _causes(error: Any) -> str:
+def _error_causes(error: Any) -> str:
     return "; ".join(str(failure[0]) for failure in error.failures.values())

@@ -25,14 +25,15 @@ ROTARY = "apply_rotary_pos_emb"
 """The name in transformers of the function that rotates queries and keys."""
 SILU = ("SiLU", "SiLUActivation")
 """The names of this function in torch and transformers."""
-NARROW, MANY_ROWS = 256, 2**15
+NARROW = 256
+MANY_ROWS = 2**15
 """Liger has another kernel for norms up to this width and from this number of rows on: for queries and keys."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Most difference between output and gradients and the ones of transformers, as a share of their norm."""
 
 
-class _DoesNotFit(Exception):
-    """Why a kernel is not used."""
+class KernelDiffers(Exception):
+    """A fused kernel computes other values than the module that it would replace."""
 
 
 def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -41,7 +42,7 @@ def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         return
     try:
-        replaced = _replacements(network, load_kernels(), device, dtype)
+        replaced = fused_forwards(network, load_kernels(), device, dtype)
     except ImportError as error:
         log.info("No fused kernels (%s): updates of small models launch more kernels than they need", error)
         return
@@ -54,31 +55,35 @@ def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
         module.forward = forward
 
 
-def _replacements(
+def fused_forwards(
     network: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> list[tuple[Any, Callable[..., Any]]]:
-    """Return modules of the network, each with its new `forward`. Raises the errors of a trial."""
+    """Return the modules of the network that a fused kernel can compute, each with its new `forward`.
+
+    The kernel is tried on one module of each kind: layers of the same class and size compute the same. Raises
+    KernelDiffers, and errors of the kernels' compiler.
+    """
     replacements: list[tuple[Any, Callable[..., Any]]] = []
-    tried: set[tuple[Any, ...]] = set()
+    tried_kinds: set[tuple[Any, ...]] = set()
     for module in network.modules():
         if _is_norm(module):
-            form: tuple[Any, ...] = (type(module), module.weight.shape, module.weight.dtype)
-            if form not in tried:
+            kind: tuple[Any, ...] = (type(module), module.weight.shape, module.weight.dtype)
+            if kind not in tried_kinds:
                 _try_norm(module, kernels, device, dtype)
-            replacements.append((module, partial(_norm, kernels, module)))
+            replacements.append((module, partial(_fused_norm, kernels, module)))
         elif _is_gated(module):
-            form = (type(module), module.gate_proj.out_features)
-            if form not in tried:
+            kind = (type(module), module.gate_proj.out_features)
+            if kind not in tried_kinds:
                 _try_gated(module, kernels, device, dtype)
-            replacements.append((module, partial(_gated, kernels, module)))
-        elif (forward := _rotating(module)) is not None:
-            form = (type(module), module.head_dim)
-            if form not in tried:
+            replacements.append((module, partial(_fused_gated, kernels, module)))
+        elif (forward := _rotary_forward(module)) is not None:
+            kind = (type(module), module.head_dim)
+            if kind not in tried_kinds:
                 _try_rotary(forward.__globals__[ROTARY], module, kernels, device, dtype)
-            replacements.append((module, MethodType(_with_rotary(forward, kernels), module)))
+            replacements.append((module, MethodType(_with_fused_rotary(forward, kernels), module)))
         else:
             continue
-        tried.add(form)
+        tried_kinds.add(kind)
     return replacements
 
 
@@ -94,23 +99,23 @@ def _is_gated(module: Any) -> bool:
     return set(parts) == {"gate_proj", "up_proj", "down_proj", "act_fn"} and type(parts["act_fn"]).__name__ in SILU
 
 
-def _rotating(module: Any) -> FunctionType | None:
+def _rotary_forward(module: Any) -> FunctionType | None:
     """The `forward` of an attention that rotates its queries and keys by the usual function, else None."""
     forward = type(module).forward
     rotates = isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
     return forward if rotates and ROTARY in forward.__globals__ and hasattr(module, "head_dim") else None
 
 
-def _norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
+def _fused_norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
     return kernels.norm(x, module.weight, module.variance_epsilon)
 
 
-def _gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
+def _fused_gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
     output: Tensor = module.down_proj(kernels.silu_product(module.gate_proj(x), module.up_proj(x)))
     return output
 
 
-def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
+def _with_fused_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
     """Return a copy of the function with another rotation. Its module does not change, as samplers in this process use
     it."""
     plain = forward.__globals__[ROTARY]
@@ -128,69 +133,76 @@ def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
 
 
 def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare the fused norm with the module's own one on random states. Raises _DoesNotFit if they differ."""
+    """Compare the fused norm with the module's own one on random states. Raises KernelDiffers if they differ."""
     # With a random weight: the module's may have no storage yet, and ones or zeros would hide differences.
-    alone = copy.copy(module)
-    alone._parameters = {"weight": _random(tuple(module.weight.shape), device, module.weight.dtype)}
+    layer = copy.copy(module)
+    layer._parameters = {"weight": _random_tensor(tuple(module.weight.shape), device, module.weight.dtype)}
     width = module.weight.shape[-1]
     for rows in (24, MANY_ROWS) if width <= NARROW else (24,):
-        x = _random((1, rows, width), device, dtype)
-        _compare(alone, partial(_norm, kernels, alone), [x], [alone.weight], type(module).__name__)
+        x = _random_tensor((1, rows, width), device, dtype)
+        _check_equal(layer, partial(_fused_norm, kernels, layer), [x], [layer.weight], type(module).__name__)
 
 
 def _try_gated(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    """With small layers around the kernel, but at the width of the network."""
+    """Compare the fused product silu(gate) * up with the module's own one. Raises KernelDiffers if they differ.
+
+    The layers around the kernel have only 16 inputs and outputs, but the kernel has the width of the network.
+    """
     width = module.gate_proj.out_features
-    alone = copy.copy(module)
-    alone._modules = {"act_fn": module.act_fn}
+    layer = copy.copy(module)
+    layer._modules = {"act_fn": module.act_fn}
     for name, sizes in {"gate_proj": (16, width), "up_proj": (16, width), "down_proj": (width, 16)}.items():
-        alone._modules[name] = nn.Linear(*sizes, bias=False, device=device, dtype=dtype)
-    weights = [alone.gate_proj.weight, alone.up_proj.weight, alone.down_proj.weight]
-    x = _random((1, 24, 16), device, dtype)
-    _compare(partial(type(module).forward, alone), partial(_gated, kernels, alone), [x], weights, type(module).__name__)
+        layer._modules[name] = nn.Linear(*sizes, bias=False, device=device, dtype=dtype)
+    weights = [layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight]
+    x = _random_tensor((1, 24, 16), device, dtype)
+    _check_equal(
+        partial(type(module).forward, layer), partial(_fused_gated, kernels, layer), [x], weights, type(module).__name__
+    )
 
 
 def _try_rotary(
     rotation: Callable[..., Any], module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Compare the fused rotation of queries and keys with `rotation`, the model's function, at the sizes of this
-    attention. Raises _DoesNotFit if they differ."""
+    attention. Raises KernelDiffers if they differ."""
     config = module.config
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     states = []
     for heads in (config.num_attention_heads, groups):
-        states.append(_random((1, 24, heads, module.head_dim), device, dtype))
-    angles = _random((1, 24, module.head_dim // 2), device, torch.float32).detach()
+        states.append(_random_tensor((1, 24, heads, module.head_dim), device, dtype))
+    angles = _random_tensor((1, 24, module.head_dim // 2), device, torch.float32).detach()
     cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
 
-    def turned(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
+    def rotate_both(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
         # Times 1: the kernel changes its input in place.
         rotated = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
         return torch.cat([part.flatten() for part in rotated])
 
-    _compare(partial(turned, rotation), partial(turned, kernels.rotate), states, [], "the rotary embedding")
+    _check_equal(
+        partial(rotate_both, rotation), partial(rotate_both, kernels.rotate), states, [], "the rotary embedding"
+    )
 
 
-def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _random_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
 
-def _compare(
+def _check_equal(
     plain: Callable[..., Tensor],
     fused: Callable[..., Tensor],
     inputs: list[Tensor],
     weights: list[Tensor],
     name: str,
 ) -> None:
-    """Raise _DoesNotFit if outputs or gradients of the two differ."""
+    """Raise KernelDiffers if outputs or gradients of the two functions differ."""
     results: list[list[Tensor]] = []
     for function in (plain, fused):
         output = function(*inputs)
-        factors = _random(tuple(output.shape), output.device, output.dtype).detach()
+        factors = _random_tensor(tuple(output.shape), output.device, output.dtype).detach()
         gradients = torch.autograd.grad((output * factors).sum(), [*inputs, *weights])
         results.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
     tolerance = TOLERANCE.get(inputs[0].dtype, 2e-2)
     for expected, computed in zip(*results, strict=True):
         if not (computed - expected).norm() <= tolerance * expected.norm():
-            raise _DoesNotFit(f"the kernel for {name} computes other values")
+            raise KernelDiffers(f"the kernel for {name} computes other values")

@@ -86,7 +86,7 @@ class GradientChecks:
         for name, reach, peak in zip(names, reaches, largest, strict=True):
             if peak > 0:
                 held = reach.largest == peak
-                value = (reach.entry, _entry(self.pending[name], reach.entry)) if held else None
+                value = (reach.entry, _entry_value(self.pending[name], reach.entry)) if held else None
                 self._before[name] = (peak, value)
 
     def after_step(self) -> None:
@@ -94,7 +94,7 @@ class GradientChecks:
         absent = all(parameter.grad is None for parameter in self.pending.values())
         self.steps += bool(self._before) or absent
         unchanged = [
-            value is not None and _entry(self.pending[name], value[0]) == value[1]
+            value is not None and _entry_value(self.pending[name], value[0]) == value[1]
             for name, (_, value) in self._before.items()
         ]
         unmoved = self._group.max(torch.tensor(unchanged, dtype=torch.float32)).tolist()
@@ -140,7 +140,8 @@ class GradientChecks:
                 metrics["lost_share_bfloat16"] = unseen / entries
         metrics |= {name: reach for name, reach in self._found.items() if name not in self._reported}
         self._reported |= self._found.keys()
-        self._counts, self._found = torch.zeros(3, dtype=torch.float64), {}
+        self._counts = torch.zeros(3, dtype=torch.float64)
+        self._found = {}
         return metrics
 
 
@@ -159,7 +160,9 @@ class _Reach(NamedTuple):
 def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     """Compute the next step of every entry of this rank's part of a tensor, from its gradient and the optimizer's
     moments, and summarize how far the entries will move."""
-    index, largest, counts = 0, 0.0, torch.zeros(3, dtype=torch.int64)
+    index = 0
+    largest = 0.0
+    counts = torch.zeros(3, dtype=torch.int64)
     if parameter.grad is None:
         return _Reach(index, largest, (0, 0, 0))
     # AdamW's step depends on the learning rate and betas of the tensor's group.
@@ -173,13 +176,15 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
         if not pieces[0].numel():
             continue
-        value, size = pieces[0], _adam_step(group, taken, *pieces[1:]).abs()
+        value = pieces[0]
+        size = _adam_step(group, taken, *pieces[1:]).abs()
         # The distance to the next float32 number: a step below half of it is rounded away.
         unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
         reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
         place = int(reach.argmax())
         if reach[place] > largest:
-            index, largest = start * CHUNK + place, float(reach[place])
+            index = start * CHUNK + place
+            largest = float(reach[place])
         has_step = size > 0
         lost = has_step & (reach < 1)
         lost_in_bfloat16 = has_step & (reach < BFLOAT16)
@@ -195,5 +200,5 @@ def _adam_step(group: Mapping[str, Any], taken: int, gradient: Tensor, first: An
     return group["lr"] * mean / (square.sqrt() + group["eps"])
 
 
-def _entry(parameter: nn.Parameter, index: int) -> float:
+def _entry_value(parameter: nn.Parameter, index: int) -> float:
     return float(local_shard(parameter.detach()).reshape(-1)[index])

@@ -14,7 +14,13 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.config.learner import LearnerSettings
 from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.models.devices import usual_device
-from cotune.integrations.models.folder.folder import count_parameters, loading, loading_weights, locate_model, reading
+from cotune.integrations.models.folder.folder import (
+    count_parameters,
+    errors_of_model,
+    loading_options,
+    loading_weights,
+    locate_model,
+)
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.integrations.models.memory import machine_memory
 from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
@@ -51,7 +57,7 @@ def open_policy_models(
     policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
     Raises ConfigError for a model that cannot be trained this way.
     """
-    device = torch.device("meta") if empty else _device(device_name or settings.device)
+    device = torch.device("meta") if empty else _torch_device(device_name or settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
     shared: dict[str, tuple[Any, LogprobModel]] = {}
@@ -101,7 +107,7 @@ def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Poli
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
     not all that makes its logits."""
-    network = _load(model, settings.precision, _device(settings.device), settings)
+    network = _load(model, settings.precision, _torch_device(settings.device), settings)
     _check_head(network)
     return LogprobModel(network.requires_grad_(False), settings)
 
@@ -116,12 +122,12 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
     more = quantization(settings)
     allow_tf32(device)
     try:
-        with reading(path):
-            config = AutoConfig.from_pretrained(path, **loading())
+        with errors_of_model(path):
+            config = AutoConfig.from_pretrained(path, **loading_options())
             kind = auto_class(config)
             if device.type == "meta":
                 with device:
-                    return kind.from_config(config, dtype=getattr(torch, dtype), **loading()).eval()
+                    return kind.from_config(config, dtype=getattr(torch, dtype), **loading_options()).eval()
             # A system that runs out of memory kills the process instead of refusing the memory.
             if not more and weight_bytes(path, dtype) > machine_memory()[0]:
                 raise _does_not_fit(path, dtype, torch.device("cpu"), settings)
@@ -184,7 +190,8 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
     """Raises ConfigError for targets that the network has no layers for; of the default ones it needs some."""
     from peft import LoraConfig
 
-    lora, names = spec.lora, [name for name, _ in network.named_modules()]
+    lora = spec.lora
+    names = [name for name, _ in network.named_modules()]
     if "lm_head" in lora.targets:
         raise ConfigError(
             "lora.targets", lora.targets, "names the output embedding, which stays as it is", "Remove lm_head."
@@ -196,7 +203,7 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
             raise ConfigError("lora.targets", lora.targets, fault, f"Remove {name.rpartition('.')[2]}.")
     missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if missing and (lora.targets != ALL_LINEAR or len(missing) == len(lora.targets)):
-        layers = dict.fromkeys(filter(None, (_linear(*named) for named in network.named_modules())))
+        layers = dict.fromkeys(filter(None, (_linear_layer_name(*named) for named in network.named_modules())))
         fault = f"of policy {spec.name!r} are not layers of its base, {network.config.name_or_path}"
         raise ConfigError("lora.targets", ", ".join(missing), fault, f"Choose from {', '.join(layers)}.")
     return LoraConfig(
@@ -209,7 +216,7 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
     )
 
 
-def _linear(name: str, module: Any) -> str:
+def _linear_layer_name(name: str, module: Any) -> str:
     """Return the last part of the name of a linear layer; an empty text for layers of an adapter and other modules."""
     parts = name.split(".")
     if any(part == "base_layer" or part.startswith("lora_") for part in parts):
@@ -251,7 +258,7 @@ def _check_head(network: Any) -> None:
         raise ConfigError("model", type(network).__name__, fault, "Use another model.")
 
 
-def _device(name: str) -> torch.device:
+def _torch_device(name: str) -> torch.device:
     if name == "auto":
         name = usual_device()
     try:

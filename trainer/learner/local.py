@@ -7,9 +7,11 @@ update ── the rows of one policy in one step of training
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from cotune.trainer.learner.batching import (
     check_rows,
     lengths_of,
     mini_batches,
-    passes,
+    passes_of_rank,
     tokens_of,
 )
 from cotune.trainer.learner.critic import Critic
@@ -66,13 +68,33 @@ def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings
     """
     threads = settings.threads
     if threads is None:
-        small = all(_parameters(model) < LARGE for model in models.values())
+        small = all(_trainable_parameters(model) < LARGE for model in models.values())
         threads = 1 if small else CPU_THREADS
     torch.set_num_threads(threads)
 
 
-def _parameters(model: PolicyModel) -> int:
+def _batches_with_tokens(batches: Batches, lengths: Sequence[int]) -> list[list[int]]:
+    """The mini-batches without rows that have no counted token, and without mini-batches that have no other row."""
+    with_tokens = []
+    for batch in batches:
+        rows = [i for i in batch if lengths[i]]
+        if rows:
+            with_tokens.append(rows)
+    return with_tokens
+
+
+def _trainable_parameters(model: PolicyModel) -> int:
     return sum(parameter.numel() for parameter in model.network.parameters())
+
+
+@dataclass
+class OptimizerSteps:
+    """The optimizer steps of an update, one for each mini-batch: the norms of their gradients (0 for a step without
+    any), this rank's part of their losses [steps], and the number of steps with activation checkpointing."""
+
+    norms: list[float]
+    losses: Tensor
+    checkpointed: int = 0
 
 
 class LocalLearner:
@@ -99,11 +121,12 @@ class LocalLearner:
         """
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
-        self._group, self._lock = group or SingleProcess(), threading.RLock()
+        self._group = group or SingleProcess()
+        self._lock = threading.RLock()
         self._profiler: torch.profiler.profile | None = None
         self._seen: dict[str, Mapping[str, CandidateTokens]] = {}
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
-        self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
+        self._optimizers = {name: build_optimizer(policy, methods[name].settings) for name, policy in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = PassSizes(self._policies, settings, self._group, self._optimizers)
         # After the passes were measured: small trees are padded for FlexAttention, which keeps as much per token.
@@ -152,17 +175,19 @@ class LocalLearner:
             return self._passes.has_room(tokens)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
+        """Train one policy. Raises as `check`, and LearnerError if nothing is trained.
 
-        With a critic it judges the rows first, and learns from them at the end (`Critic.learn`)."""
+        A critic, if the loss has one, computes the advantages before, and learns from the rows afterwards.
+        """
         with self._lock:
             if self._model(policy).device.type == "cuda":
                 self._passes.choose()  # a sampler on the same GPU may have gone to sleep, or has grown
             self.check(policy, rows)
             if policy not in self._critic:
                 return self._train(policy, rows, lr_scale)
-            seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
-            states = self.states(policy, seen)
+            # The critic also reads the privileged text of a row.
+            rows_of_critic = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
+            states = self.states(policy, rows_of_critic)
             judged = self._critic.judge(policy, rows, states)
             figures = self._train(policy, rows, lr_scale, judged.advantages)
             return {**figures, **self._critic.learn(policy, states, judged)}
@@ -170,11 +195,11 @@ class LocalLearner:
     def _train(
         self, policy: str, rows: Sequence[TrainRow], lr_scale: float, advantages: Sequence[Floats] | None = None
     ) -> Mapping[str, float]:
-        """All mini-batches of one step, each once. `advantages` [tokens of the row] go before those of the rows.
+        """Train on each mini-batch of the rows once. `advantages` [tokens of the row] replace the rows' own ones.
 
-        Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
-        row's grammar forced does not count either. Rows without an advantage count in the denominators of the loss; no
-        pass computes them, unless the loss learns from them (`LossSpec.moves_alone`).
+        If the loss mask rejects every token, there is no optimizer step. Tokens that the row's grammar forced do not
+        count either. Rows without an advantage count in the denominators of the loss, but no pass computes them, unless
+        the loss learns from them (`LossSpec.moves_alone`).
 
         Metrics are means over the response tokens of passes that count, over all optimizer steps: `loss` and
         `grad_norm` (before clipping) over steps; `clip_share`, `tis_clipped_share`, `ratio_mean`, `ratio_max`;
@@ -190,88 +215,109 @@ class LocalLearner:
         share of the gradient as `<role>/gradient_share` (`MetricSums`).
         """
         started = time.perf_counter()
-        model, (settings, loss), size = self._model(policy), self._methods[policy], self._passes[policy]
+        model = self._model(policy)
+        settings, loss = self._methods[policy]
+        size = self._passes[policy]
         with giving_back(model):
-            # Rows into optimizer steps; which of them go through the model.
             self._seen[policy] = {}
+            # Divide the rows into mini-batches, and choose the rows that go through the model.
             rows = model.without_forced_tokens(rows)
             split = mini_batches(rows, settings.mini_batch, self._order[policy])
             tokens = UpdateTokens(rows, loss, advantages)
             passed = [loss.moves_alone or moves for moves in tokens.moves]
-            halved = size.halved
+            halved_before = size.halved
 
-            # log pi before the first step, which the loss's mask compares with the sampler's.
+            # Compute log pi before the first step. The loss's mask compares it with the sampler's.
             before = partial(self._logprobs_before, model, tokens, split, passed)
             tokens.compare(size.fitting(before, lambda: None))
-            found = {**tokens.masked_share(), "rows": float(sum(passed))}
-            lengths = tokens.lengths.tolist()
-            batches = [used for batch in split if (used := [i for i in batch if lengths[i]])]
+            figures = {**tokens.masked_share(), "rows": float(sum(passed))}
+            batches = _batches_with_tokens(split, tokens.lengths.tolist())
             if not batches:
-                return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
+                return {**figures, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
 
-            # One optimizer step per mini-batch, on gradients that its passes add up.
+            # Take one optimizer step for each mini-batch.
             sums = MetricSums([row.role for row in rows])
             update = Update(model, tokens, passed, tokens.weights(batches), sums)
-            norms, checkpointed = [0.0] * len(batches), 0
-            losses = torch.zeros(len(batches), dtype=torch.float64, device=model.device)
-            for step, batch in enumerate(batches):
-                self._skip(update, batch)
-                if not any(passed[i] for i in batch):
-                    continue  # idle
-                backward = partial(self._backward, update, batch)
-                losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
-                checkpointed += size.checkpointed
-                norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
-            loss_mean = float(self._group.sum(losses).mean())
+            steps = self._take_steps(policy, update, batches, lr_scale)
+            loss_mean = float(self._group.sum(steps.losses).mean())
             self._seen[policy] = tokens.seen(self._group)
-            finite = [norm for norm in norms if np.isfinite(norm)]
-            if not finite:
+            finite_norms = [norm for norm in steps.norms if np.isfinite(norm)]
+            if not finite_norms:
                 raise LearnerError(
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
-            means, seconds = update.sums.metrics(self._group), time.perf_counter() - started
+
+            means = update.sums.metrics(self._group)
+            seconds = time.perf_counter() - started
+            total_tokens = sum(len(tokens_of(rows[i])) for i in itertools.chain(*batches) if passed[i])
             return {
                 **means,
                 **model_utilization(model, int(means["computed_tokens"]) // self._group.size, seconds),
-                **found,
+                **figures,
                 **self._gradient_checks[policy].after_update(policy),
                 "loss": loss_mean,
-                # Without mini-batches that had no advantage: they say nothing of the gradients.
-                "grad_norm": float(np.mean([norm for norm in finite if norm > 0.0] or [0.0])),
+                # Mini-batches without an advantage have the norm 0, which says nothing about the gradients.
+                "grad_norm": float(np.mean([norm for norm in finite_norms if norm > 0.0] or [0.0])),
                 "steps": float(len(batches)),
-                "skipped_steps": float(len(norms) - len(finite)),
-                "idle_steps": float(norms.count(0.0)),
+                "skipped_steps": float(len(batches) - len(finite_norms)),
+                "idle_steps": float(steps.norms.count(0.0)),
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(size.tokens),
-                "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
-                "unshared_rows": 0.0 if model.logprob_model.shares else found["rows"],
-                "halved_passes": float(size.halved - halved),
-                "checkpointed_steps": float(checkpointed),
+                "total_tokens": float(total_tokens),
+                "unshared_rows": 0.0 if model.logprob_model.shares else figures["rows"],
+                "halved_passes": float(size.halved - halved_before),
+                "checkpointed_steps": float(steps.checkpointed),
                 "lr": learning_rate(model, settings) * lr_scale,
                 "seconds": seconds,
             }
+
+    def _take_steps(
+        self, policy: str, update: Update, batches: Sequence[Sequence[int]], lr_scale: float
+    ) -> OptimizerSteps:
+        """Take one optimizer step for each mini-batch, on the sum of the gradients of its passes."""
+        size = self._passes[policy]
+        steps = OptimizerSteps(
+            norms=[0.0] * len(batches),
+            losses=torch.zeros(len(batches), dtype=torch.float64, device=update.model.device),
+        )
+        for number, batch in enumerate(batches):
+            self._count_skipped(update, batch)
+            if not any(update.passed[i] for i in batch):
+                continue  # an idle step: no row has an advantage
+            backward = partial(self._backward, update, batch)
+            steps.losses[number] = size.fitting(backward, self._optimizers[policy].zero_grad)
+            steps.checkpointed += size.checkpointed
+            moves = any(update.tokens.moves[i] for i in batch)
+            steps.norms[number] = self._step(policy, lr_scale, moves=moves)
+        return steps
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         with self._lock:
             self._check_rows(policy, rows)
             model = self._model(policy)
-            found = self._passes[policy].fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
-            return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
+            one_batch = [range(len(rows))]
+            logprobs = self._passes[policy].fitting(lambda: self._logprobs(model, rows, one_batch), lambda: None)
+            return [part.numpy() for part in logprobs.cpu().split(lengths_of(rows))]
 
     def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
-        """As `Learner.seen`."""
+        """The figures of each token from the first pass of the last update: see `Learner.seen`."""
         return self._seen.get(policy, {})
 
     def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
-        """[tokens of the row, hidden] by the row's number: the last hidden states that predict its response, on the
-        CPU. Of several ranks each has a part of the rows. Raises LearnerError for a row that fits into no memory."""
+        """The last hidden states that predict the response of each row, [tokens of the row, hidden], by the row's
+        number, on the CPU.
+
+        Each rank computes a part of the rows, and has only these. Raises LearnerError for a row that does not fit into
+        memory.
+        """
         with self._lock:
             self._check_rows(policy, rows)
             self._passes[policy].check(rows)
-            model, every = self._model(policy), [range(len(rows))]
-            parts = partial(self._computed, model, rows, every, lambda part: model.states(part).cpu())
-            return self._passes[policy].fitting(lambda: dict(parts()), lambda: None)
+            model = self._model(policy)
+            one_batch = [range(len(rows))]
+            states = partial(self._map_responses, model, rows, one_batch, lambda inputs: model.states(inputs).cpu())
+            return self._passes[policy].fitting(lambda: dict(states()), lambda: None)
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -300,7 +346,8 @@ class LocalLearner:
         self._profiler = torch_trace.begin()
 
     def end_profile(self, file: Path | None) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is not None:
             torch_trace.end(profiler, file)
 
@@ -312,7 +359,7 @@ class LocalLearner:
             self.save_policies(folder)
 
     def save_policies(self, folder: Path) -> None:
-        """What `save` writes of each policy."""
+        """Write weights, optimizer and row order of each policy."""
         with self._lock:
             for name, policy in self._policies.items():
                 files.write_weights(folder, policy, self._group)
@@ -329,8 +376,8 @@ class LocalLearner:
         self.load_policies(folder, new)
 
     def load_policies(self, folder: Path, new: Collection[str] = ()) -> None:
-        """What `load` restores of each policy."""
-        with self._lock, files.restoring(folder):
+        """Restore weights, optimizer and row order of each policy that is not `new`."""
+        with self._lock, files.errors_of_folder(folder):
             for name, policy in self._policies.items():
                 if name in new:
                     continue
@@ -343,68 +390,84 @@ class LocalLearner:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
-        """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
-        group, longest = self._group, max((len(tokens_of(rows[i])) for i in batch), default=0)
-        shared, size = model.logprob_model.shares, self._passes[model.spec.name]
+        """This rank's passes over a batch, each a list of row numbers. All ranks make the same number of passes, so the
+        last ones may have no rows."""
+        group = self._group
+        longest = max((len(tokens_of(rows[i])) for i in batch), default=0)
+        shared = model.logprob_model.shares
+        size = self._passes[model.spec.name]
         plan = PassPlan(rows, batch, shared)
-        # By the tokens of all ranks, so that all choose the same.
+        # Decided by the tokens of all ranks, so that all ranks decide the same.
         model.logprob_model.checkpointing.on = size.choose(longest, plan.computed)
         if group.size == 1:
             return plan.passes(size.tokens)
-        return passes(rows, batch, size.tokens, shared=shared, rank=group.rank, size=group.size)
+        return passes_of_rank(rows, batch, size.tokens, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
         self, model: PolicyModel, tokens: UpdateTokens, split: Batches, passed: Sequence[bool]
     ) -> Tensor | None:
-        """[N] log pi before the update, where it has to be known before the first optimizer step; also of rows that are
-        not `passed`, where the loss has a mask. NaN, or None for all, where the first step's own passes tell it.
-        Computed in the passes of the update: in bfloat16 other passes round otherwise."""
-        rows, masks = tokens.rows, tokens.loss.mask != "none"
-        told = [] if masks else split[0]
-        batches = [[i for i in batch if passed[i]] for batch in split if batch is not told]
-        batches.append([i for i in range(len(rows)) if masks and not passed[i]])
+        """log pi before the update, [N]. It is NaN (or None for all tokens) if no pass is needed before the first step.
+
+        The first mini-batch needs none: its own passes compute the same, as the weights have not changed yet. A loss
+        with a mask needs log pi of all rows, also of rows that are not `passed`. The passes are the same as in the
+        update, because other passes round differently in bfloat16.
+        """
+        rows = tokens.rows
+        has_mask = tokens.loss.mask != "none"
+        first_batch = [] if has_mask else split[0]
+        batches = [[i for i in batch if passed[i]] for batch in split if batch is not first_batch]
+        if has_mask:
+            batches.append([i for i in range(len(rows)) if not passed[i]])
         if not any(batches):
             return None
-        found = self._logprobs(model, rows, [batch for batch in batches if batch])
-        return found.masked_fill_(torch.isin(tokens.row, torch.tensor(told).long()).to(found.device), torch.nan)
+        logprobs = self._logprobs(model, rows, [batch for batch in batches if batch])
+        in_first_batch = torch.isin(tokens.row, torch.tensor(first_batch).long()).to(logprobs.device)
+        return logprobs.masked_fill_(in_first_batch, torch.nan)
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:
-        """[N] log pi_train of the response tokens, rows in order, in the passes of `batches`; each rank computes a
-        part."""
+        """log pi_train of the response tokens, [N], in the passes of `batches`. Each rank computes a part, and the sum
+        over ranks has all."""
         lengths = lengths_of(rows)
-        found = torch.zeros(sum(lengths), device=model.device)
-        parts = found.split(lengths)
-        for index, value in self._computed(model, rows, batches, model.logprobs):
-            parts[index].copy_(value)
-        return self._group.sum(found)
+        logprobs = torch.zeros(sum(lengths), device=model.device)
+        parts = logprobs.split(lengths)
+        for number, logprobs_of_row in self._map_responses(model, rows, batches, model.logprobs):
+            parts[number].copy_(logprobs_of_row)
+        return self._group.sum(logprobs)
 
-    def _computed(
+    def _map_responses(
         self,
         model: PolicyModel,
         rows: Sequence[TrainRow],
         batches: Batches,
         compute: Callable[[PassInputs], Tensor],
     ) -> Iterator[tuple[int, Tensor]]:
-        """What `compute` makes of the response tokens of each row that is this rank's part, with the row's number."""
+        """Apply `compute` to the passes over this rank's part of the rows. Yields each row's number, and the result for
+        its response tokens."""
         micros = [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]
         ahead = prepared_ahead(lambda micro: model.logprob_model.prepare([rows[i] for i in micro]), micros)
         for micro, inputs in zip(micros, ahead, strict=True):
             values = compute(inputs)
             yield from zip(micro, values.split(lengths_of(inputs.rows)) if micro else (), strict=True)
 
-    def _skip(self, update: Update, batch: Sequence[int]) -> None:
+    def _count_skipped(self, update: Update, batch: Sequence[int]) -> None:
         """Count the rows of a mini-batch that no pass computes."""
-        skipped, tokens = [i for i in batch if not update.passed[i]], update.tokens
+        skipped = [i for i in batch if not update.passed[i]]
+        tokens = update.tokens
         if skipped and self._group.rank == 0:
             at = tokens.at(skipped)
             at = at[tokens.counted[at]]
             update.sums.skip(tokens.row[at], to_device(tokens.sampler[at], update.model.device))
 
     def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
-        """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss, on the device: the
-        host queues all passes of a step without waiting for one."""
-        model, tokens, loss = update.model, update.tokens, update.tokens.loss
-        total, done = torch.zeros((), dtype=torch.float64, device=model.device), []
+        """Add up the gradients of one mini-batch (numbers of rows). Returns this rank's part of its loss.
+
+        The loss stays on the device, so that the host queues all passes of a step without waiting for them.
+        """
+        model = update.model
+        tokens = update.tokens
+        loss = update.tokens.loss
+        total = torch.zeros((), dtype=torch.float64, device=model.device)
+        done = []
         passed = [i for i in batch if update.passed[i]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
 
@@ -421,23 +484,32 @@ class LocalLearner:
                 continue
             untrained = model.reference_logprobs(inputs) if loss.needs_untrained else None
             new, entropy = model.token_logprobs(inputs)
-            own = tokens.of_pass(micro, update.weight, new=new, entropy=entropy, untrained=untrained)
-            own.new.retain_grad()
-            parts = policy_loss(loss, own)
+            pass_tokens = tokens.of_pass(micro, update.weight, new=new, entropy=entropy, untrained=untrained)
+            pass_tokens.new.retain_grad()
+            parts = policy_loss(loss, pass_tokens)
             parts.loss.backward()
             total += parts.loss.detach()
-            slope = torch.zeros_like(own.new) if own.new.grad is None else own.new.grad
-            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach()), slope, inputs.computed))
-        for micro, own, parts, slope, computed in done:
-            temperature = to_device(tokens.temperatures(micro), own.new.device)
-            update.sums.add(micro, own, parts, logit_gradients(slope, own.new, temperature), computed=computed)
-            tokens.note(micro, own)
+            new_gradient = pass_tokens.new.grad
+            slope = torch.zeros_like(pass_tokens.new) if new_gradient is None else new_gradient
+            parts = parts._replace(loss=parts.loss.detach())
+            done.append((micro, pass_tokens.detached(), parts, slope, inputs.computed))
+        # The metrics are computed after all passes, so that they do not delay a pass.
+        for micro, pass_tokens, parts, slope, computed in done:
+            temperature = to_device(tokens.temperatures(micro), pass_tokens.new.device)
+            gradients = logit_gradients(slope, pass_tokens.new, temperature)
+            update.sums.add(micro, pass_tokens, parts, gradients, computed=computed)
+            tokens.note(micro, pass_tokens)
         return total
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
-        """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
-        zero, which moves nothing by momentum either."""
-        model, optimizer, settings = self._policies[policy], self._optimizers[policy], self._methods[policy].settings
+        """Take one optimizer step on the present gradients. Returns their norm before clipping.
+
+        Gradients that are not finite are not applied. Gradients of zero are not applied either, so that momentum alone
+        moves no weight.
+        """
+        model = self._policies[policy]
+        optimizer = self._optimizers[policy]
+        settings = self._methods[policy].settings
         norm = clip_gradients([p for p in model.parameters().values() if p.grad is not None], settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:

@@ -46,7 +46,7 @@ def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | N
             found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
 
     if texts:
-        compute(texts, _padded([sequences[number] for number in texts]))
+        compute(texts, _pad([sequences[number] for number in texts]))
     if seeing and images is None:
         raise LearnerError(
             f"Row {rows[seeing[0]].id} has an image, and {type(network).__name__} sees none.", "Train one that does."
@@ -69,7 +69,7 @@ def tree_states(network: Any, inputs: PassInputs, *, flex: bool = False) -> Tens
     return states.index_select(0, to_device(inputs.places, device))
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
+def _pad(sequences: Sequence[Sequence[int]]) -> Tensor:
     """Ids [sequences, longest] (int64), padded with 0 on the right."""
     ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
     for row, sequence in zip(ids, sequences, strict=True):

@@ -104,7 +104,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         # With LoRA only the hidden states (not weight and bias) have a gradient.
         only_hidden = ctx.needs_input_grad[:3] == (True, False, False)
         slope = torch.empty_like(hidden, dtype=weight.dtype) if only_hidden else None
-        for part in _parts(len(targets), options.rows):
+        for part in _slices(len(targets), options.rows):
             z = _logits(hidden, weight, bias, temperature, options, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]  # from here on, z is log p
@@ -132,7 +132,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
-        for part in _parts(len(targets), ctx.options.rows):
+        for part in _slices(len(targets), ctx.options.rows):
             z = _logits(hidden, weight, bias, temperature, ctx.options, part)
             z -= lse[part, None]  # log p
             grad = z.exp()  # p; becomes the gradient of the logits
@@ -195,7 +195,7 @@ def chunk_tokens(vocabulary: int, device: str) -> int:
     return max(CHUNK_ROWS.get(device, 64), CHUNK_BYTES // (4 * vocabulary))
 
 
-def _parts(total: int, rows: int) -> list[slice]:
+def _slices(total: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, total)) for start in range(0, total, rows)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cotune.algorithms.own import own_function
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import LearnerError, error_text
-from cotune.runtime.user_code import origin
+from cotune.runtime.user_code import error_origin
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def logit_gradients(slope: Tensor, logprob: Tensor, temperature: Tensor) -> Tens
     return slope.abs() * -torch.expm1(logprob.clamp(max=0.0)) / temperature
 
 
-def unmasked(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
+def kept_by_mask(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
     """Return which tokens the recipe's mask leaves in, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each.
 
     A token stays in if the exp of a mismatch is within the bounds: its own (token), the sum of its row (sequence), or
@@ -120,11 +120,12 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     """
     if tokens.reference is not None and spec.kl_in == "reward":
         tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (tokens.old - tokens.reference))
-    ratio, correction, truncated = _ratio(spec, tokens)
+    ratio, correction, truncated = _importance_ratio(spec, tokens)
     if spec.token_loss:
-        gain, clipped = -_own_loss(spec.token_loss, tokens), torch.zeros_like(ratio, dtype=torch.bool)
+        gain = -_own_loss(spec.token_loss, tokens)
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
     else:
-        gain, clipped = _gain(spec, tokens, ratio)
+        gain, clipped = _clipped_loss(spec, tokens, ratio)
     per_token = -correction * gain
     kl = None
     if tokens.reference is not None:
@@ -139,7 +140,7 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     return LossParts(loss, ratio.detach(), clipped, truncated, None if kl is None else kl.detach())
 
 
-def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+def _importance_ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     """Ratio (with gradient), correction weight (without), and where either was truncated."""
     cap = float("inf") if spec.tis_cap is None else spec.tis_cap
     if spec.ratio == "none":
@@ -159,7 +160,7 @@ def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     return ratio, mismatch.clamp(max=cap), mismatch > cap
 
 
-def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+def _clipped_loss(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Return the negative policy loss of each token, before weights, and whether the clip bounds it."""
     advantage = tokens.advantage
     none = torch.zeros_like(ratio, dtype=torch.bool)
@@ -176,7 +177,8 @@ def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor
     if spec.dual_clip is not None:
         floor = spec.dual_clip * advantage
         beyond = (advantage < 0) & (gain.detach() < floor)
-        gain, clipped = torch.where(beyond, floor, gain), clipped | beyond
+        gain = torch.where(beyond, floor, gain)
+        clipped = clipped | beyond
     return gain, clipped
 
 
@@ -185,7 +187,9 @@ def _own_loss(spec: str, tokens: Tokens) -> Tensor:
     try:
         loss = own_function("token_loss", spec)(tokens)
     except Exception as error:
-        raise LearnerError(f"{spec} raised {error_text(error)}{origin(error)}.", "Correct the function.") from error
+        raise LearnerError(
+            f"{spec} raised {error_text(error)}{error_origin(error)}.", "Correct the function."
+        ) from error
     if not isinstance(loss, Tensor) or loss.shape != tokens.new.shape or not loss.requires_grad:
         cause = f"{spec} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
         raise LearnerError(cause, "Return a tensor of the shape of tokens.new that is computed from it.")

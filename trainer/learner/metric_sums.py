@@ -37,7 +37,8 @@ class MetricSums:
         `gradients` [N] has the length of each token's gradient at the logits (`logit_gradients`).
         """
         self._computed += computed
-        ones, gap = torch.ones_like(tokens.old), tokens.old - tokens.sampler
+        ones = torch.ones_like(tokens.old)
+        gap = tokens.old - tokens.sampler
         facts = {
             "tokens": ones,
             "clip_share": parts.clipped.float(),
@@ -82,7 +83,7 @@ class MetricSums:
 
         `computed_tokens` is the number of tokens that the passes of all ranks have put through the model.
         """
-        sums = self._reduced(group)
+        sums = self._sum_over_ranks(group)
         metrics = _means({name: _pool(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
@@ -106,7 +107,7 @@ class MetricSums:
             f"{role}/gradient_share": length / total for role, length in zip(self._names, lengths.tolist(), strict=True)
         }
 
-    def _reduced(self, group: ProcessGroup) -> dict[str, Tensor]:
+    def _sum_over_ranks(self, group: ProcessGroup) -> dict[str, Tensor]:
         """Return sums and maxima over all ranks, for each name that any rank has counted: a rank may have no rows."""
         empty = torch.zeros(len(self._names), dtype=torch.float64)
         names = (*SUMS, *MAXIMA)

@@ -57,7 +57,9 @@ class SampledDistribution:
 
     def clear(self) -> None:
         """Drop the masks of earlier rows."""
-        self._numbers, self._masks, self._known = {}, [], {}
+        self._numbers = {}
+        self._masks = []
+        self._known = {}
 
     def of(self, rows: Sequence[TrainRow], device: torch.device) -> LogitShaping | None:
         """Return the distribution of all response tokens, rows in order; None if no row has a grammar or a bias.

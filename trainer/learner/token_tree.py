@@ -13,15 +13,17 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-TOGETHER = 4
-"""Branches of one path attend together if all of them together are at most as long as their shared path divided by
-this. The keys of the shared path are then stored once, and at most about this share of the scores is not needed."""
-PADDED = 1.3
+JOINT_BRANCHES = 4
+"""Branches of one path attend together if all of them together have at most 1 / JOINT_BRANCHES of the tokens of their
+shared path. The keys of the shared path are then stored once, and about 1 / JOINT_BRANCHES of the scores are not
+needed."""
+MOST_PADDING = 1.3
 """Blocks of different sizes attend in one call if it computes at most this many times the scores that are needed ..."""
-FREE = 4096
+FREE_SCORES = 4096
 """... or at most this many additional scores per block: a separate call costs about as much."""
-PART = 16
-"""A further pass is made if it saves at least 1 / PART of a pass's budget in tokens that would be computed twice."""
+PASS_PRICE = 16
+"""A further pass is made if it saves at least 1 / PASS_PRICE of a pass's budget in tokens that would be computed
+twice."""
 
 
 class Segment(NamedTuple):
@@ -55,20 +57,23 @@ class TokenTree(NamedTuple):
     lasts: Ints
 
 
-def in_order(sequences: Sequence[Sequence[int]]) -> tuple[list[int], Ints]:
-    """The numbers of the sequences in lexicographic order, which is a walk down their tree, depth first, and [n] how
-    many first tokens each has in common with the one before it there (0 for the first)."""
-    return _sorted([token_array(sequence) for sequence in sequences])
+def sort_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[int], Ints]:
+    """Sort sequences lexicographically, which is the order of a depth-first walk of their tree.
+
+    Returns the numbers of the sequences in this order, and how many first tokens each has in common with the sequence
+    before it, [n] (0 for the first).
+    """
+    return _sort_paths([token_array(sequence) for sequence in sequences])
 
 
 def token_array(sequence: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Token ids as an array; by way of `array`, which reads a tuple several times faster than numpy."""
+    """Token ids as an array. `array` reads a tuple several times faster than numpy does."""
     return np.frombuffer(array("i", sequence), np.int32)
 
 
-def _sorted(arrays: Sequence[npt.NDArray[np.int32]]) -> tuple[list[int], Ints]:
+def _sort_paths(arrays: Sequence[npt.NDArray[np.int32]]) -> tuple[list[int], Ints]:
     keys = [tokens.astype(">i4").tobytes() for tokens in arrays]  # bytes in the order of the numbers
-    order = sorted(range(len(keys)), key=keys.__getitem__)
+    order = sorted(range(len(keys)), key=lambda number: keys[number])
     common = [common_length(arrays[first], arrays[second]) for first, second in pairwise(order)]
     return order, np.asarray([0, *common][: len(order)], np.int64)
 
@@ -86,7 +91,7 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     arrays = [token_array(sequence) for sequence in sequences]
     # `order` has the numbers of the sequences in lexicographic order. A rank is an index into it. `common[rank]` is the
     # number of first tokens that the sequence of this rank shares with the one of the rank before.
-    order, common = _sorted(arrays)
+    order, common = _sort_paths(arrays)
 
     paths: list[Ints] = [np.empty(0, np.int64)] * len(order)
     segments: list[Segment] = []
@@ -95,7 +100,7 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     added_ranks: list[int] = []  # sorted
     # The longest sequences first, so that each branch finds its trunk in the tree.
     for rank in sorted(range(len(order)), key=lambda at: -len(sequences[order[at]])):
-        nearest_rank, shared = _nearest(added_ranks, rank, common)
+        nearest_rank, shared = _nearest_sequence(added_ranks, rank, common)
         ancestors = paths[order[nearest_rank]][:shared]
         branch = arrays[order[rank]][shared:].astype(np.int64)
         start = len(segment_of_token)
@@ -109,18 +114,19 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
         insort(added_ranks, rank)
 
     depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
-    places, lasts = _walk(len(segment_of_token), [paths[number] for number in order], common)
+    places, lasts = _walk_tree(len(segment_of_token), [paths[number] for number in order], common)
     return TokenTree(np.concatenate(segment_tokens), np.concatenate(depths), paths, segments, places, lasts)
 
 
-def _walk(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, Ints]:
+def _walk_tree(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, Ints]:
     """Walk a tree of this number of tokens, depth first, and return two numbers of each token, [T] each: its place in
     the walk, and the last place in the subtree below it.
 
     `paths` has the tokens of each sequence, in the order of the walk. `common` is the number of first tokens that each
     path shares with the path before it.
     """
-    places, lasts = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+    places = np.empty(tokens, np.int64)
+    lasts = np.empty(tokens, np.int64)
     visited = 0
     for path, shared in zip(paths, common.tolist(), strict=True):
         new = path[shared:]
@@ -131,7 +137,7 @@ def _walk(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, Ints]
     return places, lasts
 
 
-def _nearest(added_ranks: Sequence[int], rank: int, common: Ints) -> tuple[int, int]:
+def _nearest_sequence(added_ranks: Sequence[int], rank: int, common: Ints) -> tuple[int, int]:
     """Find the sequence in the tree that shares most first tokens with the sequence of this rank.
 
     `added_ranks` are the ranks of the sequences in the tree, sorted. Returns the rank and the number of shared tokens;
@@ -152,10 +158,11 @@ def _nearest(added_ranks: Sequence[int], rank: int, common: Ints) -> tuple[int, 
 
 
 class Spans(NamedTuple):
-    """Which keys a query sees, by numbers of the walk: those with first <= place <= last.
+    """The keys that each query sees: a key is seen if first[key] <= place[query] <= last[key].
 
-    `place` [B, q] is of queries, `first` and `last` [B, k] of keys; all int32. A mask has q x k entries, so it is made
-    from these on the device of the learner.
+    `place` [B, q] has the places of the queries in the walk of the tree. `first` and `last` [B, k] have the places of
+    the keys and of the ends of their subtrees. All are int32. The mask itself has q x k entries, so it is made from
+    these on the learner's device.
     """
 
     place: npt.NDArray[np.int32]
@@ -164,7 +171,7 @@ class Spans(NamedTuple):
 
 
 def hidden_keys(place: Any, first: Any, last: Any) -> Any:
-    """[B, q, k] which keys each query does not see, of the arrays or tensors of `Spans`."""
+    """Whether each query does not see each key, [B, q, k]. The arguments are the arrays or tensors of `Spans`."""
     place = place[:, :, None]
     hidden = first[:, None] > place
     hidden |= place > last[:, None]
@@ -174,8 +181,8 @@ def hidden_keys(place: Any, first: Any, last: Any) -> Any:
 class Block(NamedTuple):
     """Queries that attend in one call, padded: `queries` [B, q] and `keys` [B, k] are numbers of tokens.
 
-    `spans` say which keys a query sees (a padded query sees its first key, and no query sees a padded key); None if
-    that is every key up to its own. `real` [B, q] says which queries are no padding.
+    `spans` says which keys a query sees. A padded query sees its first key, and no query sees a padded key. Without
+    `spans`, each query sees all keys up to its own. `real` [B, q] says which queries are not padding.
     """
 
     queries: Ints
@@ -187,50 +194,58 @@ class Block(NamedTuple):
 def attention_blocks(tree: TokenTree) -> list[Block]:
     """Return the blocks of attention. Each token of the tree is a query in one block, and sees only itself and its
     ancestors."""
-    units = _units(tree.segments)
-    # Branches before roots, as only roots need no mask; in both the largest first, so that units of like size are next
-    # to each other and little of a block is padding.
-    units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _keys(unit), _queries(unit)), reverse=True)
-    blocks, batch, needed = [], [units[0]], _queries(units[0]) * _keys(units[0])
+    units = _attention_units(tree.segments)
+    # Branches come before roots, as only roots need no mask. Within both, the largest come first: neighbours then have
+    # similar sizes, and little of a block is padding.
+    units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _count_keys(unit), _count_queries(unit)), reverse=True)
+    blocks = []
+    batch = [units[0]]  # units of the next block
+    needed = _count_queries(units[0]) * _count_keys(units[0])
     for unit in units[1:]:
-        area = _queries(unit) * _keys(unit)
-        widest = max(_queries(unit), *(_queries(other) for other in batch))
-        padded = (len(batch) + 1) * widest * _keys(batch[0])
-        alike = bool(len(unit[0].ancestors)) == bool(len(batch[0][0].ancestors))
-        if alike and padded <= max(PADDED * (needed + area), needed + area + FREE * len(batch)):
+        area = _count_queries(unit) * _count_keys(unit)
+        widest = max(_count_queries(unit), *(_count_queries(other) for other in batch))
+        padded = (len(batch) + 1) * widest * _count_keys(batch[0])
+        both_have_ancestors = bool(len(unit[0].ancestors)) == bool(len(batch[0][0].ancestors))
+        if both_have_ancestors and padded <= max(
+            MOST_PADDING * (needed + area), needed + area + FREE_SCORES * len(batch)
+        ):
             batch.append(unit)
             needed += area
         else:
-            blocks.append(_block(batch, tree))
-            batch, needed = [unit], area
-    return [*blocks, _block(batch, tree)]
+            blocks.append(_build_block(batch, tree))
+            batch = [unit]
+            needed = area
+    return [*blocks, _build_block(batch, tree)]
 
 
-def _units(segments: Sequence[Segment]) -> list[list[Segment]]:
+def _attention_units(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments that attend together: branches of one trunk, the deepest first; a root alone."""
     units: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: (s.trunk, -len(s.ancestors))):
         if units and segment.trunk >= 0 and units[-1][0].trunk == segment.trunk:
-            together = [*units[-1], segment]
-            most, least = len(together[0].ancestors), len(segment.ancestors)
-            if TOGETHER * max(_queries(together), most - least) <= least:
-                units[-1] = together
+            joint = [*units[-1], segment]
+            deepest = len(joint[0].ancestors)
+            shared_path = len(segment.ancestors)
+            if JOINT_BRANCHES * max(_count_queries(joint), deepest - shared_path) <= shared_path:
+                units[-1] = joint
                 continue
         units.append([segment])
     return units
 
 
-def _queries(unit: Sequence[Segment]) -> int:
+def _count_queries(unit: Sequence[Segment]) -> int:
     return sum(segment.end - segment.start for segment in unit)
 
 
-def _keys(unit: Sequence[Segment]) -> int:
-    return len(unit[0].ancestors) + _queries(unit)
+def _count_keys(unit: Sequence[Segment]) -> int:
+    return len(unit[0].ancestors) + _count_queries(unit)
 
 
-def _block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
+def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
     """Build one block of `units`, a row of the block for each, padded to the longest unit."""
-    rows, most_queries, most_keys = len(units), max(map(_queries, units)), max(map(_keys, units))
+    rows = len(units)
+    most_queries = max(map(_count_queries, units))
+    most_keys = max(map(_count_keys, units))
     queries, keys = np.zeros((rows, most_queries), np.int64), np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
     place = np.zeros(queries.shape, np.int32)
@@ -252,16 +267,18 @@ def _block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
-    """Where to cut sequences, in the order and with the `common` of `in_order`, so that each part has at most `budget`
-    tokens with common ones counted once, least is computed twice, and parts are few. A longer sequence stays alone.
+    """Cut sequences into parts of at most `budget` tokens. Tokens that the sequences of a part share count once.
 
-    Returns the first sequence of each part, and their number.
+    The cuts are chosen so that few tokens are computed twice and there are few parts. A sequence over the budget is a
+    part of its own. The sequences have the order, and the `common`, of `sort_sequences`. Returns the first sequence of
+    each part, and the number of sequences.
     """
     # Dynamic programming over the end of the last part: `best[end]` is the least cost of the first `end` sequences, and
-    # `start_of[end]` the start of their last part. A part costs `price` and the tokens that it computes again.
-    price = max(1, budget // PART)
-    ends, starts = _distinct(lengths, common)
-    best, start_of = np.zeros(len(lengths) + 1, np.int64), [0]
+    # `start_of[end]` is the start of their last part. A part costs `price`, and the tokens that it computes again.
+    price = max(1, budget // PASS_PRICE)
+    ends, starts = _distinct_token_sums(lengths, common)
+    best = np.zeros(len(lengths) + 1, np.int64)
+    start_of = [0]
     for end in range(1, len(lengths) + 1):
         first = min(int(np.searchsorted(starts, ends[end] - budget)), end - 1)
         costs = best[first:end] + common[first:end] + price
@@ -275,7 +292,7 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
 
 def distinct_tokens(lengths: Ints, common: Ints, cuts: Sequence[int]) -> int:
     """Count the tokens that the parts between `cuts` compute. Tokens that the sequences of a part share count once."""
-    ends, starts = _distinct(lengths, common)
+    ends, starts = _distinct_token_sums(lengths, common)
     return int(sum(ends[end] - starts[start] for start, end in pairwise(cuts)))
 
 
@@ -285,7 +302,7 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
     The size of a part is its number of tokens, with shared tokens counted once. With few sequences, parts may be empty.
     Returns the cuts, with the first and the last one at the ends.
     """
-    ends, starts = _distinct(lengths, common)
+    ends, starts = _distinct_token_sums(lengths, common)
 
     def cuts_with_largest(most: int) -> list[int]:
         """Cut so that no part has more than `most` tokens. Each part takes as many sequences as fit. If `most` is too
@@ -305,8 +322,10 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
     return cuts_with_largest(smallest)
 
 
-def _distinct(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Two rising rows of numbers, [n + 1] and [n]: the sequences from a start to an end have ends[end] - starts[start]
-    distinct tokens."""
+def _distinct_token_sums(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:
+    """Sums to count distinct tokens: the sequences from `start` to `end` have ends[end] - starts[start] of them.
+
+    `ends` is [n + 1] and `starts` is [n]; both rise.
+    """
     ends = np.concatenate([[0], (lengths - common).cumsum()])
     return ends, ends[:-1] - common

@@ -16,21 +16,21 @@ from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, hidden_keys, token_tree
 
 NAME = "cotune_tree"
-"""Of the attention function, in transformers."""
-OTHER = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""What a model may ask of its attention and this one does not do."""
+"""Name of the attention function in transformers."""
+UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""Options that a model may pass to its attention, and that this attention does not have."""
 FLEX_BLOCK = 128
-"""Tokens of a block of FlexAttention's masks: trees are padded to whole ones, as kernels compiled for any length fail
-at some that are not (torch's issue 147756)."""
+"""Tokens of a block of FlexAttention's masks. Trees are padded to whole blocks: kernels that are compiled for any
+length fail at some other lengths (torch's issue 147756)."""
 
 MASK_ROWS = 8
 """Blocks of queries that are compared with all keys at once: 67 MB at 65,536 tokens."""
 
 
 class TreePass:
-    """What a network needs to know of a tree: `tokens`, `depths` [T] on `device`, and the attention of its layers.
+    """A tree as a network takes it: `tokens` and `depths` [T] on `device`, and the attention of its layers.
 
-    `blocks` are the tree's, if they are known already.
+    `blocks` are the tree's blocks of attention, if they are known already.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class TreePass:
 
 
 class _Call(NamedTuple):
-    """One call of the attention, of several padded sequences.
+    """One call of the attention, over several padded sequences.
 
-    `queries` [sequences x q] and `keys` [sequences x k] are numbers of tokens; `tokens` [n] are those of the queries
-    that are no padding, and `places` [n] where they stand among these, None for in order. `hidden` [sequences, 1, q, k]
-    says which keys a query does not see, None for those after its own.
+    `queries` [sequences x q] and `keys` [sequences x k] are numbers of tokens. `tokens` [n] are the queries without the
+    padding, and `places` [n] their places in `queries`; None if nothing is padded. `hidden` [sequences, 1, q, k] says
+    which keys a query does not see; None if it sees all keys up to its own.
     """
 
     sequences: int
@@ -57,37 +57,37 @@ class _Call(NamedTuple):
     hidden: Tensor | None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """What is added to scores; made for each use, as those of all calls would take several times their memory."""
+        """The additive mask of the scores. It is made for each use: the masks of all calls would fill the memory."""
         if self.hidden is None:
             return None
         mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         return mask.masked_fill_(self.hidden, float("-inf"))
 
     def states(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the attention takes, [sequences, heads, length, width] each, of states [T, heads, width]."""
-        return self._of(query, self.queries), self._of(key, self.keys), self._of(value, self.keys)
+        """Gather the inputs of the attention, [sequences, heads, length, width] each, from states [T, heads, width]."""
+        return self._gather(query, self.queries), self._gather(key, self.keys), self._gather(value, self.keys)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Those of the queries, [sequences, heads, q, width], of states [T, heads, width]."""
-        return self._of(states, self.queries)
+        """Gather the rows of the queries, [sequences, heads, q, width], from states [T, heads, width]."""
+        return self._gather(states, self.queries)
 
     def gradients(self, states: Tensor) -> Tensor:
-        """The same, with zeros for padding."""
+        """Gather the gradients of the queries as `outputs` does, with zeros for padding."""
         if self.places is None:
             return self.outputs(states)
         # Padding repeats token 0, whose gradient must not count again.
-        found = states.new_zeros(len(self.queries), *states.shape[1:])
-        return self._apart(found.index_copy_(0, self.places, states.index_select(0, self.tokens)))
+        gathered = states.new_zeros(len(self.queries), *states.shape[1:])
+        return self._by_sequence(gathered.index_copy_(0, self.places, states.index_select(0, self.tokens)))
 
-    def put(self, found: Tensor, states: Tensor) -> None:
-        """Write what the queries have got, [sequences, heads, q, width], into `states` [T, heads, width]."""
-        rows = found.transpose(1, 2).flatten(0, 1)
+    def put(self, outputs: Tensor, states: Tensor) -> None:
+        """Write the outputs of the queries, [sequences, heads, q, width], into `states` [T, heads, width]."""
+        rows = outputs.transpose(1, 2).flatten(0, 1)
         states.index_copy_(0, self.tokens, rows if self.places is None else rows.index_select(0, self.places))
 
-    def _of(self, states: Tensor, at: Tensor) -> Tensor:
-        return self._apart(states.index_select(0, at))
+    def _gather(self, states: Tensor, at: Tensor) -> Tensor:
+        return self._by_sequence(states.index_select(0, at))
 
-    def _apart(self, states: Tensor) -> Tensor:
+    def _by_sequence(self, states: Tensor) -> Tensor:
         return states.unflatten(0, (self.sequences, -1)).transpose(1, 2)
 
 
@@ -95,17 +95,17 @@ class BlockedAttention:
     """Attention over a tree by a few calls of SDPA, each over queries that see much the same."""
 
     def __init__(self, tree: TokenTree, device: torch.device, blocks: Sequence[Block] = ()) -> None:
-        self._calls = [_call(block, device) for block in blocks or attention_blocks(tree)]
+        self._calls = [_call_of_block(block, device) for block in blocks or attention_blocks(tree)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """query [1, heads, T, width], key and value [1, groups, T, width]; returns [T, heads, width]."""
         states = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [0] has a kernel in its gradient
-        output: Tensor = _OverCalls.apply(*states, self._calls, scaling)
+        output: Tensor = _AttendInCalls.apply(*states, self._calls, scaling)
         return output
 
 
-class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
-    """Keeps the states of each token once; the backward pass gathers those of a call again, as the forward pass did.
+class _AttendInCalls(torch.autograd.Function):  # type: ignore[misc]
+    """Stores the states of each token once. The backward pass gathers the states of each call again.
 
     query [T, heads, width], key and value [T, groups, width]; returns [T, heads, width].
     """
@@ -116,86 +116,111 @@ class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         """Run the calls one after the other; each writes the output of its queries."""
         output = query.new_empty(*query.shape[:2], value.shape[2])  # [T, heads, width]
-        sums = []
+        log_sums = []
         for call in calls:
-            found, summed = _attend(*call.states(query, key, value), call.mask(query.dtype), scaling)
-            call.put(found, output)
-            sums.append(summed)
+            outputs, log_sums_of_call = _attend(*call.states(query, key, value), call.mask(query.dtype), scaling)
+            call.put(outputs, output)
+            log_sums.append(log_sums_of_call)
         # The calls' gathered copies are not kept: together they take several times the memory of the states.
-        ctx.save_for_backward(query, key, value, output, *sums)
-        ctx.calls, ctx.scaling = calls, scaling
+        ctx.save_for_backward(query, key, value, output, *log_sums)
+        ctx.calls = calls
+        ctx.scaling = scaling
         return output
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key and value, summed over the calls."""
-        query, key, value, output, *sums = ctx.saved_tensors
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        query, key, value, output, *log_sums = ctx.saved_tensors
+        query_gradient = torch.empty_like(query)
+        key_gradient = torch.zeros_like(key)
+        value_gradient = torch.zeros_like(value)
         calls: Sequence[_Call] = ctx.calls
-        for call, summed in zip(calls, sums, strict=True):
-            states, mask, above = call.states(query, key, value), call.mask(query.dtype), call.gradients(gradient)
-            # The CPU's kernel is given the sums of the forward pass; any other is run again under autograd.
-            if summed is None:
-                found = _recomputed_gradients(*states, mask, ctx.scaling, above)
+        for call, log_sums_of_call in zip(calls, log_sums, strict=True):
+            states = call.states(query, key, value)
+            mask = call.mask(query.dtype)
+            output_gradient = call.gradients(gradient)
+            # The CPU's kernel gets the sums of the forward pass; any other kernel is run again under autograd.
+            if log_sums_of_call is None:
+                gradients = _recomputed_gradients(*states, mask, ctx.scaling, output_gradient)
             else:
-                found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    above, *states, call.outputs(output), summed, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling
-                )  # fmt: skip
-            call.put(found[0], of_query)  # a token is a query once, and a key in several calls: those add up
-            of_key.index_add_(0, call.keys, found[1].transpose(1, 2).flatten(0, 1))
-            of_value.index_add_(0, call.keys, found[2].transpose(1, 2).flatten(0, 1))
-        return of_query, of_key, of_value, None, None
+                gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    output_gradient,
+                    *states,
+                    call.outputs(output),
+                    log_sums_of_call,
+                    0.0,
+                    mask is None,
+                    attn_mask=mask,
+                    scale=ctx.scaling,
+                )
+            # A token is a query in one call, and a key in several, whose gradients add up.
+            call.put(gradients[0], query_gradient)
+            key_gradient.index_add_(0, call.keys, gradients[1].transpose(1, 2).flatten(0, 1))
+            value_gradient.index_add_(0, call.keys, gradients[2].transpose(1, 2).flatten(0, 1))
+        return query_gradient, key_gradient, value_gradient, None, None
 
 
 class FlexAttention:
-    """The same by FlexAttention: one kernel, compiled for a GPU, that skips what no token sees.
+    """Attention over a tree by FlexAttention: one kernel, compiled for a GPU, that skips blocks that no token sees.
 
-    Each token sees itself and its ancestors: those between whose place and last place in the walk it stands.
+    Each token sees itself and its ancestors: the tokens whose place and last place in the walk enclose its own place.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         """Prepare the mask of a tree on `device`, padded to whole blocks of the kernel."""
-        self._more = -len(tree.tokens) % FLEX_BLOCK
-        alone = np.arange(len(tree.tokens), len(tree.tokens) + self._more)  # padding: sees itself, and nobody sees it
-        place, last = (to_device(np.append(part, alone), device) for part in (tree.places, tree.lasts))
+        self._padding = -len(tree.tokens) % FLEX_BLOCK
+        # A padding token sees only itself, and no token sees it.
+        padding = np.arange(len(tree.tokens), len(tree.tokens) + self._padding)
+        place = to_device(np.append(tree.places, padding), device)
+        last = to_device(np.append(tree.lasts, padding), device)
 
-        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (place[key] <= place[query]) & (place[query] <= last[key])
 
-        self._mask = _block_mask(place, last, seen)
+        self._mask = _block_mask(place, last, is_seen)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """As `BlockedAttention`. Without a gradient also on the CPU."""
-        query, key, value = (pad(part, (0, 0, 0, self._more)) for part in (query, key, value))
+        """Attend as `BlockedAttention` does. On the CPU this works only without gradients."""
+        query, key, value = (pad(part, (0, 0, 0, self._padding)) for part in (query, key, value))
         output = _kernel(query.device.type)(
             query, key, value, block_mask=self._mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
         )
         states: Tensor = output[0].transpose(0, 1)
-        return states[: len(states) - self._more]
+        return states[: len(states) - self._padding]
 
 
-def _block_mask(place: Tensor, last: Tensor, seen: Callable[..., Tensor]) -> Any:
-    """What torch's `create_block_mask` makes of `seen`, without its mask of T x T entries: 4.3 GB at 65,536 tokens, and
-    several times that for its steps."""
+def _block_mask(place: Tensor, last: Tensor, is_seen: Callable[..., Tensor]) -> Any:
+    """Make the mask that torch's `create_block_mask` makes from `is_seen`, with less memory.
+
+    Torch's function makes a mask of T x T entries: 4.3 GB at 65,536 tokens, and several times as much for its steps.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = len(place) // FLEX_BLOCK
-    some, every = (torch.empty(blocks, blocks, dtype=torch.bool, device=place.device) for _ in range(2))
+    # Whether any query in a block of queries, or every one, sees a key in a block of keys, [blocks, blocks].
+    partly_seen = torch.empty(blocks, blocks, dtype=torch.bool, device=place.device)
+    fully_seen = torch.empty_like(partly_seen)
     for start in range(0, blocks, MASK_ROWS):
         rows = slice(start, start + MASK_ROWS)
         queries = place.view(blocks, FLEX_BLOCK)[rows].reshape(-1, 1)
         tiles = ((place <= queries) & (queries <= last)).view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)
-        some[rows], every[rows] = tiles.any(3).any(1), tiles.all(3).all(1)
+        partly_seen[rows] = tiles.any(3).any(1)
+        fully_seen[rows] = tiles.all(3).all(1)
 
-    def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of keys each block of queries has, [1, 1, blocks], and their numbers first."""
+    def blocks_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of key blocks in `mask` for each query block, [1, 1, blocks], and the numbers of all key blocks
+        with these first, [1, 1, blocks, blocks]."""
         numbers = mask.int().argsort(stable=True, dim=1, descending=True)
         return mask.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 
     lengths = len(place), len(place)
     return BlockMask.from_kv_blocks(
-        *ordered(some & ~every), *ordered(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=lengths
+        *blocks_first(partly_seen & ~fully_seen),
+        *blocks_first(fully_seen),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=is_seen,
+        seq_lengths=lengths,
     )
 
 
@@ -206,9 +231,10 @@ def _kernel(device: str) -> Any:
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-def _call(block: Block, device: torch.device) -> _Call:
+def _call_of_block(block: Block, device: torch.device) -> _Call:
     """Move the indices of a block to the device of the learner."""
-    padded, real = block.queries.ravel(), block.real.ravel()
+    padded = block.queries.ravel()
+    real = block.real.ravel()
     return _Call(
         len(block.queries),
         to_device(padded, device),
@@ -229,20 +255,20 @@ def tree_attention(
     tree: TreePass | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface of an attention function; without a `tree` its ordinary attention.
+    """The attention function that transformers calls. Without a `tree` it is SDPA.
 
     query [1, heads, T, width], key and value [1, groups, T, width]; returns [1, T, heads, width] and None.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if tree is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        ordinary: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )
-        return found
-    asked = [name for name in OTHER if more.get(name) is not None]
-    if asked:
-        raise NotImplementedError(f"{type(module).__name__} asks its attention for {asked}")
+        return ordinary
+    unsupported = [name for name in UNSUPPORTED_OPTIONS if more.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"{type(module).__name__} asks its attention for {unsupported}")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # Norms return queries and keys in float32, but the values are in autocast's precision; all three must agree.
@@ -253,29 +279,29 @@ def tree_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """[sequences, heads, q, width] for states of the same form, and what the CPU's kernel needs of it to be
-    differentiated: the logarithms of the sums of its weights. SDPA has them and gives them to nobody."""
+    """Attend with states [sequences, heads, length, width]. Returns the outputs, [sequences, heads, q, width], and on a
+    CPU the logarithms of the sums of the weights, which its backward kernel needs. SDPA does not return them."""
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
-        found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        outputs, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask is None, attn_mask=mask, scale=scaling
         )
-        return found, sums
-    return _sdpa(query, key, value, mask, scaling), None
+        return outputs, log_sums
+    return _attend_by_sdpa(query, key, value, mask, scaling), None
 
 
 def _recomputed_gradients(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, where only SDPA itself knows how."""
+    """The gradients of query, key and value, computed by running SDPA again under autograd."""
     with torch.enable_grad():
         query, key, value = (part.detach().requires_grad_() for part in (query, key, value))
         gradients: tuple[Tensor, ...] = torch.autograd.grad(
-            _sdpa(query, key, value, mask, scaling), (query, key, value), gradient
+            _attend_by_sdpa(query, key, value, mask, scaling), (query, key, value), gradient
         )
     return gradients
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+def _attend_by_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attend by torch's kernel, with grouped keys and values. Without a `mask` each query sees the keys up to its
     position."""
     groups = query.shape[1] // key.shape[1]
@@ -293,7 +319,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
 
 
 def states_over(network: Any, tree: TreePass) -> Tensor:
-    """[T, hidden] the last hidden state of each token of a tree, for a network that `attends_over_trees`."""
+    """The last hidden state of each token of a tree, [T, hidden], for a network that `attends_over_trees`."""
     ignored = torch.empty(1, 1, 1, 1, device=tree.tokens.device)  # four axes: transformers makes no mask of its own
     output = network.base_model(
         input_ids=tree.tokens[None],
@@ -307,10 +333,10 @@ def states_over(network: Any, tree: TreePass) -> Tensor:
 
 
 def attends_over_trees(network: Any, *, flex: bool = False) -> bool:
-    """Give the network an attention that knows trees, where it can have one; whether it then computes the same.
+    """Give the network an attention over trees, if it can have one. Returns whether it has it now.
 
-    It can where each layer is full attention over all earlier tokens, told apart by position ids alone: asked of its
-    configuration, and tried with a few tokens.
+    Each layer must attend to all earlier tokens and distinguish them by position ids alone. The network's configuration
+    says so, and a trial with a few tokens checks that the outputs stay the same.
     """
     if not use_tree_attention(network):
         return False

@@ -1,4 +1,4 @@
-"""The response tokens of an update, in flat tensors that are made once and picked from by every pass."""
+"""The response tokens of an update, in flat tensors that are made once. Every pass selects its tokens from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotune.storage.token_figures import CandidateTokens
 from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
-from cotune.trainer.learner.loss import Tokens, logit_gradients, row_weights, unmasked
+from cotune.trainer.learner.loss import Tokens, kept_by_mask, logit_gradients, row_weights
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -62,45 +62,46 @@ class UpdateTokens:
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        self.sampler = _flat([array("f", row.logprobs) for row in rows])  # reads a tuple faster than numpy
+        self.sampler = _concatenate([array("f", row.logprobs) for row in rows])  # reads a tuple faster than numpy
         if advantages is None:
             self.moves = [bool(row.advantage) for row in rows]
             self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
         else:
             self.moves = [bool(row_advantages.any()) for row_advantages in advantages]
-            self._advantage = _flat(advantages)
+            self._advantage = _concatenate(advantages)
         self._temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
-        offered = np.ones(len(self.row), np.bool_)
+        unmasked = np.ones(len(self.row), np.bool_)
         for number, row in enumerate(rows):
             if row.loss_mask:
-                offered[self._starts[number] : self._starts[number + 1]] = row.loss_mask
-        self._offered = torch.from_numpy(offered)
-        self.counted = self._offered
-        self._seen = torch.full((2, len(self.row)), torch.nan)
-        self._noted: list[tuple[Tensor, Tensor]] = []
+                unmasked[self._starts[number] : self._starts[number + 1]] = row.loss_mask
+        self._unmasked = torch.from_numpy(unmasked)
+        self.counted = self._unmasked
+        self._figures = torch.full((2, len(self.row)), torch.nan)  # [log pi, entropy] of each token, once computed
+        self._pending_figures: list[tuple[Tensor, Tensor]] = []
         self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
-        """The places in the flat tensors of the tokens of these rows, in this order."""
+        """The places of these rows' tokens in the flat tensors, in the order of `rows`."""
         return torch.cat([torch.arange(*self._starts[i : i + 2]) for i in rows])
 
     def compare(self, old: Tensor | None) -> None:
-        """Keep log pi before the update, and leave out the tokens that the loss's mask rejects."""
+        """Store log pi before the update, `old`, and leave out the tokens that the loss's mask rejects."""
         self.old = old
         if self.loss.mask != "none" and old is not None and self.counted.any():
-            mismatch, offered = old.cpu() - self.sampler, self._offered
-            self.counted = offered.clone()
-            self.counted[offered] = unmasked(self.loss, mismatch[offered], self.row[offered])
+            mismatch = old.cpu() - self.sampler
+            unmasked = self._unmasked  # the tokens that the rows' own masks leave in
+            self.counted = unmasked.clone()
+            self.counted[unmasked] = kept_by_mask(self.loss, mismatch[unmasked], self.row[unmasked])
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[R] tokens of each row that count, once `compare` was called."""
+        """The number of tokens of each row that count, [R]. Call `compare` first."""
         return self._per_row(self.counted)
 
     @cached_property
     def trajectory_lengths(self) -> Tensor:
-        """[R] tokens that count in the whole trajectory that each row belongs to."""
+        """The number of tokens that count in the trajectory of each row, [R]."""
         _, numbers = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
         trajectory = torch.from_numpy(numbers)
         return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, trajectory, self.lengths)[trajectory]
@@ -145,15 +146,16 @@ class UpdateTokens:
     def masked_share(self) -> dict[str, float]:
         """Return `masked_share`: the share of tokens that the loss rejects, of the tokens that the rows' masks leave
         in. With several roles, each role also has one, as `<role>/masked_share`."""
-        offered, counted = Counter[str](), Counter[str]()
-        offered_of_rows = self._per_row(self._offered).tolist()
+        unmasked = Counter[str]()
+        counted = Counter[str]()
+        unmasked_of_rows = self._per_row(self._unmasked).tolist()
         for number, (row, length) in enumerate(zip(self.rows, self.lengths.tolist(), strict=True)):
-            offered[row.role] += offered_of_rows[number]
+            unmasked[row.role] += unmasked_of_rows[number]
             counted[row.role] += length
-        shares = {"masked_share": 1.0 - counted.total() / max(offered.total(), 1)}
-        if len(offered) > 1:
-            for role in sorted(offered):
-                shares[f"{role}/masked_share"] = 1.0 - counted[role] / max(offered[role], 1)
+        shares = {"masked_share": 1.0 - counted.total() / max(unmasked.total(), 1)}
+        if len(unmasked) > 1:
+            for role in sorted(unmasked):
+                shares[f"{role}/masked_share"] = 1.0 - counted[role] / max(unmasked[role], 1)
         return shares
 
     def of_pass(
@@ -162,16 +164,17 @@ class UpdateTokens:
         """Return the tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its
         row. `new`, `entropy` and `untrained` have all tokens of the pass, in its order, on its device."""
         device = new.device
-        every = self.at(rows)
-        counted = self.counted[every]
-        at = every[counted]
+        tokens_of_pass = self.at(rows)
+        counted = self.counted[tokens_of_pass]
+        at = tokens_of_pass[counted]
         row = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
 
-        # Found on the CPU: a mask on the GPU would make the host wait for the number of tokens that count.
+        # The places are computed on the CPU: a mask on the GPU would make the host wait for their number.
         places = to_device(counted.nonzero().squeeze(1), device)
-        new, entropy = new.index_select(0, places), entropy.index_select(0, places)
-        present = new.detach()
-        old = present if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
+        new = new.index_select(0, places)
+        entropy = entropy.index_select(0, places)
+        current = new.detach()
+        old = current if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
         if self._teacher is not None:
             reference: Tensor | None = to_device(self._teacher[at], device)
         else:
@@ -183,26 +186,28 @@ class UpdateTokens:
             exploration=to_device(self._exploration[self.row[at]], device),
             weight=to_device(weight[self.row[at]], device),
             row=to_device(row, device),
-            old=torch.where(old.isnan(), present, old),
+            old=torch.where(old.isnan(), current, old),
             entropy=entropy,
             reference=reference,
             rows=len(rows),
         )
 
-    def note(self, rows: Sequence[int], own: Tokens) -> None:
+    def note(self, rows: Sequence[int], tokens: Tokens) -> None:
         """Store the figures of a pass for its tokens that count, for `seen`."""
         at = self.at(rows)
-        if own.entropy is not None:
-            self._noted.append((at[self.counted[at]], torch.stack([own.new, own.entropy]).detach().float()))
+        if tokens.entropy is not None:
+            self._pending_figures.append(
+                (at[self.counted[at]], torch.stack([tokens.new, tokens.entropy]).detach().float())
+            )
 
     def seen(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
         """Return the figures of the tokens, by the id of their row. Rows that no pass has computed are left out."""
-        for at, values in self._noted:  # copied now, so that no pass waits for the GPU
-            self._seen[:, at] = values.cpu()
-        self._noted.clear()
+        for at, values in self._pending_figures:  # copied only now, so that no pass has waited for the GPU
+            self._figures[:, at] = values.cpu()
+        self._pending_figures.clear()
         # Each rank has computed some tokens: add up their figures and the number of ranks.
-        computed = ~self._seen[0].isnan()
-        summed = group.sum(torch.cat([torch.where(computed, self._seen, 0.0), computed[None].float()]))
+        computed = ~self._figures[0].isnan()
+        summed = group.sum(torch.cat([torch.where(computed, self._figures, 0.0), computed[None].float()]))
         new, entropy, count = (part.numpy() for part in summed.cpu())
         gaps = np.where(count > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
         entropies = np.where(count > 0, entropy, np.nan).astype(np.float16)
@@ -217,7 +222,7 @@ class UpdateTokens:
         return torch.bincount(self.row[chosen], minlength=len(self.rows))
 
 
-def _flat(parts: Sequence[Sequence[float] | npt.NDArray[np.floating]]) -> Tensor:
+def _concatenate(parts: Sequence[Sequence[float] | npt.NDArray[np.floating]]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(part, np.float32) for part in parts]))
 
 
@@ -226,4 +231,4 @@ def _teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
     for row in rows:
         if len(row.reference) != len(row.response_ids):
             raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
-    return _flat([row.reference for row in rows])
+    return _concatenate([row.reference for row in rows])

@@ -62,7 +62,8 @@ class Cluster:
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
         settings = self._settings
-        local, sets = settings.address == "local", len(first_sets(self._config))
+        local = settings.address == "local"
+        sets = len(first_sets(self._config))
         wanted = sum(demand.count * CPUS for demand in settings.demands(samplers=sets)) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
@@ -163,7 +164,8 @@ class Cluster:
             self._config.seed,
         )
         self._stack.push_async_callback(learner.aclose)
-        self._learner, self._open_policies = learner, set(policies.specs)
+        self._learner = learner
+        self._open_policies = set(policies.specs)
         return learner
 
 

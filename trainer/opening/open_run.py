@@ -12,7 +12,7 @@ from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
 from cotune.recording.chance import start_freezing
-from cotune.records.policies import Policies, models_said
+from cotune.records.policies import Policies, models_text
 from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
@@ -75,7 +75,7 @@ async def open_run(
         saved = load_checkpoint(folder.checkpoints)
         store = open_store(folder.records)
         stack.callback(store.close)
-        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.on_ray else None
+        cluster = _prepare_cluster(config, folder, workflow, stack, say) if config.cluster.on_ray else None
         teachers = await open_teachers(teaching, stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
@@ -183,7 +183,7 @@ def _is_importable(folder: RunFolder, workflow: Workflow) -> bool:
         return False
 
 
-def _cluster(
+def _prepare_cluster(
     config: TrainConfig,
     folder: RunFolder,
     workflow: Workflow,
@@ -214,7 +214,7 @@ async def _open_model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
 ) -> tuple[Sampler, ChatFormats]:
     """Open the sampler and the chat formats. The sampler's process, or Ray, starts while this one imports torch."""
-    models = models_said(config.bases)
+    models = models_text(config.bases)
     say(f"loading {models} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
     loading = asyncio.get_running_loop().run_in_executor(None, _load_chats, config)
     if cluster is not None:

@@ -21,7 +21,7 @@ from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import publish_version
 
-LOST = "the weights that answered it are lost"
+LOST_WEIGHTS_ERROR = "the weights that answered it are lost"
 """Error of episodes that were cancelled when a run went back to a checkpoint in another precision."""
 LEARNER_RESTARTS = 3
 """Number of times that a lost learner continues from the last checkpoint before the run stops."""
@@ -78,7 +78,7 @@ async def recover(
         assert run.fall_back is not None
         report.progress.say(f"{error.cause} Continuing in float32 from the last checkpoint.")
         await run.fall_back(error.gap, "")
-        await _restore_newest(run, report)
+        await _restore_newest_checkpoint(run, report)
         cancelled = _cancel_answers_of_lost_versions(run)
         if cancelled:
             report.progress.say(
@@ -96,10 +96,10 @@ async def recover(
         f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."
     )
     await run.reopen_learner()
-    await _restore_newest(run, report)
+    await _restore_newest_checkpoint(run, report)
 
 
-async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
+async def _restore_newest_checkpoint(run: RolloutRun, report: StepReport) -> None:
     """Go back to the newest checkpoint of a run in progress: it has one from its first step on."""
     saved = load_checkpoint(run.folder.checkpoints)
     assert saved is not None
@@ -108,10 +108,10 @@ async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
 
 
 def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
-    """Mark the episodes as cancelled that versions after the checkpoint have answered, and return their number.
+    """Cancel the episodes that were answered by policy versions newer than the checkpoint. Returns their number.
 
-    A step that is made again in the same precision has the same weights, so its episodes are used again. In another
-    precision the next versions have the same numbers with other weights.
+    Call this when training continues in another precision: the next versions then have the same numbers as the lost
+    ones, but other weights. In the same precision the weights would be the same, and the episodes are used again.
     """
     versions = run.state.versions
     cancelled = []
@@ -120,7 +120,7 @@ def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
             continue
         calls = run.store.calls(episode.id, lean=True)
         if any(call.policy and call.policy.version > versions.get(call.policy.name, 0) for call in calls):
-            cancelled.append(msgspec.structs.replace(episode, status="cancelled", error=LOST))
+            cancelled.append(msgspec.structs.replace(episode, status="cancelled", error=LOST_WEIGHTS_ERROR))
     run.store.write(cancelled)
     run.store.flush()
     return len(cancelled)

@@ -129,12 +129,12 @@ def _policy_for(
         raise ConfigError(
             "init",
             source,
-            f"has {policy.name} in another shape ({_describe(*source_shape)}) than {spec.name} has here "
-            f"({_describe(*shape)})",
+            f"has {policy.name} in another shape ({_describe_shape(*source_shape)}) than {spec.name} has here "
+            f"({_describe_shape(*shape)})",
             "Use the same --policies and [lora] in both runs.",
         )
     return policy
 
 
-def _describe(kind: str, lora: Any) -> str:
+def _describe_shape(kind: str, lora: Any) -> str:
     return kind if lora is None else f"{kind}, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"

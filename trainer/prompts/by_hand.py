@@ -27,7 +27,7 @@ MAX_CALLS = 2000
 """Most calls of a comparison. For more tasks use a search, whose limit can be set."""
 
 
-def compare(
+def compare_prompts(
     workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
     before: Prompts,
@@ -60,7 +60,7 @@ def compare(
     return held
 
 
-def result(held_out: HeldOut) -> str:
+def result_sentence(held_out: HeldOut) -> str:
     """Return the result in one sentence."""
     verdict = "not shown to be better or worse" if held_out.verdict == "not shown" else held_out.verdict
     difference = shown(held_out.difference, "+.3f")

@@ -12,7 +12,7 @@ import msgspec
 
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rescore import score_calls
-from cotune.episodes.rollout import repeating
+from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
@@ -22,7 +22,7 @@ from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
-from cotune.replay.forks import repeatable
+from cotune.replay.forks import can_repeat_before
 from cotune.replay.script import Replay, Script, ScriptCall, read_script
 from cotune.sampling.scoring import Scored
 from cotune.storage.episode_filters import EpisodeFilters
@@ -32,7 +32,8 @@ from cotune.trainer.prompts.options import ImproveOptions
 from cotune.trainer.prompts.spending import LimitReached, Spending
 from cotune.trainer.prompts.task_result import TaskResult, read_result
 
-SEARCH, HELD_OUT = PHASES, HELD_OUT_PHASE
+SEARCH = PHASES
+HELD_OUT = HELD_OUT_PHASE
 """Phases of the episodes of a search."""
 _ATTEMPTS = 3
 """Most attempts at an episode that fails for a reason outside the application."""
@@ -79,7 +80,7 @@ class Evaluations:
         self._models_down: RunError | None = None
         for phase in (SEARCH, HELD_OUT):
             for episode in self.store.episodes(EpisodeFilters(phase=phase)):
-                self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
+                self.spending.count(_calls_to_models(episode, self.store.calls(episode.id, lean=True)))
                 if episode.is_outcome:
                     self._recorded.setdefault((phase, episode.prompts, episode.task.id), episode)
         for id in self.store.figures().unfinished():  # calls of a killed process were paid too
@@ -136,14 +137,14 @@ class Evaluations:
 
     async def _run_task(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
         """Run a candidate on a task. It repeats the beginning of its parent's episode, if that is possible."""
-        replay = self._prefix(prompts, task, phase, parent) if parent is not None else None
+        replay = self._repeat_prefix(prompts, task, phase, parent) if parent is not None else None
         if replay is not None:
-            episode = await self._episode(task, phase, prompts, replay)
+            episode = await self._run_one_episode(task, phase, prompts, replay)
             if episode.blame != "divergence":
                 self.counts["repeated"] += 1
                 return await self._retry(episode, task, phase, prompts)
             self.counts["diverged"] += 1
-        return await self._retry(await self._episode(task, phase, prompts), task, phase, prompts)
+        return await self._retry(await self._run_one_episode(task, phase, prompts), task, phase, prompts)
 
     async def _retry(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
         """Return the episode, or a new one if it failed for a reason outside the application. Raises RunError after
@@ -153,7 +154,7 @@ class Evaluations:
                 return episode
             self.counts["retried"] += 1
             await asyncio.sleep(attempt)
-            episode = await self._episode(task, phase, prompts)
+            episode = await self._run_one_episode(task, phase, prompts)
         if episode.is_outcome:
             return episode
         self._models_down = RunError(
@@ -162,13 +163,13 @@ class Evaluations:
         )
         raise self._models_down
 
-    async def _episode(self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None) -> Episode:
+    async def _run_one_episode(self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None) -> Episode:
         """Run one episode on a task with a candidate's prompts, have it scored, and count its calls. With `replay`, it
         repeats the beginning of a recorded episode."""
         flow = replace(self.workflow, prompts=prompts if prompts.id else None)
         responder = self.responder
         if replay is not None:
-            flow, responder = repeating(flow, replay, responder)
+            flow, responder = repeat_episode(flow, replay, responder)
         options = EpisodeOptions(
             phase=phase,
             timeout=self.options.episode_timeout,
@@ -182,7 +183,7 @@ class Evaluations:
             episode = outcome.episode
             await asyncio.to_thread(self.store.flush)
             calls = self.store.calls(episode.id)
-            self.spending.count(_asked(episode, calls))
+            self.spending.count(_calls_to_models(episode, calls))
         finally:
             self.spending.running -= 1
         await self._score(episode, calls)
@@ -220,7 +221,7 @@ class Evaluations:
         self.counts[name] += 1
         self.errors.setdefault(name, str(error))
 
-    def _prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
+    def _repeat_prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
         """Return how the candidate repeats the beginning of its parent's episode; None if that is not possible, or if
         no call would be saved."""
         parent_result = self.result_of(parent, task.id, phase)
@@ -233,14 +234,14 @@ class Evaluations:
                 changed_roles.update(part.roles)
         calls = self.store.calls(parent_result.episode)
         fork = next((call for call in calls if call.role in changed_roles), None)
-        if fork is None or fork is calls[0] or not repeatable(calls, fork):
+        if fork is None or fork is calls[0] or not can_repeat_before(calls, fork):
             return None
         try:
             script = read_script(self.store, parent_result.episode)
         except CotuneError:
             return None
         # With parallel calls, the record would answer some calls of a changed role, which had the old prompt.
-        repeated = script.before(fork.id)
+        repeated = script.unaffected_calls(fork.id)
         if any(call.id in repeated and call.role in changed_roles for call in script.calls):
             return None
         return Replay(script=_without_ids_at(script, fork.id), fork=fork.id)
@@ -262,7 +263,7 @@ def check_judge(workflow: Workflow) -> None:
         )
 
 
-def _asked(episode: Episode, calls: Sequence[CallRecord]) -> Sequence[CallRecord]:
+def _calls_to_models(episode: Episode, calls: Sequence[CallRecord]) -> Sequence[CallRecord]:
     """Return the calls that were sent to a model: not the call at which an episode diverged from its record."""
     if episode.blame != "divergence":
         return calls

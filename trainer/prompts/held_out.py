@@ -68,10 +68,10 @@ async def compare_held_out(
     before = await evaluations.run(base, tasks, phase=HELD_OUT)
     after = await evaluations.run(best, tasks, phase=HELD_OUT)
     candidates = evaluations.candidates_of(HELD_OUT) - {base.id}
-    return compared(before, after, asked=max(len(candidates), 1))
+    return compare_results(before, after, asked=max(len(candidates), 1))
 
 
-def compared(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked: int = 1) -> HeldOut | None:
+def compare_results(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked: int = 1) -> HeldOut | None:
     """Compare the results of two prompts on the same tasks; None if no outcome is known.
 
     A failed episode counts with the lowest outcome of both, at most 0. A task is left out if an episode on it did not
@@ -83,8 +83,8 @@ def compared(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked
         return None
     floor = min(0.0, *outcomes)
     unknown = {result.task for result in both if result.outcome is None and not result.error}
-    outcomes_before = _outcomes(before, floor, unknown)
-    outcomes_after = _outcomes(after, floor, unknown)
+    outcomes_before = _outcome_of_task(before, floor, unknown)
+    outcomes_after = _outcome_of_task(after, floor, unknown)
     level = 1 - (1 - LEVEL) / asked
     difference = paired_difference(outcomes_after, outcomes_before, level)
     if difference is None:
@@ -102,7 +102,7 @@ def compared(before: Sequence[TaskResult], after: Sequence[TaskResult], *, asked
     )
 
 
-def _outcomes(results: Sequence[TaskResult], floor: float, left_out: Collection[str]) -> Mapping[str, float]:
+def _outcome_of_task(results: Sequence[TaskResult], floor: float, left_out: Collection[str]) -> Mapping[str, float]:
     """Return the outcome of each task that is not left out; `floor` if it failed."""
     outcomes: dict[str, float] = {}
     for result in results:

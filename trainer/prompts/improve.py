@@ -20,7 +20,7 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.apps.openai.asking import key_for
 from cotune.integrations.prompts.search import require, search
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts, write_prompts
 from cotune.prompts.wording import Wording
@@ -30,13 +30,13 @@ from cotune.runtime.run_context import RunContext, current_run
 from cotune.storage.file_lock import FileLock
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_code import import_from, is_trusted, remember
+from cotune.storage.run_code import import_from, is_trusted, remember_orders
 from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
 from cotune.terminal import print_line, terminal
 from cotune.trainer.prompts.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompts.held_out import HeldOut, compare_held_out
-from cotune.trainer.prompts.improved_parts import earlier_base, find_base, guard_of, improved
+from cotune.trainer.prompts.improved_parts import earlier_base, find_base, guard_of, parts_to_improve
 from cotune.trainer.prompts.options import (
     ImproveOptions,
     PromptRun,
@@ -46,7 +46,7 @@ from cotune.trainer.prompts.options import (
     read_search,
     with_whole_places,
 )
-from cotune.trainer.prompts.outcome import ImproveReport, described, write_candidates
+from cotune.trainer.prompts.outcome import ImproveReport, make_report, write_candidates
 from cotune.trainer.prompts.problem import SCORERS, Accepted, PromptProblem
 from cotune.trainer.prompts.reflection import Reflection
 from cotune.trainer.prompts.role_choice import RoleChoice, Turns, check_reference, choose_role
@@ -103,17 +103,17 @@ def improve(
         "tasks": str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else "",
         "task_ids": [task.id for task in listed],
         "options": json.loads(msgspec.json.encode(options)),
-        "versions": installed(("cotune", "gepa", "openai")),
+        "versions": versions_of_installed(("cotune", "gepa", "openai")),
     }
-    with _opened(folder, about, resume) as secret, open_store(folder.records) as store:
+    with _open_folder(folder, about, resume) as secret, open_store(folder.records) as store:
         if trusted:
-            remember(orders_of_search(out))
+            remember_orders(orders_of_search(out))
         current_run.set(RunContext(folder=folder.path))
-        return run_sync(_improve(app, split, options, folder, store, secret, responder, reflector))
+        return run_sync(_run_search(app, split, options, folder, store, secret, responder, reflector))
 
 
 @contextlib.contextmanager
-def _opened(folder: PromptRun, description: dict[str, Any], resume: bool) -> Iterator[str]:
+def _open_folder(folder: PromptRun, description: dict[str, Any], resume: bool) -> Iterator[str]:
     """Lock the folder of the search, and write its `description` (or check it, with `resume`). Yields the secret of
     its marks."""
     if folder.described.exists() and not resume:
@@ -143,7 +143,7 @@ def _check_same(before: StoredSearch, description: dict[str, Any]) -> None:
     check_changes(before.options, description["options"])
 
 
-async def _improve(
+async def _run_search(
     app: Workflow,
     tasks: SearchTasks,
     options: ImproveOptions,
@@ -172,19 +172,19 @@ async def _improve(
         reflection = Reflection(store, options, spending, secret, reflector)
         # For the comparison at the end: the prompts before and the best ones, once on each held-out task.
         spending.reserve = 2 * len(tasks.held_out)
-        base, notes = await _base(evaluations, tasks, folder, say)
+        base, notes = await _find_base(evaluations, tasks, folder, say)
         results = await evaluations.run(base, tasks.validation)
         _check_outcomes(results, evaluations, say)
         floor = min([0.0, *(result.outcome for result in results if result.outcome is not None)])
-        say(_plan(base, tasks, options, spending))
-        choice = await choose_role(evaluations, base, improved(base), tasks, folder, say)
+        say(_search_plan(base, tasks, options, spending))
+        choice = await choose_role(evaluations, base, parts_to_improve(base), tasks, folder, say)
         say(f"which role: {choice.note}")
         problem = PromptProblem(
             evaluations=evaluations,
             reflection=reflection,
             base=base,
             wording=Wording(base.parts),
-            parts={part.name: part for part in improved(base)},
+            parts={part.name: part for part in parts_to_improve(base)},
             tasks={task.id: task for task in (*tasks.train, *tasks.validation)},
             lost=choice.lost,
             places=describe_roles(store, [result.episode for result in results]),
@@ -206,7 +206,7 @@ async def _search_and_compare(
     held_out: HeldOut | None = None
     why = ""
     try:
-        await _search(problem, tasks)
+        await _run_gepa(problem, tasks)
         best = problem.prompts(problem.best().texts)
         if isinstance(problem.ended, LimitReached):
             why = str(problem.ended)
@@ -256,7 +256,7 @@ def _check_outcomes(results: Sequence[TaskResult], evaluations: Evaluations, say
     say(f"all {plural(len(results), 'run')} of the prompts as they are failed; the first: {results[0].error}")
 
 
-async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
+async def _run_gepa(problem: PromptProblem, tasks: SearchTasks) -> None:
     """Run gepa's loop in a separate thread. The clients of the application stay on this event loop."""
     options = problem.evaluations.options
     work = asyncio.create_task(
@@ -267,7 +267,7 @@ async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
             [task.id for task in tasks.train],
             [task.id for task in tasks.validation],
             minibatch=options.minibatch,
-            perfect=_perfect(problem, tasks),
+            perfect=_highest_score(problem, tasks),
             seed=options.seed,
         )
     )
@@ -282,7 +282,7 @@ async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
             raise
 
 
-def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
+def _highest_score(problem: PromptProblem, tasks: SearchTasks) -> float | None:
     """Return the highest possible score, if all rewards are between 0 and 1; else None."""
     components: set[str] = set()
     outcomes: list[float] = []
@@ -298,7 +298,9 @@ def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
     return len(components) + (SCORERS if role_scores else 0.0)
 
 
-async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:
+async def _find_base(
+    evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say
+) -> tuple[Prompts, list[str]]:
     """The parts of prompts that may change, from the application's own prompts or from edited ones, with notes for the
     user.
     """
@@ -316,7 +318,7 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
     base = msgspec.structs.replace(base, trained_with=trained_with(options.run))
     for note in notes:
         say(note)
-    if not improved(base):
+    if not parts_to_improve(base):
         raise RunError(
             "No prompt was found that can be improved.",
             f"See why with: cotune prompts show {folder.path}.",
@@ -325,9 +327,9 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
     return base, notes
 
 
-def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
+def _search_plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: Spending) -> str:
     """Describe the parts, the tasks and the limits of the search."""
-    parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in improved(base))
+    parts = ", ".join(f"{part.name} ({part.now.constant} characters)" for part in parts_to_improve(base))
     money = f", {options.max_cost:g} of money" if options.max_cost is not None else ""
     if spending.prices and options.max_cost is None:
         money = f", about {spending.cost / max(spending.calls, 1) * options.max_calls:.2g} of money"
@@ -364,6 +366,6 @@ def _write(
 ) -> ImproveReport:
     """Build the report of a search and write the best prompts into its folder. `why` names the limit that ended the
     search."""
-    report = described(problem, choice.note, held_out, why, tuple(notes), folder)
+    report = make_report(problem, choice.note, held_out, why, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

@@ -10,7 +10,7 @@ from cotune.errors import ConfigError
 from cotune.judging.shown import shown_message
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.file import read_prompts
-from cotune.prompts.guards import Known, refusals
+from cotune.prompts.guards import ProtectedTexts, find_refusals
 from cotune.prompts.parts import FoundParts, find_parts, patterns
 from cotune.prompts.wording import Wording
 from cotune.storage.episode_filters import EpisodeFilters
@@ -36,7 +36,7 @@ def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompt
         if found_part.first and _is_of_roles(found_part.part, options):
             to_improve.append(found_part.part.name)
     base = parts.prompts(provenance={IMPROVED: to_improve})
-    return msgspec.structs.replace(base, workflow=evaluations.workflow.name), _notes(parts, options)
+    return msgspec.structs.replace(base, workflow=evaluations.workflow.name), _notes_on_parts(parts, options)
 
 
 def earlier_base(options: ImproveOptions) -> Prompts:
@@ -53,7 +53,7 @@ def earlier_base(options: ImproveOptions) -> Prompts:
     return msgspec.structs.replace(base, provenance={IMPROVED: to_improve})
 
 
-def improved(base: Prompts) -> tuple[PromptPart, ...]:
+def parts_to_improve(base: Prompts) -> tuple[PromptPart, ...]:
     """Return the parts that a search improves."""
     names = base.provenance.get(IMPROVED, ())
     return tuple(part for part in base.parts if part.name in names)
@@ -64,7 +64,7 @@ def _is_of_roles(part: PromptPart, options: ImproveOptions) -> bool:
     return not options.roles or bool(set(options.roles) & set(part.roles))
 
 
-def _notes(parts: FoundParts, options: ImproveOptions) -> list[str]:
+def _notes_on_parts(parts: FoundParts, options: ImproveOptions) -> list[str]:
     """Return notes on parts that stay as they are, roles without a prompt, and calls that are left out. Raises
     ConfigError for a role that was never called."""
     notes: list[str] = []
@@ -87,7 +87,7 @@ def guard_of(base: Prompts, tasks: SearchTasks, store: Store, options: ImproveOp
 
     It compares with all tasks, and with the runs from which a text was proposed.
     """
-    seen_texts = Known()
+    seen_texts = ProtectedTexts()
     wording = Wording(base.parts)
     for task in (*tasks.train, *tasks.validation, *tasks.held_out):
         seen_texts.task(task)
@@ -101,12 +101,12 @@ def guard_of(base: Prompts, tasks: SearchTasks, store: Store, options: ImproveOp
                 added_episodes.add(result.episode)
                 _add_texts(seen_texts, store, result.episode)
         present_part = msgspec.structs.replace(part, new=wording.template(present))
-        return [refusal.rule for refusal in refusals(present_part, wording.template(proposed), seen_texts)]
+        return [refusal.rule for refusal in find_refusals(present_part, wording.template(proposed), seen_texts)]
 
     return guard
 
 
-def _add_texts(seen_texts: Known, store: Store, episode: str) -> None:
+def _add_texts(seen_texts: ProtectedTexts, store: Store, episode: str) -> None:
     """Add the answers of an episode, the results of its tools, and the names of its tools."""
     for call in store.calls(episode):
         for candidate in call.candidates:

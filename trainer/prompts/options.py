@@ -11,7 +11,7 @@ import msgspec
 from cotune.config.prompts import FORKS, OFF, SearchSettings
 from cotune.config.rollouts import SamplingConfig
 from cotune.config.train import NO_TASKS, EvaluationConfig
-from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
+from cotune.errors import ConfigError, RunError, check_bounds, expectation_clause, field_and_fault
 from cotune.reading.blame import REPORT
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
@@ -114,7 +114,7 @@ def load_options(
             fault = "is not an option of a search for prompts"
             raise ConfigError(unknown[0], table[unknown[0]], fault, PAGE) from None
         place = field if field.partition(".")[0] in SHARED else f"prompts.{field}"
-        raise ConfigError(place, table.get(field), expected(fault), PAGE) from None
+        raise ConfigError(place, table.get(field), expectation_clause(fault), PAGE) from None
 
 
 def with_whole_places(options: ImproveOptions) -> ImproveOptions:

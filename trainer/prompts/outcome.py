@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 from cotune.prompts.edits import Prompts
 from cotune.prompts.wording import Wording
 from cotune.storage.judge_ledger import totals_of
@@ -71,7 +71,7 @@ class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def described(
+def make_report(
     problem: PromptProblem,
     blame: str,
     held_out: HeldOut | None,
@@ -88,7 +88,7 @@ def described(
     counts = dict(problem.evaluations.counts)
     if problem.unscored:
         counts["unscored"] = problem.unscored
-    versions = installed(("cotune", "gepa"))
+    versions = versions_of_installed(("cotune", "gepa"))
     prompts = msgspec.structs.replace(
         problem.prompts(best.texts),
         workflow=problem.evaluations.workflow.name,
@@ -128,11 +128,11 @@ def described(
         blame=blame,
         taken=dict(problem.turns.taken),
         ended=ended,
-        notes=tuple(note for note in (*notes, spending.unpriced, _judges(folder)) if note),
+        notes=tuple(note for note in (*notes, spending.unpriced, _judges_text(folder)) if note),
     )
 
 
-def _judges(folder: PromptRun) -> str:
+def _judges_text(folder: PromptRun) -> str:
     """Describe the requests of judges, which have separate limits; empty without any."""
     total = totals_of(folder.path)
     if not total.get("requests"):

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 from cotune.errors import CotuneError
 from cotune.integrations.prompts.search import Candidate, Graded
 from cotune.prompts.edits import PromptPart, Prompts
-from cotune.prompts.guards import longest
+from cotune.prompts.guards import max_characters
 from cotune.prompts.wording import Wording
 from cotune.reading.blame import LostEpisode
 from cotune.records.structs import Task
 from cotune.trainer.prompts.evaluations import Evaluations
-from cotune.trainer.prompts.reflection import Reflection, new_text, request
+from cotune.trainer.prompts.reflection import Reflection, new_text, reflection_request
 from cotune.trainer.prompts.role_choice import Turns
 from cotune.trainer.prompts.showing import decisive_failures, examples, slot_values
 from cotune.trainer.prompts.task_result import TaskResult
-from cotune.trainer.prompts.texts import edited
+from cotune.trainer.prompts.texts import edited_prompts
 
 T = TypeVar("T")
 Guard = Callable[[PromptPart, str, str, Sequence[TaskResult]], Sequence[str]]
@@ -97,7 +97,7 @@ class PromptProblem:
 
     def prompts(self, candidate: Candidate) -> Prompts:
         """Return the prompts of a candidate."""
-        return edited(self.base, self.wording, candidate)
+        return edited_prompts(self.base, self.wording, candidate)
 
     def start(self) -> dict[str, str]:
         """Return the first candidate of the search."""
@@ -106,10 +106,10 @@ class PromptProblem:
     def evaluate(self, candidate: Candidate, tasks: Sequence[str]) -> list[Graded]:
         """Run a candidate on tasks, and return its scores."""
         prompts = self.prompts(candidate)
-        parent_texts = self._parents.get(_key(candidate))
+        parent_texts = self._parents.get(_candidate_key(candidate))
         parent = None if parent_texts is None else self.prompts(parent_texts)
         try:
-            results = self._wait(self.evaluations.run(prompts, [self.tasks[id] for id in tasks], parent=parent))
+            results = self._wait_on_loop(self.evaluations.run(prompts, [self.tasks[id] for id in tasks], parent=parent))
         except Exception as error:
             self.ended = error
             raise
@@ -131,12 +131,12 @@ class PromptProblem:
         if self._stopped or self.ended is not None:  # gepa asks again after an error
             return {}
         try:
-            new = self._wait(self._proposed(candidate, parts, [scored.of for scored in graded]))
+            new = self._wait_on_loop(self._propose_texts(candidate, parts, [scored.of for scored in graded]))
         except Exception as error:  # noqa: BLE001 - gepa would hide it, and spend the rest
             self.ended = error
             return {}
         if new:
-            self._parents.setdefault(_key({**candidate, **new}), dict(candidate))
+            self._parents.setdefault(_candidate_key({**candidate, **new}), dict(candidate))
         return new
 
     def accepted(self, candidate: Candidate, scores: Mapping[str, float], parent: int | None) -> None:
@@ -175,7 +175,7 @@ class PromptProblem:
 
         return max(self.pool, key=rank)
 
-    async def _proposed(
+    async def _propose_texts(
         self, candidate: Candidate, parts: Sequence[str], results: Sequence[TaskResult]
     ) -> dict[str, str]:
         """New texts by part, without the parts for which the reflection model gave none."""
@@ -197,9 +197,9 @@ class PromptProblem:
             self.refused["not_called"] += 1
             return None
         values = slot_values(store, part, results)
-        longest_text = longest(part)
+        longest_text = max_characters(part)
         places = [self.places[role] for role in part.roles if role in self.places]
-        messages = request(part, text, values, shown_examples, self.wording, fence, longest_text, places)
+        messages = reflection_request(part, text, values, shown_examples, self.wording, fence, longest_text, places)
         reply = await self.reflection.ask(messages, part.name)
         if reply is None:
             self.refused["no_answer"] += 1
@@ -220,7 +220,7 @@ class PromptProblem:
         self.refused.update(broken_rules)
         return None if broken_rules else new
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the run's event loop, and wait for it in gepa's thread."""
         if self._stopped:
             work.close()
@@ -232,5 +232,5 @@ class PromptProblem:
             raise CotuneError("The search was interrupted.", "Continue with --resume.") from None
 
 
-def _key(candidate: Candidate) -> tuple[tuple[str, str], ...]:
+def _candidate_key(candidate: Candidate) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(candidate.items()))

@@ -46,7 +46,7 @@ follow what it says.
 - Short texts are often better than careful ones. Say what matters, and leave out the rest."""
 
 
-def request(
+def reflection_request(
     part: PromptPart,
     text: str,
     values: Mapping[int, Sequence[str]],
@@ -67,7 +67,7 @@ def request(
             "The application fills in what differs from request to request. Each of these marks must stand in the new "
             "text exactly once, as it is written here:"
         )
-        lines += [_legend(wording.mark(slot), values.get(slot, ()), fence) for slot in part.old.slots]
+        lines += [_slots_legend(wording.mark(slot), values.get(slot, ()), fence) for slot in part.old.slots]
     lines.append(f"The text as it is now:\n<text>\n{text.strip()}\n</text>")
     lines += [f"Run {number}\n{example}" for number, example in enumerate(examples, 1)]
     lines.append(
@@ -94,7 +94,7 @@ def _part_name(part: PromptPart) -> str:
     }[part.kind]
 
 
-def _legend(mark: str, values: Sequence[str], fence: Fence) -> str:
+def _slots_legend(mark: str, values: Sequence[str], fence: Fence) -> str:
     return f"{mark}, for example:\n" + "\n".join(map(fence, values)) if values else f"{mark}"
 
 
@@ -119,7 +119,7 @@ class Reflection:
             calls = self.store.calls(episode.id)
             self.spending.count(calls, reflection=True)
             if episode.status == "ok":
-                self._recorded.setdefault(episode.task.id, deque()).append(self._reply(episode.id))
+                self._recorded.setdefault(episode.task.id, deque()).append(self._reply_of(episode.id))
 
     def fence(self, *about: object) -> Fence:
         """Return the marks for the data of one request."""
@@ -159,7 +159,7 @@ class Reflection:
         self.asked += 1
         if outcome.error is None:
             self.failures = 0
-            return self._reply(outcome.episode.id)
+            return self._reply_of(outcome.episode.id)
         self.failures += 1
         self.last_error = str(outcome.error)
         if self.failures >= MOST_FAILURES:
@@ -170,6 +170,6 @@ class Reflection:
             )
         return None
 
-    def _reply(self, episode: str) -> str:
+    def _reply_of(self, episode: str) -> str:
         call = self.store.calls(episode)[0]
         return call.candidates[call.chosen or 0].text

@@ -93,16 +93,16 @@ async def choose_role(
         result = read_typed(folder.blame, Blame, "Begin a new search, with another --out.")
     else:
         say("running alternatives, to find the role to change ...")
-        new_result = await _analyse(evaluations, base, tasks, say)
+        new_result = await _run_analysis(evaluations, base, tasks, say)
         if new_result is None:
             why = "the limits leave no run of the analysis with an outcome"
             return RoleChoice(f"not known, as {why}; roles are changed in turn", parts)
         result = new_result
         write_atomically(folder.blame, json.dumps(result.to_json(), indent=2, ensure_ascii=False).encode())
-    _count(result, evaluations.store, evaluations.spending)
+    _count_spending(result, evaluations.store, evaluations.spending)
     for note in result.notes:
         say(note)
-    choice = _choice(result, parts)
+    choice = _choose_parts(result, parts)
     if result.ended:
         spent = plural(result.calls, "call")
         if options.max_cost is not None and result.cost is not None:
@@ -111,7 +111,7 @@ async def choose_role(
     return choice
 
 
-async def _analyse(
+async def _run_analysis(
     evaluations: Evaluations, base: Prompts, tasks: SearchTasks, say: Callable[[str], None]
 ) -> Blame | None:
     """Run the analysis within its share of the limits; None if these allow no call, or no run has an outcome."""
@@ -141,7 +141,7 @@ async def _analyse(
         return None
 
 
-def _count(result: Blame, store: Store, spending: Spending) -> None:
+def _count_spending(result: Blame, store: Store, spending: Spending) -> None:
     """Add what the analysis has spent."""
     spent = Spent(calls=result.calls, cost=result.cost or 0.0)
     for episode in store.episodes():
@@ -154,7 +154,7 @@ def _count(result: Blame, store: Store, spending: Spending) -> None:
     spending.by_role[SPENT_AS] = spent
 
 
-def _choice(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
+def _choose_parts(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
     """Choose the parts to change from an analysis: the parts of the roles at fault, or all if it names none or they
     have none."""
     if not result.references:

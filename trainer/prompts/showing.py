@@ -19,8 +19,10 @@ from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.protocol import Store
 from cotune.trainer.prompts.task_result import TaskResult, read_result
 
-LONGEST = 2000
+MOST_CHARACTERS = 2000
 """Most characters of one text that are shown."""
+_FAILED_RANK = -1e9
+"""Rank of a call whose run failed without an outcome: below every outcome, so that it is shown among the worst."""
 MOST_DECISIVE = 2
 """Most failed runs that are shown because a single call decided them, those with the largest loss."""
 
@@ -32,7 +34,7 @@ class Fence:
         self.mark = mark
 
     def __call__(self, text: str) -> str:
-        text, _ = without_middle(text, LONGEST)
+        text, _ = without_middle(text, MOST_CHARACTERS)
         return f"<<<data {self.mark}\n{text.replace(self.mark, '')}\ndata {self.mark}>>>"
 
 
@@ -74,14 +76,14 @@ def examples(
     for failure in decisive:
         for ranked_call in _ranked_calls(store, part, failure.result):
             if ranked_call.call.step == failure.step:
-                lines = [_example(store, ranked_call, wording, fence), *_why_decisive(failure, fence)]
+                lines = [_example_text(store, ranked_call, wording, fence), *_why_decisive(failure, fence)]
                 texts.append("\n".join(lines))
     calls: list[_RankedCall] = []
     for result in results:
         calls += _ranked_calls(store, part, result)
     ranked = sorted(range(len(calls)), key=lambda index: (calls[index].rank, index))
     chosen = dict.fromkeys([*ranked[:shown], *ranked[-1:]])
-    return texts + [_example(store, calls[index], wording, fence) for index in chosen]
+    return texts + [_example_text(store, calls[index], wording, fence) for index in chosen]
 
 
 def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
@@ -110,7 +112,7 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
         redraw_result = None
         if episode.redraw_call:
             call = store.figures().call(episode.redraw_call)
-            redraw = said_by(call)
+            redraw = chosen_answer_text(call)
             redraw_result = read_result(store, store.episode(call.episode))
         result = read_result(store, store.episode(episode.episode))
         loss = "" if episode.loss is None else loss_points(episode.loss)
@@ -139,20 +141,20 @@ def describe_roles(store: Store, episodes: Sequence[str]) -> dict[str, str]:
         return {}
     paragraphs = {}
     for role in order:
-        holds = _names(sources[role]) or "no other role"
+        holds = _most_frequent_names(sources[role]) or "no other role"
         sentences = [
             f"The application calls its roles for the first time in this order: {', '.join(order)}.",
             f"Requests of {role} hold answers of {holds}.",
         ]
         if readers[role]:
-            sentences.append(f"Answers of {role} are read by {_names(readers[role])}.")
+            sentences.append(f"Answers of {role} are read by {_most_frequent_names(readers[role])}.")
         else:
             sentences.append(f"No other role reads the answers of {role}: the application itself uses them.")
         paragraphs[role] = " ".join(sentences)
     return paragraphs
 
 
-def _names(roles: Counter[str]) -> str:
+def _most_frequent_names(roles: Counter[str]) -> str:
     """Return names of roles, the most frequent one first."""
     return ", ".join(role for role, _ in roles.most_common())
 
@@ -175,35 +177,38 @@ def _ranked_calls(store: Store, part: PromptPart, result: TaskResult) -> list[_R
     for call in store.calls(result.episode):
         if call.role not in part.roles or call.chosen is None:
             continue
-        values = _values(store, part, call)
+        values = _slot_values_of_call(store, part, call)
         if values is None:
             continue
         target = candidate_id(call.id, call.chosen)
         rewards = store.rewards([target]).get(target)
-        rank = -1e9 if result.outcome is None else result.outcome
         if rewards:
             rank = sum(rewards.values())
+        elif result.outcome is not None:
+            rank = result.outcome
+        else:
+            rank = _FAILED_RANK
         ranked.append(_RankedCall(rank, result, call, values))
     return ranked
 
 
-def _values(store: Store, part: PromptPart, call: CallRecord) -> tuple[str, ...] | None:
+def _slot_values_of_call(store: Store, part: PromptPart, call: CallRecord) -> tuple[str, ...] | None:
     """Return the values of the part's slots in this call; None if its prompt does not have the part."""
     if part.kind in ("tool", "format"):
         return ()
     matches: list[tuple[str, ...]] = []
 
-    def look(kind: str, key: str, text: str) -> None:
+    def collect_match(kind: str, key: str, text: str) -> None:
         values = part.old.match(text) if kind == part.kind else None
         if values is not None and not isinstance(values, Reading):
             matches.append(values)
 
     for id in call.messages:
-        map_message(store.message(id), look)
+        map_message(store.message(id), collect_match)
     return matches[-1] if matches else None
 
 
-def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence) -> str:
+def _example_text(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence) -> str:
     """One call as text for the reflection model: its slots, messages, answer, scores, comments and errors, and how
     other answers to the same request did.
 
@@ -221,30 +226,30 @@ def _example(store: Store, ranked: _RankedCall, wording: Wording, fence: Fence) 
         lines += [
             f"[{message.get('role', 'message')}]\n{fence(shown_message(message))}" for message in further_messages
         ]
-    lines.append(f"The role answered:\n{fence(_said(call.candidates[call.chosen]))}")
+    lines.append(f"The role answered:\n{fence(_candidate_text(call.candidates[call.chosen]))}")
     rewards = store.rewards([target]).get(target)
     if rewards:
-        lines.append(f"Scores of this answer: {_numbers(rewards)}")
+        lines.append(f"Scores of this answer: {_numbers_text(rewards)}")
     outcome = "it failed" if result.outcome is None else f"{result.outcome:g}"
     if result.rewards:
-        outcome += f" ({_numbers(result.rewards)})"
+        outcome += f" ({_numbers_text(result.rewards)})"
     lines.append(f"Outcome of the whole run: {outcome}")
     for comments in store.feedback([target, result.episode]).values():
         lines += [f"Comment on {name}:\n{fence(text)}" for name, text in comments.items()]
     if result.error:
         lines.append(f"Error of the run:\n{fence(result.error)}")
-    lines += _contrast(store, call, fence)
+    lines += _best_and_worst_answer(store, call, fence)
     return "\n".join(lines)
 
 
-def _contrast(store: Store, call: CallRecord, fence: Fence) -> list[str]:
+def _best_and_worst_answer(store: Store, call: CallRecord, fence: Fence) -> list[str]:
     """Return the best and the worst answer to this request, if several answers have a result and the results differ."""
     answers: list[tuple[str, float]] = []  # each with its score
     if len(call.candidates) > 1:
         all_rewards = store.rewards(candidate_id(call.id, candidate.index) for candidate in call.candidates)
         for candidate in call.candidates:
             if rewards := all_rewards.get(candidate_id(call.id, candidate.index)):
-                answers.append((_said(candidate), sum(rewards.values())))
+                answers.append((_candidate_text(candidate), sum(rewards.values())))
     if len(answers) < 2:
         return []
     worst, worst_score = min(answers, key=lambda answer: answer[1])
@@ -257,14 +262,14 @@ def _contrast(store: Store, call: CallRecord, fence: Fence) -> list[str]:
     ]
 
 
-def said_by(call: CallRecord) -> str:
+def chosen_answer_text(call: CallRecord) -> str:
     """Return the chosen answer of a call as text; an empty text without one."""
-    return "" if call.chosen is None else _said(call.candidates[call.chosen])
+    return "" if call.chosen is None else _candidate_text(call.candidates[call.chosen])
 
 
-def _said(candidate: Candidate) -> str:
+def _candidate_text(candidate: Candidate) -> str:
     return shown_message(candidate.message or {"content": candidate.text})
 
 
-def _numbers(named: Mapping[str, Any]) -> str:
+def _numbers_text(named: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in named.items())

@@ -58,13 +58,13 @@ def read_result(store: Store, episode: Episode) -> TaskResult:
         rewards=episode_rewards,
         by_role={role: fmean(role_scores) for role, role_scores in scores.items()},
         error="" if episode.status == "ok" else episode.error or episode.status,
-        unmatched=unmatched(calls),
+        unmatched=count_unedited(calls),
         prompt_tokens=sum(call.prompt_tokens or call.usage.prompt_tokens for call in calls),
         calls=len(calls),
     )
 
 
-def unmatched(calls: Sequence[CallRecord]) -> Mapping[str, int]:
+def count_unedited(calls: Sequence[CallRecord]) -> Mapping[str, int]:
     """Count, by role, the calls that were sent without the edits of their role."""
     counts: dict[str, int] = {}
     for call in calls:

@@ -41,7 +41,8 @@ def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTa
         notes += overlap(tasks, held_out)
     else:
         third = len(ranked) // 3
-        held_out, for_search = ranked[:third], ranked[third:]
+        held_out = ranked[:third]
+        for_search = ranked[third:]
         notes.append(f"held out: {plural(third, 'task')} of {len(tasks)}; --eval-tasks FILE takes others")
     validation = max(LEAST, round(VALIDATION * len(for_search)))
     split = SearchTasks(for_search[validation:], for_search[:validation], held_out, notes)

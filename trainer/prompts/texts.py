@@ -17,7 +17,7 @@ def as_wide(text: str, like: str) -> str:
     return f"{start}{text.strip()}{end}" if like.strip() else text
 
 
-def edited(parts: Prompts, wording: Wording, texts: Mapping[str, str]) -> Prompts:
+def edited_prompts(parts: Prompts, wording: Wording, texts: Mapping[str, str]) -> Prompts:
     """Return the prompts with these new texts, by the names of their parts."""
     edited_parts: list[PromptPart] = []
     for part in parts.parts:

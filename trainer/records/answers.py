@@ -61,12 +61,15 @@ class Unwritten:
     def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
         """Write the note of a role: `learned` rows, and the answers that are left out, by reason."""
         lost = reasons.total()
-        why = counts(reasons)
+        why = counts_text(reasons)
         if tool_calls := self._tool_calls[role]:
             why += f", of them {tool_calls} tool calls"
         if learned:
-            return f"Role {role} learns {learned} of {learned + lost} answers; left out are {why}. {_remedy(reasons)}"
-        return f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_remedy(reasons)}"
+            remedy = _commonest_remedy(reasons)
+            return f"Role {role} learns {learned} of {learned + lost} answers; left out are {why}. {remedy}"
+        return (
+            f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_commonest_remedy(reasons)}"
+        )
 
 
 def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_failure: OnFailure = "lowest") -> Recorded:
@@ -92,7 +95,7 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
             rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
             episode = answer.episode.id
             turns_of_role = {}
-        row = _row(readers(answer.call.role), answer, noted)
+        row = _row_of_answer(readers(answer.call.role), answer, noted)
         if isinstance(row, str):
             left_out[row] += 1
             unwritten.add(answer.call.role, row, answer.call.candidates[answer.call.chosen or 0])
@@ -105,7 +108,8 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
 
     if not rows:
         raise RecordError(
-            f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
+            f"No recorded answer can be learned from ({counts_text(left_out) or 'there is none'}).",
+            _commonest_remedy(left_out),
         )
     notes = [*unwritten.notes(learned)]
     notes += [text.format(count=count) for text, count in noted.items() if count]
@@ -121,7 +125,7 @@ def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
     """
     joined: list[TrainRow] = []
     for row in rows:
-        index = next((i for i, earlier in enumerate(joined) if _continues(row, earlier)), None)
+        index = next((i for i, earlier in enumerate(joined) if _continues_row(row, earlier)), None)
         if index is None:
             joined.append(row)
             continue
@@ -139,7 +143,7 @@ def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
     return joined
 
 
-def _continues(row: TrainRow, earlier: TrainRow) -> bool:
+def _continues_row(row: TrainRow, earlier: TrainRow) -> bool:
     path = earlier.prompt_ids + earlier.response_ids
     return row.prompt_ids[: len(path)] == path and row.images[: len(earlier.images)] == earlier.images
 
@@ -155,7 +159,7 @@ def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
             yield episode
 
 
-def _row(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
+def _row_of_answer(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
     """Return the row of an answer, or the reason why there is none."""
     call = answer.call
     chat = reader.chat
@@ -182,12 +186,12 @@ def _row(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRo
     )
 
 
-def _remedy(left_out: Counter[str]) -> str:
+def _commonest_remedy(left_out: Counter[str]) -> str:
     """Return the remedy for the commonest reason for which answers are left out."""
     commonest = next((reason for reason, _ in left_out.most_common(1)), "")
     return _REMEDIES.get(commonest, "Look at the records with cotune show; record more with cotune trace.")
 
 
-def counts(left_out: Mapping[str, int]) -> str:
+def counts_text(left_out: Mapping[str, int]) -> str:
     """List reasons with their counts, the commonest first."""
     return ", ".join(f"{reason}: {count}" for reason, count in Counter(left_out).most_common() if count)

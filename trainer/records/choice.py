@@ -34,7 +34,7 @@ class _FilteredStore:
         return self._store.episodes(self._filters)
 
 
-def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
+def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
     """Return the store with the chosen episodes, and a sentence about the choice; it is empty if all are chosen.
 
     The first start of the run decides which episodes are new. run.json stores that, so that a resumed run has the same.
@@ -43,11 +43,12 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     if "until" not in held:
         # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
         store_place = store_identity(settings.path)
-        before = _last(folder, settings, store_place) if settings.since == "last" else None
+        before = _last_position(folder, settings, store_place) if settings.since == "last" else None
         since, name = before if before else ((0, 0), "")
         held |= {"since": since, "until": store.figures().marks(), "after": name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
-    since, until = tuple(held["since"]), tuple(held["until"])
+    since = tuple(held["since"])
+    until = tuple(held["until"])
     filters = EpisodeFilters(app=settings.app)
     choices: list[str] = []
     if settings.app:
@@ -64,7 +65,7 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     return cast(Store, _FilteredStore(store, filters)), f"learning from {', '.join(choices)}"
 
 
-def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
+def _last_position(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
     """The position in the store up to which the last run in the same folder has learned, and its name; None if there is
     none.
 

@@ -118,7 +118,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         for episode in self.rows:
             for name, rows in self.of([episode], players).items():
                 for row in rows:
-                    if name not in longest or _length(row) > _length(longest[name]):
+                    if name not in longest or _row_length(row) > _row_length(longest[name]):
                         longest[name] = row
         return longest
 
@@ -128,11 +128,11 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(row, images=tuple(self.rows.images[digest] for digest in row.images))
 
 
-def _length(row: TrainRow) -> int:
+def _row_length(row: TrainRow) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
 
-def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
+def split_episodes(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
     """Return the episodes to learn from, the episodes of held-out tasks, and a note if there are none."""
     episodes = list(recorded.rows)
     tasks = sorted({recorded.tasks[episode] for episode in episodes})
@@ -144,7 +144,7 @@ def split(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
     return [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks], held_out, ""
 
 
-def total(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:
+def count_rows(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:
     """Count the rows of each role in some episodes."""
     counts: Counter[str] = Counter()
     for episode in episodes:

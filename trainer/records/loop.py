@@ -14,8 +14,8 @@ from cotune.algorithms.samples import TrainRow
 from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.commit import commit
 from cotune.trainer.records.run import RecordsRun
-from cotune.trainer.reporting.metrics import Updates, moved, step_seconds, throughput
-from cotune.trainer.reporting.profile import profiled
+from cotune.trainer.reporting.metrics import Updates, policies_that_moved, step_seconds, throughput_fields
+from cotune.trainer.reporting.profile import profiling
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.checkpoint import BestLoss
 from cotune.trainer.run.run_folder import write_atomically
@@ -36,7 +36,7 @@ async def train_on_records(run: RecordsRun, progress: Progress) -> None:
     with report.phase("checkpoint"):
         await commit(run)
     while not (run.finished or run.stopping):
-        async with profiled(run, progress):
+        async with profiling(run, progress):
             # The rows of the step's episodes, for the policies that still learn.
             episodes = run.schedule.of(run.state.steps)
             rows_of_policies = run.recorded.of(episodes, run.trained)
@@ -45,7 +45,7 @@ async def train_on_records(run: RecordsRun, progress: Progress) -> None:
             with report.phase("update", ", ".join(rows)):
                 scales = {policy: run.lr_scale(policy) for policy in rows}
                 updates = await update_policies(run.learner, rows, scales)
-            for policy in moved(updates):  # a version is only counted: no sampler serves it
+            for policy in policies_that_moved(updates):  # a version is only counted: no sampler serves it
                 run.state.versions[policy] = run.state.versions.get(policy, 0) + 1
 
             with report.phase("held_out"):
@@ -92,13 +92,14 @@ def _keep_best_weights(run: RecordsRun, policy: str) -> None:
 
 
 async def _adopt_best_weights(run: RecordsRun, progress: Progress) -> None:
-    """Give each policy the weights of its lowest held-out loss."""
+    """Load the weights of the lowest held-out loss into each policy."""
     for policy, best in run.state.best.items():
         progress.say(f"{policy}: lowest held-out loss {best.loss:.4f} after step {best.step}; its weights are kept")
+        # The learner has later weights if evaluations since the best one were no better.
         if best.since:
             weights = await asyncio.to_thread(read_weights, _best_file(run, policy))
             await asyncio.to_thread(run.learner.adopt, policy, weights)
-            run.committed = -1  # the newest checkpoint has the last weights, and is written again
+            run.committed = -1  # the newest checkpoint has the weights of the last step: `commit` writes it again
 
 
 def _best_file(run: RecordsRun, policy: str) -> Path:
@@ -117,7 +118,7 @@ def _metrics(
     first_step = run.state.steps == 0
     row_count = sum(len(rows_of_policy) for rows_of_policy in rows.values())
     tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())
-    rates = throughput(updates, seconds) | {"tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)}
+    rates = throughput_fields(updates, seconds) | {"tokens_per_s": tokens / max(step_seconds(seconds), 1e-9)}
 
     held_out_figures: dict[str, dict[str, float]] = {}
     for policy, losses in held_out.items():
@@ -150,9 +151,9 @@ def _metrics(
         lr_scale=lr_scale(run.config.schedule, run.state.steps, run.config.steps),
         seconds=dict(seconds),
         **rates,
-        updated=bool(moved(updates)),
+        updated=bool(policies_that_moved(updates)),
         notes=tuple(run.notes) if first_step else (),
-        stayed={policy: "no gradient" for policy in rows if policy not in moved(updates)},
+        stayed={policy: "no gradient" for policy in rows if policy not in policies_that_moved(updates)},
     )
 
 

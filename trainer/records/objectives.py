@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cotune.algorithms.from_records import Preference, preferences
+from cotune.algorithms.from_records import Preference, preference_losses
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RunError
 from cotune.trainer.learner.protocol import Learner, LearnerAround
@@ -58,7 +58,7 @@ class Likelihood(LearnerAround):
     def loss(self, policy: str, rows: Sequence[TrainRow]) -> dict[str, float]:
         answers: list[npt.NDArray[np.float32]] = []
         for row, logprobs in zip(rows, self.inner.logprobs(policy, rows), strict=True):
-            answers.append(_counted(row, logprobs))
+            answers.append(_counted_values(row, logprobs))
         return {"loss": -float(np.concatenate(answers).mean(dtype=np.float64))}
 
 
@@ -111,14 +111,14 @@ class PreferenceLearner(LearnerAround):
         gains: list[float] = []
         for row, logprob in zip(rows, self._answer_logprobs(policy, rows), strict=True):
             gains.append(logprob - self._start[row.id])
-        return preferences(gains[::2], gains[1::2], BETA)
+        return preference_losses(gains[::2], gains[1::2], BETA)
 
     def _answer_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
         """Return log pi of each whole answer, summed in float64."""
         return [float(logprobs.astype(np.float64).sum()) for logprobs in self.inner.logprobs(policy, rows)]
 
 
-def _counted(row: TrainRow, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _counted_values(row: TrainRow, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the values of the tokens that the loss mask counts."""
     return values[np.array(row.loss_mask, np.bool_)] if row.loss_mask else values
 

@@ -21,7 +21,7 @@ from cotune.records.structs import CallRecord, Candidate
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
-from cotune.trainer.records.answers import Unwritten, counts, learned_from
+from cotune.trainer.records.answers import Unwritten, counts_text, learned_from
 from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
 
 
@@ -83,7 +83,9 @@ def read_pairs(
         if len(answers) < 2 or not worst.worth < best.worth:
             left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
             continue
-        pair = _rows(store, readers(best.role), _StoredAnswer.read(store, best), _StoredAnswer.read(store, worst))
+        pair = _rows_of_pair(
+            store, readers(best.role), _StoredAnswer.read(store, best), _StoredAnswer.read(store, worst)
+        )
         if isinstance(pair, str):
             left_out[pair] += len(answers)
             for answer in answers:
@@ -95,7 +97,7 @@ def read_pairs(
         rows.add(best.episode, {best.role: pair})
     if not rows:
         raise RecordError(
-            f"There is no pair of a better and a worse answer to one prompt ({counts(left_out) or 'no answers'}).",
+            f"There is no pair of a better and a worse answer to one prompt ({counts_text(left_out) or 'no answers'}).",
             "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
             "replay, or several episodes of each task.",
         )
@@ -147,7 +149,7 @@ def _by_prompt(
                     call=call.id,
                     role=call.role,
                     index=candidate.index,
-                    digest=_digest(candidate),
+                    digest=_candidate_digest(candidate),
                     rewards=(worth,),
                 )
                 if rewards:
@@ -160,10 +162,10 @@ def _by_prompt(
         if prompt in with_own_reward:
             left_out["no_reward"] += len(answers)
     by_prompt = {**with_shared_reward, **with_own_reward}
-    return {prompt: _distinct(answers) for prompt, answers in by_prompt.items()}
+    return {prompt: _merge_equal(answers) for prompt, answers in by_prompt.items()}
 
 
-def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
+def _merge_equal(answers: Iterable[_Answer]) -> list[_Answer]:
     """Merge equal answers into one with all of their rewards."""
     distinct: dict[bytes, _Answer] = {}
     for answer in answers:
@@ -173,17 +175,17 @@ def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
     return list(distinct.values())
 
 
-def _digest(candidate: Candidate) -> bytes:
+def _candidate_digest(candidate: Candidate) -> bytes:
     content = pack_ids(candidate.token_ids) if candidate.token_ids else canonical(candidate.message)
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _rows(store: Store, reader: Reader, best: _StoredAnswer, worst: _StoredAnswer) -> list[TrainRow] | str:
+def _rows_of_pair(store: Store, reader: Reader, best: _StoredAnswer, worst: _StoredAnswer) -> list[TrainRow] | str:
     """Return the rows of a pair, which have one prompt, or the reason why there are none."""
     pair: list[Ids] = []
     chat = reader.chat
     for answer in (best, worst):
-        ids = _sampled(store, chat, answer) or _encoded(store, chat, answer)
+        ids = _as_sampled(store, chat, answer) or _as_encoded(store, chat, answer)
         if isinstance(ids, str):
             return ids
         pair.append(ids)
@@ -217,7 +219,7 @@ Ids = tuple[tuple[int, ...], tuple[int, ...]]
 """The token ids of a prompt and of an answer."""
 
 
-def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | None:
+def _as_sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | None:
     """Return prompt and answer as they were sampled, if they are recorded and fit this model's tokenizer."""
     call = answer.call
     ids = answer.candidate.token_ids
@@ -233,7 +235,7 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | N
     return (prompt, ids) if text == answer.candidate.text else None
 
 
-def _encoded(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | str:
+def _as_encoded(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | str:
     """Return prompt and answer in this model's chat template, or the reason why it cannot write them."""
     call = answer.call
     try:

@@ -31,9 +31,9 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.opening.open_run import open_local_learner
 from cotune.trainer.opening.resume import tasks_per_step
 from cotune.trainer.opening.warm_start import warm_start
-from cotune.trainer.records.answers import counts, read_answers
-from cotune.trainer.records.choice import choose
-from cotune.trainer.records.lessons import Reader, Recorded, split, total
+from cotune.trainer.records.answers import counts_text, read_answers
+from cotune.trainer.records.choice import choose_episodes
+from cotune.trainer.records.lessons import Reader, Recorded, count_rows, split_episodes
 from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.records.pairs import read_pairs
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
@@ -86,15 +86,15 @@ async def open_records_run(
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
         say(f"reading the records of {store.address} ...")
-        chosen, since = choose(folder, config.records, store)
+        chosen, since = choose_episodes(folder, config.records, store)
         recorded = await asyncio.to_thread(_read, config, chosen)
         _check_same(folder, recorded)
         policies = _policies(config, recorded)
         episodes, held_out, note = split_for(policies, recorded, config.seed)
         players = policies.learning
-        loss = _loss(config)
+        loss = _loss_spec(config)
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
-        learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
+        learner = _make_objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         started: list[str] = []
         summary = _summary(config, store, recorded, episodes, held_out)
@@ -163,15 +163,15 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
                 field,
                 role,
                 f"has no recorded answers to learn from; these have: {', '.join(recorded.roles)}",
-                f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
+                f"Left out are {counts_text(recorded.left_out) or 'none'}. See the roles with cotune show.",
             )
     return resolve_policies(config, recorded.roles)
 
 
 def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
-    """Split as `split` does, but hold out nothing if a policy would have no row left to learn from."""
-    episodes, held_out, note = split(recorded, seed)
-    rows_of_role = total(recorded.rows, episodes)
+    """Split as `split_episodes` does, but hold out nothing if a policy would have no row left to learn from."""
+    episodes, held_out, note = split_episodes(recorded, seed)
+    rows_of_role = count_rows(recorded.rows, episodes)
     for name in policies.trained:
         if not any(rows_of_role[role] for role in policies.roles_of(name)):
             note = f"no held-out loss: all answers of policy {name!r} would be held out"
@@ -196,11 +196,11 @@ def _check_same(folder: RunFolder, recorded: Recorded) -> None:
         )
 
 
-def _loss(config: TrainConfig) -> LossSpec:
+def _loss_spec(config: TrainConfig) -> LossSpec:
     return FROM_RECORDS[config.recipe or ""]
 
 
-def _objective(config: TrainConfig, learner: Learner) -> Objective:
+def _make_objective(config: TrainConfig, learner: Learner) -> Objective:
     if config.recipe == "dpo":
         return PreferenceLearner(learner, pairs=config.learner.mini_batch // 2)
     return Likelihood(learner)
@@ -232,12 +232,12 @@ def _summary(
 ) -> str:
     """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out."""
     unit, rows_per_unit = ("pairs", 2) if config.recipe == "dpo" else ("rows", 1)
-    row_counts = total(recorded.rows, episodes)
+    row_counts = count_rows(recorded.rows, episodes)
     by_role = ", ".join(f"{role} {count // rows_per_unit}" for role, count in sorted(row_counts.items()))
     text = f"recipe {config.recipe}: {unit} from {plural(len(episodes), 'episode')}"
     if held_out:
         text += f", {len(held_out)} held out"
     text += f": {by_role}"
-    if left_out := counts(recorded.left_out):
+    if left_out := counts_text(recorded.left_out):
         text += f"; left out: {left_out}"
     return f"{text} ({store.address})"

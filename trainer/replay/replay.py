@@ -16,14 +16,14 @@ import msgspec
 from cotune.adapters.manifest import is_export
 from cotune.adapters.prompts import prompts_of
 from cotune.episodes.episode import EpisodeOptions, run_episode
-from cotune.episodes.rollout import repeating
+from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError, RecordError
 from cotune.recording.recorder import Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Record
-from cotune.replay.forks import repeatable
+from cotune.replay.forks import can_repeat_before
 from cotune.replay.script import Replay, read_script
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
@@ -103,11 +103,11 @@ def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) 
     else by the run's newest policies, else by the application's own provider. Without `call`, all calls are answered
     from the record, or by the model if one is named. Raises ConfigError, RecordError, RunError before anything runs.
     """
-    workflow = _workflow(Path(run), options)
+    workflow = _load_workflow(Path(run), options)
     if options.out is not None and RunLayout(options.out).records.exists():
         raise ConfigError("out", options.out, "already holds records", "Name a new folder.")
     with open_store(run, read_only=True) as store:
-        plans = [_plan(store, episode, options) for episode in _episodes(store, options)]
+        plans = [_plan_repetition(store, episode, options) for episode in _episodes_to_run(store, options)]
         with watch(len(plans) * options.k) if watch else nullcontext() as on_episode:
             return run_sync(_replay(Path(run), workflow, plans, options, on_episode))
 
@@ -127,7 +127,7 @@ async def _replay(
         who = ""
         policies = None
         if has_new_calls:
-            trained = _policies(run, options)
+            trained = _trained_policies(run, options)
             if trained:
                 who = f"the policies of {trained}"
             elif options.model:
@@ -140,13 +140,13 @@ async def _replay(
                 model=options.model,
                 max_tokens=options.max_tokens,
                 temperature=options.temperature,
-                put_back=_PUT_BACK,
+                put_back=_MISSING_BASE_REMEDY,
                 seed=0,
             )
             policies = await stack.enter_async_context(answers)
         if policies is not None and options.model is not None and options.call is not None:
             # Another model may not be able to read the recorded token ids of the calls before.
-            plans, rendered = await asyncio.to_thread(_readable, plans, RecordedIds(run, policies.chat_of))
+            plans, rendered = await asyncio.to_thread(_without_foreign_ids, plans, RecordedIds(run, policies.chat_of))
             if rendered:
                 who += f" (recorded prompts of {plural(rendered, 'episode')} are rendered in its own template)"
 
@@ -159,7 +159,7 @@ async def _replay(
             flow = workflow
             responder: Responder | None = policies
             if replay is not None:
-                flow, responder = repeating(workflow, replay, responder)
+                flow, responder = repeat_episode(workflow, replay, responder)
             async with gate:
                 outcome = await run_episode(
                     flow,
@@ -198,26 +198,26 @@ async def _replay(
     return ReplayReport(who, repetitions, len(runs))
 
 
-def _readable(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
+def _without_foreign_ids(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
     """Return the plans without the token ids that another model cannot read, and the number of changed plans."""
-    readable: list[_Plan] = []
+    new_plans: list[_Plan] = []
     changed_plans = 0
     for old, replay in plans:
         if replay is not None:
             replay, changed = without_foreign_ids(replay, ids)
             changed_plans += changed
-        readable.append(_Plan(old, replay))
-    return readable, changed_plans
+        new_plans.append(_Plan(old, replay))
+    return new_plans, changed_plans
 
 
-def _policies(run: Path, options: ReplayOptions) -> str | Path | None:
+def _trained_policies(run: Path, options: ReplayOptions) -> str | Path | None:
     """Return the run or export whose policies answer new calls; None if the application's provider or a model does."""
     if options.model is None:
         return None if newest_checkpoint(RunLayout(run).checkpoints) is None else run
     return options.model if is_export(Path(options.model)) or is_run(options.model) else None
 
 
-_PUT_BACK = (
+_MISSING_BASE_REMEDY = (
     "Put the old one back, or export the run with its present location (cotune export RUN --out adapters/ --model "
     "FOLDER), and replay with --model adapters/."
 )
@@ -236,7 +236,7 @@ class _RecordList:
             self._store.write(records)
 
 
-def _workflow(run: Path, options: ReplayOptions) -> Workflow:
+def _load_workflow(run: Path, options: ReplayOptions) -> Workflow:
     """Load the application to replay, with the redactor, role names and prompts of the run unless the options say
     otherwise. Raises ConfigError if neither names an application."""
     described = read_run_json(run) if is_run(run) else read_trace(run)
@@ -255,7 +255,7 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
     return flow.prompted(options.prompts or prompts_of(run))
 
 
-def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
+def _episodes_to_run(store: Store, options: ReplayOptions) -> list[Episode]:
     """Return the episodes to run again. With `all`, these are the finished episodes of the application itself, without
     forks, dry runs and judges."""
     if options.episode is not None:
@@ -270,7 +270,7 @@ def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
     return episodes[: options.limit]
 
 
-def _plan(store: Store, episode: Episode, options: ReplayOptions) -> _Plan:
+def _plan_repetition(store: Store, episode: Episode, options: ReplayOptions) -> _Plan:
     """Read an episode with its record, and plan its repetition. Raises RecordError, ConfigError."""
     calls = store.calls(episode.id)
     old = EpisodeWithCalls(episode, calls, store.rewards([episode.id])[episode.id])
@@ -291,7 +291,7 @@ def _plan(store: Store, episode: Episode, options: ReplayOptions) -> _Plan:
     if fork is None:
         fault = f"is not a call of this episode, which has 0 to {len(calls) - 1}"
         raise ConfigError("call", step, fault, "See cotune show --episode.")
-    if not repeatable(calls, fork):
+    if not can_repeat_before(calls, fork):
         unanswered = next(call for call in calls if call.status != "ok" and call.id != fork.id)
         raise ConfigError(
             "call",

@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.folder.folder import loading, locate_model
+from cotune.integrations.models.folder.folder import loading_options, locate_model
 from cotune.records.answers import Answer
 from cotune.replay.script import Replay, ScriptCall
 from cotune.sampling.protocol import ChatFormat
@@ -24,7 +24,8 @@ class RecordedIds:
 
     def __init__(self, run: Path, chat_of: Callable[[str], ChatFormat]) -> None:
         """`chat_of` returns the chat format of the model that answers a role now."""
-        self._folder, self._run = run, read_run(run) if is_run(run) else None
+        self._folder = run
+        self._run = read_run(run) if is_run(run) else None
         self._chat_of = chat_of
         self._recorded = functools.cache(self._load)
 
@@ -36,7 +37,7 @@ class RecordedIds:
         chat = self._chat_of(call.role)
         if model is None or not isinstance(chat, ChatTemplate):
             return False
-        return bool(self._recorded(model) == _vocabulary(chat.tokenizer))
+        return bool(self._recorded(model) == _vocabulary_digest(chat.tokenizer))
 
     def _load(self, model: str) -> Any:
         """Load the vocabulary and the chat template of a base model of the run; None if the model is gone."""
@@ -44,7 +45,7 @@ class RecordedIds:
 
         try:
             place = relocated(model, read_run_json(self._folder), self._folder.absolute())
-            return _vocabulary(AutoTokenizer.from_pretrained(locate_model(place), **loading()))
+            return _vocabulary_digest(AutoTokenizer.from_pretrained(locate_model(place), **loading_options()))
         except (ConfigError, OSError, ValueError):
             return None
 
@@ -69,5 +70,5 @@ def _as_text(call: ScriptCall) -> ScriptCall:
     return msgspec.structs.replace(call, answer=answer)
 
 
-def _vocabulary(tokenizer: Any) -> tuple[Any, Any]:
+def _vocabulary_digest(tokenizer: Any) -> tuple[Any, Any]:
     return tokenizer.get_vocab(), tokenizer.chat_template

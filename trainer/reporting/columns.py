@@ -41,12 +41,12 @@ def role_table(metrics: StepMetrics) -> Grid:
     shown = {name: metric for name, metric in columns().items() if not metric.optional or name in not_zero}
     table = grid("role", *(f"{metric.column}>" for metric in shown.values()))
     for role, figures in metrics.roles.items():
-        cells = [_figure(figures.get(name), metric.share) for name, metric in shown.items()]
+        cells = [_figure_text(figures.get(name), metric.share) for name, metric in shown.items()]
         table.add_row(Text(role), *cells)
     return table
 
 
-def explained() -> Iterable[RenderableType]:
+def explain_columns() -> Iterable[RenderableType]:
     """Yield the columns of the table of roles and the parts of a step's line, for `cotune train --explain`."""
     yield definitions("by role", {metric.column: metric.help for metric in columns().values()})
     yield ""
@@ -54,7 +54,7 @@ def explained() -> Iterable[RenderableType]:
     yield Text("\nOf a run: cotune show RUN --steps --explain. In the browser: cotune view RUN.")
 
 
-def _figure(value: Any, percent: bool) -> str:
+def _figure_text(value: Any, percent: bool) -> str:
     """Format a figure of the table of roles. Small numbers keep significant digits, which "0.000" would hide."""
     if value is None:
         return "-"

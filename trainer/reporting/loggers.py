@@ -28,7 +28,7 @@ from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
 from cotune.storage.whole_file import rewriting
 from cotune.trainer.config.load import convert
-from cotune.trainer.config.withheld import written
+from cotune.trainer.config.withheld import without_variables
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
 
 log = logging.getLogger("cotune")
@@ -36,14 +36,14 @@ log = logging.getLogger("cotune")
 SHOWN_EPISODES = 8
 """Most episodes of a step in its table."""
 COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
-MAIN = "1_main"
+MAIN_GROUP = "1_main"
 """The group of figures that trackers show first, because they sort by name."""
 _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
 _SECRET = re.compile(r"(?i)(?<=[?&])([\w.-]*(?:password|passwd|token|secret|key)[\w.-]*)=[^&#\s]*")
 """Parameters of an address with a secret, for example the password of PostgreSQL."""
-EXPORT = "export"
+EXPORT_ARTEFACT = "export"
 """Name of the artefact that `cotune export` sends."""
-LONGEST = 2000
+CELL_CHARACTERS = 2000
 """Characters of a cell."""
 _END_SECONDS = 30.0
 
@@ -64,15 +64,15 @@ class Loggers:
 
     def base(self, held_out: Mapping[str, float]) -> None:
         """Send the evaluation before the first step; does not wait."""
-        figures = named({"held_out": held_out, "roles": {}})
+        figures = tracker_figures({"held_out": held_out, "roles": {}})
         for thread in self._threads:
             thread.work.put((0, figures, []))
 
     def step(self, metrics: StepMetrics) -> None:
         """Send a step, under the number that its line shows. This does not wait."""
-        figures = named(msgspec.to_builtins(metrics))
+        figures = tracker_figures(msgspec.to_builtins(metrics))
         number = metrics.step + 1
-        rows = [_row(number, episode) for episode in self._episodes]
+        rows = [_table_row(number, episode) for episode in self._episodes]
         self._episodes = []
         for thread in self._threads:
             thread.queued += 1
@@ -130,27 +130,27 @@ class _Logger(threading.Thread):
             log.warning("Logger %s failed at its end: %r", self.tool, error)
 
 
-def named(line: Mapping[str, Any]) -> dict[str, float]:
+def tracker_figures(line: Mapping[str, Any]) -> dict[str, float]:
     """Name the figures of a step for trackers: the most important ones under `1_main`, which every tool shows first,
     counts of the step under `step`, and the others by their path in metrics.jsonl."""
-    main_figures = {f"{MAIN}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
+    main_figures = {f"{MAIN_GROUP}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
     for role, figures in line["roles"].items():
-        main_figures[f"{MAIN}/2_reward/{role}"] = figures.get("reward")
-        main_figures[f"{MAIN}/3_entropy/{role}"] = figures.get("entropy")
-        main_figures[f"{MAIN}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
+        main_figures[f"{MAIN_GROUP}/2_reward/{role}"] = figures.get("reward")
+        main_figures[f"{MAIN_GROUP}/3_entropy/{role}"] = figures.get("entropy")
+        main_figures[f"{MAIN_GROUP}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
     all_figures = {name: value for name, value in main_figures.items() if value is not None}
-    for name, value in flat(line):
+    for name, value in flatten_numbers(line):
         all_figures[name if "/" in name else f"step/{name}"] = value
     return all_figures
 
 
-def public(value: Any) -> Any:
+def without_secrets(value: Any) -> Any:
     """Return a setting without private parts: a path becomes its last part, an address loses passwords and secrets.
     This also holds within lists and tables."""
     if isinstance(value, Mapping):
-        return {name: public(inner) for name, inner in value.items()}
+        return {name: without_secrets(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [public(inner) for inner in value]
+        return [without_secrets(inner) for inner in value]
     if not isinstance(value, str):
         return value
     if Path(value).is_absolute():
@@ -158,11 +158,11 @@ def public(value: Any) -> Any:
     return _SECRET.sub(r"\1=***", _PASSWORD.sub(r"\1", value))
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+def flatten_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """Yield the finite numbers in nested mappings, each with its path, for example `roles/planner/reward`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from flat(inner, f"{name}/{key}" if name else str(key))
+            yield from flatten_numbers(inner, f"{name}/{key}" if name else str(key))
     elif isinstance(value, bool | int | float) and math.isfinite(value):
         yield name, float(value)
 
@@ -177,7 +177,7 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
         try:
             tracker = _open_tracker(tool, config, run.absolute(), 0)
             try:
-                tracker.keep(export, EXPORT, without=VERSIONS)
+                tracker.keep(export, EXPORT_ARTEFACT, without=VERSIONS)
             finally:
                 tracker.finish()
         except Exception as error:  # noqa: BLE001  (whatever a tool raises)
@@ -195,8 +195,8 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
     tracker = Tracker(tool, config.project, path, run, known=tracker_id, done=done)
     if tracker_id is None or tool == "trackio":  # trackio only shows settings of the last part of a run
         settings: dict[str, bool | int | float | str] = {}
-        for name, value in leaves(written(config)):
-            setting = public(value)
+        for name, value in leaves(without_variables(config)):
+            setting = without_secrets(value)
             settings[name] = setting if isinstance(setting, bool | int | float | str) else json.dumps(setting)
         tracker.settings(settings)
     if tracker_id is None:
@@ -206,8 +206,8 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
     return tracker
 
 
-def _row(step: int, episode: Episode) -> list[Any]:
-    task_input = json.dumps(episode.task.input, default=str)[:LONGEST]
+def _table_row(step: int, episode: Episode) -> list[Any]:
+    task_input = json.dumps(episode.task.input, default=str)[:CELL_CHARACTERS]
     metrics = json.dumps(dict(episode.metrics))
-    error = (episode.error or "")[:LONGEST]
+    error = (episode.error or "")[:CELL_CHARACTERS]
     return [step, episode.task.id, task_input, episode.status, episode.calls, metrics, error]

@@ -23,7 +23,7 @@ Updates = Mapping[str, Mapping[str, float]]
 """The learner's figures for each policy that it has updated."""
 
 
-def moved(updates: Updates) -> list[str]:
+def policies_that_moved(updates: Updates) -> list[str]:
     """Return the policies whose weights an update has changed: some optimizer step of it had a gradient."""
     policies: list[str] = []
     for name, figures in updates.items():
@@ -37,7 +37,7 @@ def step_seconds(seconds: Mapping[str, float]) -> float:
     return sum(spent for phase, spent in seconds.items() if phase not in BEFORE)
 
 
-def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
+def throughput_fields(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
     """The fields of `StepMetrics` about tokens and their rates. `sampled` is the number of tokens that the rollouts
     sampled.
 
@@ -118,13 +118,13 @@ def outcome_means(
     return means
 
 
-def lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:
+def count_lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:
     """Count samples by the number of versions that their sampler was behind the policy that trains on them."""
     counts = Counter(versions.get(sample.policy.name, 0) - sample.policy.version for sample in samples)
     return {str(lag): counts[lag] for lag in sorted(counts)}
 
 
-def stayed(
+def reasons_for_staying(
     policies: Policies,
     updates: Updates,
     rows: Mapping[str, Sequence[TrainRow]],
@@ -136,7 +136,7 @@ def stayed(
     reasons: dict[str, str] = dict.fromkeys(collected.unrewarded, "no reward")
     reasons.update(prepared.reached)
     reasons.update(dict.fromkeys(frozen, "frozen step"))
-    moved_policies = moved(updates)
+    moved_policies = policies_that_moved(updates)
     reason_of: dict[str, str] = {}
     for name, spec in policies.specs.items():
         if spec.trained and name not in moved_policies:

@@ -15,7 +15,7 @@ from cotune.trainer.run.run import Run
 
 
 @contextlib.asynccontextmanager
-async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
+async def profiling(run: Run, progress: Progress) -> AsyncIterator[None]:
     """Trace the step within the block, if it is the one to profile, and print the path of the trace.
 
     If the profiler fails, the run continues. A step that is not completed has no trace.
@@ -26,7 +26,7 @@ async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
         return
     file: Path | None = run.folder.profiles / f"{checkpoint_name(number)}.trace.json.gz"
     progress.say(f"step {number} is profiled ...")
-    fault = await _fault(run.learner.begin_profile)
+    fault = await _profiler_fault(run.learner.begin_profile)
     try:
         yield
     except Exception:
@@ -35,14 +35,14 @@ async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
         raise
     if run.state.steps < number:  # it was stopped
         file = None
-    fault = fault or await _fault(run.learner.end_profile, file)
+    fault = fault or await _profiler_fault(run.learner.end_profile, file)
     if fault:
         progress.say(f"step {number} has no profile: {fault}")
     elif file is not None:
         progress.say(f"trace of step {number}, for https://ui.perfetto.dev or chrome://tracing: {file}")
 
 
-async def _fault(method: Callable[..., None], *arguments: Any) -> str:
+async def _profiler_fault(method: Callable[..., None], *arguments: Any) -> str:
     """Call a method of the learner. If its profiler fails, return the reason in one line, else an empty text."""
     try:
         await asyncio.to_thread(method, *arguments)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cotune.algorithms.attribution import weigh
+from cotune.algorithms.attribution import weigh_rewards
 from cotune.algorithms.collect import COMPLETE, failure_of, temperature
 from cotune.algorithms.samples import Sample
 from cotune.config.train import TrainConfig
@@ -19,7 +19,7 @@ from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan, seed_of
 from cotune.records.structs import CallRecord, Episode, PolicyRef
-from cotune.replay.forks import Budget, Place, budget, choose_forks, fork_rule, none_decides, repeatable
+from cotune.replay.forks import Budget, Place, budget, can_repeat_before, choose_forks, fork_rule, none_decides
 from cotune.replay.script import Replay, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.outcomes import OnFailure, failure_reward
@@ -61,7 +61,7 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
     frozen = run.frozen(step)  # a fork at a call of a frozen policy would train no policy
     roles = {role: name for role, name in run.trained_roles(step).items() if name not in frozen}
     trainable = [call for call in calls if _trainable(call, roles)]
-    forkable = [call for call in trainable if repeatable(calls, call)]
+    forkable = [call for call in trainable if can_repeat_before(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
     rule = fork_rule(config.forks)
@@ -134,7 +134,7 @@ def _branch_outcomes(run: RolloutRun, forked: Sequence[tuple[CallRecord, Sequenc
     outcomes: dict[str, float] = {}
     for (policy, _), samples_of_step in samples.items():
         attribution = run.recipes.of(policy).attribution
-        values = weigh(samples_of_step, attribution, (), own=False, outcome=True).outcome.tolist()
+        values = weigh_rewards(samples_of_step, attribution, (), own=False, outcome=True).outcome.tolist()
         for sample, value in zip(samples_of_step, values, strict=True):
             outcomes[sample.rollout] = value
     return outcomes
@@ -227,7 +227,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
     for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
         answered = [call for call in calls if call.role in trained and call.status == "ok"]
-        forkable = [call for call in answered if repeatable(calls, call)]
+        forkable = [call for call in answered if can_repeat_before(calls, call)]
         forks = choose_forks(forkable, rule, config.replay.budget, 0)
         episodes += 1
         total_calls += len(calls)

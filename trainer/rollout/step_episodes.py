@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RunError
-from cotune.records.policies import unlisted_said
+from cotune.records.policies import unlisted_roles_text
 from cotune.records.structs import Episode
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import finished_episodes
@@ -60,7 +60,7 @@ def report_faults(run: RolloutRun, step: int, progress: Progress) -> None:
     """Report faults in the episodes of a step. Raises RunError if records of them were lost."""
     progress.scorer_errors(run.runner.scorer_errors)
     for role in run.runner.unlisted:
-        progress.say_once(unlisted_said(role, run.config.other_roles))
+        progress.say_once(unlisted_roles_text(role, run.config.other_roles))
     lost = run.store.health.lost
     if lost:
         raise RunError(

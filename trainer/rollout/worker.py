@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.episodes.episode import Outcome, run_episode
-from cotune.episodes.rollout import repeating
+from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.workflows import Workflow
 from cotune.recording.context import current_episode
 from cotune.recording.hooks import hooks
@@ -23,7 +23,7 @@ from cotune.records.structs import Record
 from cotune.records.wire import pack
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.run_context import RunContext, current_run
-from cotune.runtime.user_code import place
+from cotune.runtime.user_code import thread_place
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.trainer.rollout.process_reaper import start_reaper
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
@@ -76,7 +76,7 @@ class RolloutWorker:
         frame = sys._current_frames().get(self._thread.ident or 0)
         context = running_context(frame)
         culprit = context.get(current_run, RunContext()).request if context else None
-        return Heartbeat(blocked=blocked, culprit=culprit or None, where=place(frame), overdue=overdue)
+        return Heartbeat(blocked=blocked, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
         """Import the application, load the chat formats and start the thread of episodes. Returns facts by which the
@@ -130,7 +130,7 @@ class RolloutWorker:
         workflow: Workflow = self._workflow
         responder: Responder | None = policy_responder
         if request.replay is not None:
-            workflow, responder = repeating(workflow, request.replay, policy_responder)
+            workflow, responder = repeat_episode(workflow, request.replay, policy_responder)
         episode = self._episodes[request.id] = asyncio.ensure_future(
             run_episode(workflow, request.task, sink=sink, responder=responder, options=request.options)
         )

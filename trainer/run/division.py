@@ -144,7 +144,8 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
 def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
     """Choose one engine and one learner on this machine. Returns the configuration, and a note on why the engine is not
     vLLM if there is a GPU."""
-    engine, note = config.engine, ""
+    engine = config.engine
+    note = ""
     if engine == AUTO:
         engine = "transformers"
         if resources.gpus and not config.from_records:
@@ -155,9 +156,11 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
                 engine = "vllm"
 
     samples_here = _samples(config)
-    per_engine, per_learner = 0.0, 0.0
+    per_engine = 0.0
+    per_learner = 0.0
     if resources.gpus and samples_here:
-        per_engine, per_learner = SHARED, SHARED
+        per_engine = SHARED
+        per_learner = SHARED
     elif resources.gpus:
         per_learner = 1.0
     cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)  # refuses settings that need Ray
@@ -230,7 +233,8 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
 
 def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
     """Return [cluster] with all numbers: the configured ones, and a part of the GPUs for each that it leaves open."""
-    cluster, gpus = config.cluster, resources.gpus
+    cluster = config.cluster
+    gpus = resources.gpus
     if not gpus:
         return cluster.divided(engines=cluster.engines or 1, learners=cluster.learners or 1, gpus_per_learner=0)
     if not _samples(config):

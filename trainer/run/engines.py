@@ -16,7 +16,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, engine_name, open_sampler, products_dtype
-from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer
+from cotune.integrations.models.folder.folder import count_token_ids, loading_options, locate_model, read_tokenizer
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Sampler
@@ -184,7 +184,7 @@ def _vocabulary(model: str) -> int:
     """Return the number of token ids that the model may draw."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, **loading())
+    config = AutoConfig.from_pretrained(model, **loading_options())
     return count_token_ids(read_tokenizer(model), config.get_text_config().vocab_size)
 
 

@@ -26,7 +26,8 @@ class _Calls:
     """The methods of a learner, called in a thread."""
 
     def __init__(self, learner: Learner, thread: ThreadPoolExecutor) -> None:
-        self._learner, self._thread = learner, thread
+        self._learner = learner
+        self._thread = thread
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._learner, name)

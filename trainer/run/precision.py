@@ -22,7 +22,7 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer.config.engine import engine_kind
-from cotune.trainer.learner.loss import Tokens, policy_loss, unmasked
+from cotune.trainer.learner.loss import Tokens, kept_by_mask, policy_loss
 from cotune.trainer.publish import Probe, probe_rows, sampled_gaps
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
@@ -249,7 +249,7 @@ def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, agai
     row = torch.arange(len(rows)).repeat_interleave(answer_lengths)  # the row of each token
 
     if loss.mask != "none":
-        share = 1.0 - float(unmasked(loss, old - sampler, row).float().mean())
+        share = 1.0 - float(kept_by_mask(loss, old - sampler, row).float().mean())
         if share > MOST_NOISE:
             low, high = loss.mask_bounds
             bounds = f"mask = {loss.mask!r} with the bounds {low:g} and {high:g} (mask_range)"

@@ -15,7 +15,7 @@ from cotune.integrations.models.vllm.adapters import SharedFolders
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import fingerprint
 from cotune.trainer.config.engine import engine_kind
-from cotune.trainer.publish import norm
+from cotune.trainer.publish import weights_norm
 
 SAMPLE_BYTES = 32 << 20
 FLOAT_BYTES = 4
@@ -41,9 +41,11 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
 
     by_files = engine_kind(config).fixed  # the in-process engine takes weights through its pipe
     place = " by files" if by_files else ""
-    rate, notes = seconds_per_byte(by_files=by_files), []
+    rate = seconds_per_byte(by_files=by_files)
+    notes = []
     for model in large:
-        size, names = sizes[model], ", ".join(bases[model])
+        size = sizes[model]
+        names = ", ".join(bases[model])
         notes.append(
             f"all weights of {names} go to the sampler after each step: {size / 1e9:.2g} GB{place}, about "
             f"{size * rate:.2g} s each (estimated from {SAMPLE_BYTES / 1e6:.0f} MB of numbers on this machine)"
@@ -56,7 +58,7 @@ def seconds_per_byte(*, by_files: bool) -> float:
     if weights are sent by files."""
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     started = time.perf_counter()
-    norm(sample)
+    weights_norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)
     pickle.loads(pickle.dumps(sample))

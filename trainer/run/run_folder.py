@@ -15,15 +15,15 @@ import msgspec
 
 from cotune.config.train import TrainConfig
 from cotune.errors import CotuneError, RunError, error_text
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 from cotune.reading.evaluations import drop_after
 from cotune.records.ids import new_id
 from cotune.storage.file_lock import FileLock
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.run_code import orders_of_run, remember
+from cotune.storage.run_code import orders_of_run, remember_orders
 from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import is_full, system_error_message, whole_file
-from cotune.trainer.config.withheld import written
+from cotune.trainer.config.withheld import without_variables
 
 _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
 
@@ -63,10 +63,10 @@ class RunFolder(RunLayout):
             "workflow": workflow,
             "tasks": tasks,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {"python": platform.python_version(), **installed(_PACKAGES)},
+            "versions": {"python": platform.python_version(), **versions_of_installed(_PACKAGES)},
             "run": str(path),
             "folder": str(Path.cwd()),
-            "config": written(config),
+            "config": without_variables(config),
             **more,
         }
         folder.trusted = True
@@ -96,7 +96,7 @@ class RunFolder(RunLayout):
         """Write run.json again. If the user trusts the folder, the code and addresses it names now are trusted too."""
         write_atomically(self.run_json, json.dumps(described, indent=2).encode())
         if self.trusted:
-            remember(orders_of_run(self.path, described))
+            remember_orders(orders_of_run(self.path, described))
 
     @property
     def workflow(self) -> str | None:

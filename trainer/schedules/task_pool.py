@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.samples import Floats
-from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
+from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, task_chances
 from cotune.config.rollouts import CurriculumConfig
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
@@ -32,7 +32,7 @@ class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskPool:
-    """Draws the tasks of each step (from 0): even, by `schedule_of`, or adaptive, by `chances`.
+    """Draws the tasks of each step (from 0): even, by `schedule_of`, or adaptive, by `task_chances`.
 
     A draw depends on the tasks, the seed and the step. In an adaptive pool it also depends on the results of the tasks
     so far, so the run stores it until the step is done. `counts` has the number of tasks of a step, as (first step with
@@ -75,13 +75,15 @@ class TaskPool:
         return DrawnTasks(first_ids, tuple(reserve))
 
     def _draw_adaptive(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
-        """Draw tasks at random, with higher chances for tasks whose rewards still differ (`chances`), and weigh each by
-        one over its chance of being drawn."""
+        """Draw tasks at random, with higher chances for tasks whose rewards still differ (`task_chances`).
+
+        Each task is weighed by one over its chance of being drawn.
+        """
         count = [count for first, count in self._counts if first <= step][-1]
         # The step takes all tasks: none is left for a refill, and each has the chance 1, so none needs a weight.
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))
-        chance = chances(self._places, facts, roles, EVEN_SHARE)
+        chance = task_chances(self._places, facts, roles, EVEN_SHARE)
         times = arrivals(chance, [self._seed, step])
         order = np.argsort(times, kind="stable")
         drawn = [self._ids[i] for i in order[: count + extra_tasks(self._budget, count)].tolist()]

@@ -25,12 +25,12 @@ _REWARDS = 30
 def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[RenderableType]:
     """An episode as a tree of its calls, after a line with the reason if it failed (with `full`, the whole error)."""
     calls = store.calls(id)
-    if cause := _cause(store, id, calls, full):
+    if cause := _failure_cause(store, id, calls, full):
         yield Text(cause, style=BAD)
     yield episode_tree(store, id, calls, full)
 
 
-def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
+def _failure_cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
     """The reason why an episode failed or was cancelled; empty for other episodes."""
     try:
         episode = store.episode(id)
@@ -130,14 +130,14 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
     for position, id in enumerate(call.messages):
         if not full and position < last:
             continue
-        yield _line(Text(f"< {_asked(store, id, full)}", style=QUIET), full)
+        yield _one_line(Text(f"< {_message_text(store, id, full)}", style=QUIET), full)
         if position in call.changed:
-            sent = _asked(store, call.changed[position], full)
-            yield _line(Text(f"< sent instead, by edited prompts: {sent}"), full)
+            sent = _message_text(store, call.changed[position], full)
+            yield _one_line(Text(f"< sent instead, by edited prompts: {sent}"), full)
     for attempt in call.attempts:
-        yield _short(Text(f"retried after {attempt}", style=QUIET))
+        yield _shorten(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
-        yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
+        yield Text(call.error, style=BAD) if full else _shorten(Text(first_line(call.error), style=BAD))
     ids = [candidate_id(call.id, c.index) for c in call.candidates]
     rewards = store.rewards(ids)
     feedback = store.feedback(ids)
@@ -145,33 +145,33 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
         line.append_text(scores(rewards[target]))
-        answer = _whole(candidate.message) if full else answer_line(candidate)
+        answer = _full_message(candidate.message) if full else answer_line(candidate)
         if len(line) > 2:
             line.append("  " if len(line) < _REWARDS else "\n  ")
         if candidate.finish_reason == "length":
             line.append("[cut at the length limit] ", style=BAD)
         line.append(answer, style="" if chosen else QUIET)
-        yield _line(line, full)
+        yield _one_line(line, full)
         yield from _feedback(feedback[target], full)
 
 
-def _asked(store: Store, id: str, full: bool) -> str:
+def _message_text(store: Store, id: str, full: bool) -> str:
     """The text of a message, or its beginning."""
     try:
         message = store.message(id)
     except RecordError:
         return "lost"
-    return _whole(message) if full else snippet(message)
+    return _full_message(message) if full else snippet(message)
 
 
 def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:
     """The texts given with the rewards of an episode or a candidate."""
     for name, text in texts.items():
         label = f"why {name}" if len(texts) > 1 else "why"
-        yield _line(Text(f"  {label}: {text if full else snippet(text)}", style=QUIET), full)
+        yield _one_line(Text(f"  {label}: {text if full else snippet(text)}", style=QUIET), full)
 
 
-def _whole(message: Any) -> str:
+def _full_message(message: Any) -> str:
     """A message as text, not shortened: its role, its content, and its other fields (such as tool calls) as JSON."""
     if not isinstance(message, Mapping):
         return json.dumps(message, ensure_ascii=False, indent=2)
@@ -183,11 +183,11 @@ def _whole(message: Any) -> str:
     return f"{message.get('role', 'message')}: " + "\n".join(parts)
 
 
-def _line(text: Text, full: bool) -> Text:
-    return text if full else _short(text)
+def _one_line(text: Text, full: bool) -> Text:
+    return text if full else _shorten(text)
 
 
-def _short(text: Text) -> Text:
+def _shorten(text: Text) -> Text:
     text.no_wrap = True
     text.overflow = "ellipsis"
     return text

@@ -33,19 +33,19 @@ def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     yield Text.assemble(
         ("groups ", "bold"), f"of {source}\n", (f"{shown[0].recipe}; key {', '.join(shown[0].key)}\n", QUIET)
     )
-    yield _table(by_role_and_turn(chain.from_iterable(step.groups for step in shown)))
+    yield _groups_table(by_role_and_turn(chain.from_iterable(step.groups for step in shown)))
     trained = sum(step.trained for step in shown)
     candidates = sum(step.candidates for step in shown)
     yield Text(f"\n{trained:,} of {plural(candidates, 'candidate')} trained on; left out:\n", style="bold")
     left_out: Counter[str] = Counter()
     for step in shown:
         left_out.update(step.left_out)
-    yield _reasons(left_out, candidates)
+    yield _reasons_text(left_out, candidates)
     for problem in dict.fromkeys(chain.from_iterable(step.problems for step in shown)):
         yield Text(problem, style=BAD)
 
 
-def _table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType:
+def _groups_table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType:
     """A table with a row for each role and turn: the number and sizes of its groups, their rewards, the share of groups
     whose rewards do not differ, and the number of groups trained on.
     """
@@ -71,7 +71,7 @@ def _table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType:
     return table if table.row_count else Text("no groups", style=QUIET)
 
 
-def _reasons(left_out: Counter[str], candidates: int) -> RenderableType:
+def _reasons_text(left_out: Counter[str], candidates: int) -> RenderableType:
     table = grid("reason", "candidates>", "share>", "why")
     for reason, count in left_out.most_common():
         if count:

@@ -30,7 +30,7 @@ def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
     Empty for a command without an entry in the table, and after an error or interruption whose message names a command.
     """
     name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
-    suggest = _NEXT.get(name, _nothing)
+    suggest = _NEXT.get(name, _no_command)
     return [shlex.join(without_password(word) for word in words if word) for words in suggest(a, status)]
 
 
@@ -40,17 +40,17 @@ Words = Sequence[str | None]
 def _check(a: argparse.Namespace, status: int) -> list[Words]:
     if status == 1:  # the user must fix the application first
         return []
-    return [["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL, *_same(a)]]
+    return [["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL, *_same_flags(a)]]
 
 
 def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
     if status or not (a.model or a.config):
         return [] if status else [["cotune", "doctor", "--model", MODEL]]
     model = ["--model", a.model] if a.model else []
-    return [["cotune", "train", APP, "--tasks", TASKS, *model, *_same(a)]]
+    return [["cotune", "train", APP, "--tasks", TASKS, *model, *_same_flags(a)]]
 
 
-def _same(a: argparse.Namespace) -> list[str]:
+def _same_flags(a: argparse.Namespace) -> list[str]:
     """The flags of this command that set fields of training, to pass to the next command."""
     words: list[str] = []
     for name, flag in _OF_TRAINING.items():
@@ -69,7 +69,7 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
     summary = getattr(a, "result", None)
     if summary is None:  # it explained its columns
         return []
-    path = _near(summary.path)
+    path = _relative_path(summary.path)
     if not summary.finished:
         return [["cotune", "train", "--resume", path]]
     if not summary.versions:
@@ -91,7 +91,7 @@ def _eval(a: argparse.Namespace, status: int) -> list[Words]:
     """
     report = a.result
     if report.broken:
-        return [["cotune", "show", _near(report.stored), "--status", "error"]] if report.stored else []
+        return [["cotune", "show", _relative_path(report.stored), "--status", "error"]] if report.stored else []
     trained = is_run(a.run)
     comparison = next(iter(report.comparisons), None)
     difference = comparison and (comparison.success or comparison.reward or comparison.outcome)
@@ -138,7 +138,7 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
         ]
     if result.verdict == "untested" and not a.without:
         return [[*again, "--reference", "openai:gpt-5", "--out", "runs/swapped"]]
-    return [["cotune", "show", _near(result.path)]]
+    return [["cotune", "show", _relative_path(result.path)]]
 
 
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
@@ -168,7 +168,7 @@ def _show(a: argparse.Namespace, status: int) -> list[Words]:
     if a.json or a.html:
         return []
     if newest := getattr(a, "result", None):  # it listed a folder of runs
-        return [["cotune", "show", _near(newest)]]
+        return [["cotune", "show", _relative_path(newest)]]
     if a.episode:
         return [["cotune", "replay", a.run, "--episode", a.episode]]
     return [["cotune", "view", a.run]]
@@ -201,12 +201,12 @@ def _prompts_diff(a: argparse.Namespace, status: int) -> list[Words]:
     return [["cotune", "prompts", "export", a.other or a.prompts, "--out", "prompts/"]]
 
 
-def _nothing(a: argparse.Namespace, status: int) -> list[Words]:
+def _no_command(a: argparse.Namespace, status: int) -> list[Words]:
     """No command follows: a server names its address when it starts; a page, a list or a folder of texts is an end."""
     return []
 
 
-def _near(path: str) -> str:
+def _relative_path(path: str) -> str:
     """A path relative to the current folder, if it is below it."""
     current = Path.cwd()
     return str(Path(path).relative_to(current) if Path(path).is_relative_to(current) else path)

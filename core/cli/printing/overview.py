@@ -12,8 +12,8 @@ from cotune.cli.printing.episode import episode_parts
 from cotune.cli.printing.first_page import FAILED_TASKS, first_page_parts
 from cotune.cli.printing.groups import show_groups
 from cotune.errors import RecordError, RunError
-from cotune.reading.exchange import Exchange, beginning, exchanges
-from cotune.reading.facts import Learned, Trouble, facts, further_bases, learned, troubles
+from cotune.reading.exchange import Exchange, exchanges, first_characters
+from cotune.reading.facts import Learned, Trouble, facts, find_troubles, further_bases, learned_answers
 from cotune.reading.first_page import first_page
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
@@ -45,14 +45,14 @@ def show_run(
     of the latest `limit` training steps. Raises RunError without records, RecordError for an unknown episode.
     """
     with OpenedRun(path) as run:
-        if recorded := learned(run):
+        if recorded := learned_answers(run):
             if not recorded.path:
                 cause = f"{path}/run.json is broken: it has no config.records.path."
                 raise RunError(cause, "Restore it, or start a new run.")
             if episode or groups:
                 cause = f"{path} learned from records and recorded no episodes."
                 raise RunError(cause, f"The episodes are in {recorded.path}.")
-            return Group(*_learned(run, recorded))
+            return Group(*_learned_lines(run, recorded))
         if episode is not None:
             return Group(*episode_parts(run.store, run.figures.episode_named(episode), full))
         if groups:
@@ -60,16 +60,16 @@ def show_run(
         unfinished = run.figures.open_episodes(MOST_OPEN)
         head = Text.assemble(("records ", "bold"), run.store.address, "\n")
         page = first_page_parts(first_page(run, FAILED_TASKS))
-        tables = _overview(run, len(unfinished))
+        tables = _overview_parts(run, len(unfinished))
         return Group(head, *page, "", *tables, *_episodes(run.store, unfinished[:limit], filters, limit))
 
 
-def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
+def _overview_parts(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     """Troubles, episodes by phase, calls by role."""
     store = run.store
-    problems = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
+    problems = [trouble for trouble in find_troubles(run, CAUSES) if trouble.kind != "last step"]
     lines = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
-    lines += _lines(problems, "episodes", "untrained", "cut", "precision")
+    lines += _problem_lines(problems, "episodes", "untrained", "cut", "precision")
     if lines:
         yield Text.assemble(*lines)
     means: dict[str, dict[str, float | None]] = {}
@@ -106,10 +106,10 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     if counters["sampled"]:
         missing += [(f"{plural(counters['sampled'], 'call')} left out by sampling", 0)]
     line = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
-    yield Text("\n").append_text(line).append("\n").append_text(Text.assemble(*_lines(problems, "calls")))
+    yield Text("\n").append_text(line).append("\n").append_text(Text.assemble(*_problem_lines(problems, "calls")))
 
 
-def _lines(problems: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
+def _problem_lines(problems: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
     """Problems of these kinds, each a line with its style."""
     for kind in kinds:
         for problem in problems:
@@ -140,14 +140,14 @@ def _episodes(
         try:
             episode = store.episode(id)
         except RecordError:
-            table.add_row(_short(id), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id]))
+            table.add_row(_short_id(id), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id]))
             continue
         status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
         step = "" if episode.training_step is None else episode.training_step + 1
-        row = (_short(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
+        row = (_short_id(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
     for id, calls in [] if filtered else unfinished[::-1]:
-        table.add_row(_short(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
+        table.add_row(_short_id(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
 
@@ -155,19 +155,19 @@ def exchange_lines(exchange: Exchange) -> list[Text]:
     """The beginnings of a question and an answer, a text each."""
     lines = []
     if exchange.question:
-        lines.append(Text.assemble(("asked ", QUIET), beginning(exchange.question)))
+        lines.append(Text.assemble(("asked ", QUIET), first_characters(exchange.question)))
     if exchange.answer:
-        lines.append(Text.assemble(("answered ", QUIET), beginning(exchange.answer)))
+        lines.append(Text.assemble(("answered ", QUIET), first_characters(exchange.answer)))
     return lines
 
 
-def _short(id: str) -> Text:
+def _short_id(id: str) -> Text:
     """The end of an episode's id, which commands accept as its name. Ids of about the same time begin with the same
     letters. Ids in another form are shown whole."""
     return Text(id[-SHOWN_ID:] if ID.fullmatch(id) else id, style=NAME)
 
 
-def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
+def _learned_lines(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
     """A run that learns from records: the records, its losses, and the answers left out."""
     lines = run.metrics
     about = facts(run)

@@ -64,7 +64,7 @@ def _role(
         if found_part.part.roles[0] != role.name:
             yield _note(f"has {found_part.part.name}, too")
         else:
-            yield from _part(found_part, role, wording, full)
+            yield from _part_lines(found_part, role, wording, full)
     if role.inputs:
         yield _note(f"{plural(role.inputs, 'user message')} of only one task: input, not a prompt")
     hidden = Counter(found_part.part.kind for found_part in parts if found_part.part.kind not in kinds)
@@ -73,7 +73,7 @@ def _role(
         yield _note(f"{counts}: --part {','.join(hidden)} shows them")
 
 
-def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iterable[RenderableType]:
+def _part_lines(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) -> Iterable[RenderableType]:
     """The lines of a part: its name and length, whether it can be edited, its text, and examples of its
     slots' values.
     """
@@ -91,7 +91,7 @@ def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) 
         yield _note(f"cannot be edited: {found_part.why}", BAD)
     if part.edited:
         yield _note("edited: cotune prompts diff shows the changes", f"not bold {NAME}")
-    yield Padding(_template(part.now, wording, full), (0, 0, 0, 4))
+    yield Padding(_template_lines(part.now, wording, full), (0, 0, 0, 4))
     for slot, values in zip(part.old.slots, found_part.examples, strict=True):
         for number, value in enumerate(values):
             # Only the first example of a slot has its mark; the others are aligned below.
@@ -100,7 +100,7 @@ def _part(found_part: FoundPart, role: FoundRole, wording: Wording, full: bool) 
             yield example.append(snippet(value, _VALUE) if value.strip() else "(empty)", style=QUIET)
 
 
-def _template(template: Template, wording: Wording, full: bool) -> Text:
+def _template_lines(template: Template, wording: Wording, full: bool) -> Text:
     """The text of a template with marks for its slots. Without `full`, a long text is cut after a few lines."""
     text = Text()
     for piece in template.pieces:
@@ -117,7 +117,7 @@ def _note(text: str, style: str = QUIET) -> Padding:
     return Padding(Text(text, style=style), (0, 0, 0, 2 if style == QUIET else 4))
 
 
-def found_of(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
+def parts_of_prompts(prompts: Prompts, only: Sequence[str] = ()) -> FoundParts:
     """The parts of a file of prompts in the form for `shown_parts`, without values of slots. `only` are the roles to
     show, empty for all."""
     names: dict[str, None] = {}
@@ -172,13 +172,13 @@ def shown_diff(pairs: Sequence[tuple[PromptPart, Template, Template]]) -> Group:
         if len(part.roles) > 1:
             lines.append(Text(f"  roles: {', '.join(part.roles)}", style=QUIET))
         table = Table.grid(padding=(0, 1, 0, 0))
-        for sign, line in _changed(wording.text(old), wording.text(new)):
+        for sign, line in _diff_lines(wording.text(old), wording.text(new)):
             table.add_row(Text(f"  {sign}", style=line.style), line)
         lines += [table, ""]
     return Group(*lines[:-1])
 
 
-def _changed(old: str, new: str) -> Iterable[tuple[str, Text]]:
+def _diff_lines(old: str, new: str) -> Iterable[tuple[str, Text]]:
     """The lines of a diff between two texts, each with its sign. Of a long run of equal lines, only the first two and
     the last are shown.
     """
@@ -196,16 +196,17 @@ def _changed(old: str, new: str) -> Iterable[tuple[str, Text]]:
         removed = "\n".join(old_lines[old_start:old_end])
         added = "\n".join(new_lines[new_start:new_end])
         if old_end > old_start:
-            for text in _marked(removed, added, BAD):
+            for text in _bold_differences(removed, added, BAD):
                 yield "-", text
         if new_end > new_start:
-            for text in _marked(added, removed, GOOD):
+            for text in _bold_differences(added, removed, GOOD):
                 yield "+", text
 
 
-def _marked(text: str, other: str, style: str) -> Iterable[Text]:
+def _bold_differences(text: str, other: str, style: str) -> Iterable[Text]:
     """The lines of a text, with the words that `other` does not have in bold."""
-    words, others = _WORDS.findall(text), _WORDS.findall(other)
+    words = _WORDS.findall(text)
+    others = _WORDS.findall(other)
     marked = Text(style=style)
     for tag, i, to_i, _, _ in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
         marked.append("".join(words[i:to_i]), style="" if tag == "equal" else "bold")

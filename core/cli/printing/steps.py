@@ -51,19 +51,19 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
                 first = figure(values[0], chart.percent)
                 last = figure(values[-1], chart.percent)
                 curves.add_row(title, *cells((line.label, first, last)), Text(sparkline(line.values), style=NAME))
-        parts: list[RenderableType] = [curves, "", *_steps(run, limit)]
+        parts: list[RenderableType] = [curves, "", *_steps_table(run, limit)]
         if explain:
             parts += ["", definitions("curve", {chart.title: chart.help for chart in all_charts})]
             parts += ["", definitions("column", _COLUMNS)]
         return Group(*parts)
 
 
-def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
+def _steps_table(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     """A table of the latest `limit` training steps, with the figures that at least one of them has."""
     lines = run.metrics[-limit:]
     which = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
     yield Text(f"{which}{plural(len(run.metrics), 'step')}\n", style="bold")
-    columns = _columns(lines)
+    columns = _filled_columns(lines)
     any_failed = any(line.get("failed", 0) for line in lines)
     any_left_out = any(sum(line["left_out"].values()) for line in lines)
 
@@ -87,7 +87,7 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     yield table
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+def _filled_columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
     """Figures of steps by the title of their column, without columns that are empty. Figures of chosen paths have only
     curves."""
     columns: dict[str, list[float | None]] = {}

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from cotune.cli.command import Parser, described
+from cotune.cli.command import Parser, parser_texts
 
 SUBCOMMANDS: Sequence[str] = ("show", "improve", "edit", "diff", "export")
 """A module has `TEXT`, `EXAMPLE`, `arguments` and `run`."""
@@ -18,7 +18,7 @@ def arguments(command: Parser) -> None:
     below = command.add_subparsers(dest="subcommand", required=True, metavar=" | ".join(SUBCOMMANDS))
     for name in SUBCOMMANDS:
         module = import_module(f"cotune.cli.prompts.{name}")
-        sub = below.add_parser(name, help=module.TEXT, **described(module.TEXT, module.EXAMPLE))
+        sub = below.add_parser(name, help=module.TEXT, **parser_texts(module.TEXT, module.EXAMPLE))
         sub.set_defaults(run_subcommand=module.run)
         module.arguments(sub)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotune.errors import ConfigError
 from cotune.tables import plural
-from cotune.terminal import agrees, tell
+from cotune.terminal import ask_yes_no, tell
 
 if TYPE_CHECKING:
     from cotune.trainer.prompts.options import ImproveOptions
@@ -21,7 +21,7 @@ def add_yes(command: Any) -> None:
     command.add_argument("--yes", action="store_true", help="ask models without confirmation, up to max_calls")
 
 
-def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> bool:
+def may_begin_search(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> bool:
     """Whether the search may begin.
 
     It may with `yes`, with a limit of the user's (`limited`), and if all models are on this machine (`here`: the models
@@ -36,7 +36,7 @@ def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> 
     if not sys.stdin.isatty():
         raise ConfigError("max_cost", None, "is missing, and there is no terminal to ask at", f"{text} {_REMEDY}")
     tell(f"{text} {_REMEDY}")
-    return agrees("Go on? [y/N] ", unsaid=False)
+    return ask_yes_no("Go on? [y/N] ", default=False)
 
 
 def _on_this_machine(options: ImproveOptions) -> bool:

@@ -29,7 +29,8 @@ def run(a: argparse.Namespace) -> int:
     first = read_prompts(a.prompts)
     if a.other:
         others = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
-        pairs, missing = [], []
+        pairs = []
+        missing = []
         for part in first.parts:
             other = others.get((part.kind, part.key, part.old, part.roles))
             if other is None:

@@ -18,7 +18,7 @@ from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.templates import Template, fault_of
 from cotune.prompts.wording import Wording
 from cotune.records.ids import new_id
-from cotune.terminal import agrees, tell, terminal
+from cotune.terminal import ask_yes_no, tell, terminal
 
 TEXT = "Change a part of a role's prompts in your editor, and compare before and after"
 EXAMPLE = "cotune prompts edit runs/traced --part writer.system"
@@ -85,16 +85,16 @@ def run(a: argparse.Namespace) -> int:
 def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path) -> None:
     """Run the application with both prompts, print the result, and store it with the prompts."""
     from cotune.prompts.file import write_prompts
-    from cotune.trainer.prompts.by_hand import compare, result
+    from cotune.trainer.prompts.by_hand import compare_prompts, result_sentence
 
     folder = file.parent / f"compared-{new_id()}"
-    comparison = compare(a.app, a.tasks, before, after, folder)
+    comparison = compare_prompts(a.app, a.tasks, before, after, folder)
     if comparison is None:
         tell(f"nothing to compare: the workflow gave no outcome; its episodes: cotune show {folder}")
         return
     evaluation = {"verdict": comparison.verdict, "held_out": comparison.to_json(), "records": str(folder)}
     write_prompts(file, msgspec.structs.replace(after, evaluation=evaluation))
-    tell(f"{result(comparison)}; episodes: cotune show {folder}")
+    tell(f"{result_sentence(comparison)}; episodes: cotune show {folder}")
 
 
 def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:
@@ -119,7 +119,7 @@ def _new_text(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Temp
         try:
             new = _read(part, wording, _text_of(path), old, str(path))
         except ConfigError as error:
-            if not sys.stdin.isatty() or not agrees(f"{error} Edit again? [Y/n] ", unsaid=True):
+            if not sys.stdin.isatty() or not ask_yes_no(f"{error} Edit again? [Y/n] ", default=True):
                 raise
         else:
             path.unlink()

@@ -12,8 +12,8 @@ from cotune.cli.command import (
     add_repeated,
     add_trust_folder,
     fields_of,
-    prices,
-    settings,
+    parse_prices,
+    parse_settings,
 )
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
@@ -62,15 +62,15 @@ def run(a: argparse.Namespace) -> int:
     status: 0 if the new texts are better on held-out tasks.
     """
     tell(f"loading {a.workflow or a.out} ...")
-    from cotune.cli.prompts.agreement import agreed
+    from cotune.cli.prompts.agreement import may_begin_search
     from cotune.storage.run_code import FOLDER, check_trusted
     from cotune.trainer.prompts.improve import improve
     from cotune.trainer.prompts.options import LIMITS, load_options, named_options, orders_of_search, read_search
     from cotune.trainer.prompts.outcome import render
 
-    fields = {**fields_of(a), **settings(a.set)}
+    fields = {**fields_of(a), **parse_settings(a.set)}
     if a.price:
-        fields["prices"] = prices(a.price)
+        fields["prices"] = parse_prices(a.price)
     workflow = a.workflow
     tasks = a.tasks
     stored_options = {}
@@ -81,7 +81,7 @@ def run(a: argparse.Namespace) -> int:
         if a.workflow:
             set_by_user.add("workflow")
         orders = orders_of_search(a.out)
-        trusted = check_trusted(orders, orders.named.keys() - set_by_user - {FOLDER})
+        trusted = check_trusted(orders, orders.current.keys() - set_by_user - {FOLDER})
         workflow = workflow or search.app
         tasks = tasks or search.tasks
         stored_options = search.options
@@ -90,7 +90,7 @@ def run(a: argparse.Namespace) -> int:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
     options = load_options(a.config, fields, stored_options)
     limited = trusted or not LIMITS.isdisjoint(named_options(a.config, fields))
-    if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
+    if not may_begin_search(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
         tell("nothing is asked")
         return 1
     try:

@@ -41,8 +41,8 @@ def run(a: argparse.Namespace) -> int:
 
     Exit status: 1 if no part can be edited.
     """
-    from cotune.cli.printing.prompts import found_of, parts_as_json, shown_parts
-    from cotune.cli.prompts.sources import found_in, has_prompts, provenance
+    from cotune.cli.printing.prompts import parts_as_json, parts_of_prompts, shown_parts
+    from cotune.cli.prompts.sources import has_prompts, parts_in_records, provenance
     from cotune.prompts.file import read_prompts, write_prompts
 
     kinds = tuple(a.part.split(","))
@@ -50,11 +50,11 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("--part", unknown[0], "is not a kind of part", f"Kinds: {', '.join(_KINDS)}.")
     records = a.source
     if ":" in a.source and not Path(a.source).exists():
-        records = _recorded(a)
+        records = _record_application(a)
     if has_prompts(records) and not Path(records).is_dir():
-        found = found_of(read_prompts(records), a.role)
+        found = parts_of_prompts(read_prompts(records), a.role)
     else:
-        found = found_in(records, roles=a.role, keep=a.keep)
+        found = parts_in_records(records, roles=a.role, keep=a.keep)
     if a.json:
         print(json.dumps(parts_as_json(found), ensure_ascii=False))
     else:
@@ -67,7 +67,7 @@ def run(a: argparse.Namespace) -> int:
     return 0 if found.editable else 1
 
 
-def _recorded(a: argparse.Namespace) -> str:
+def _record_application(a: argparse.Namespace) -> str:
     """Record the application on its tasks, with its own model. Returns the folder of the records."""
     from cotune.cli.trace import TraceOptions, trace
     from cotune.storage.run_layout import RunLayout

@@ -28,7 +28,7 @@ def has_prompts(path: str) -> bool:
     return path.endswith(".json") or (Path(path).is_dir() and prompts_path(path).is_file())
 
 
-def found_in(records: str, *, roles: Sequence[str] = (), keep: Sequence[str] = ()) -> FoundParts:
+def parts_in_records(records: str, *, roles: Sequence[str] = (), keep: Sequence[str] = ()) -> FoundParts:
     """The parts of recorded calls. Raises RunError without records, ConfigError for an unknown role."""
     from cotune.storage.open_store import open_store
 
@@ -38,7 +38,7 @@ def found_in(records: str, *, roles: Sequence[str] = (), keep: Sequence[str] = (
         for role in roles:
             if role not in recorded_roles:
                 names = [recorded.name for recorded in find_parts(store).roles]
-                raise ConfigError("--role", role, "made no recorded call", _there_are(role, names))
+                raise ConfigError("--role", role, "made no recorded call", _existing_names(role, names))
     return found
 
 
@@ -46,7 +46,7 @@ def source(path: str, *, keep: Sequence[str] = ()) -> Source:
     """The prompts at a path."""
     if has_prompts(path):
         return Source(read_prompts(path), prompts_path(path), None)
-    found = found_in(path, keep=keep)
+    found = parts_in_records(path, keep=keep)
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return Source(found.prompts(**provenance(path)), folder / NAME, found)
 
@@ -66,11 +66,11 @@ def part_named(prompts: Prompts, name: str) -> PromptPart:
         names = {part.name, *(part.name.replace(part.roles[0], role, 1) for role in part.roles)}
         if name in names:
             return part
-    remedy = _there_are(name, [part.name for part in prompts.parts])
+    remedy = _existing_names(name, [part.name for part in prompts.parts])
     raise ConfigError("--part", name, "is not a part of these prompts", remedy)
 
 
-def _there_are(name: str, names: Sequence[str]) -> str:
+def _existing_names(name: str, names: Sequence[str]) -> str:
     """A remedy for an unknown name: similar names, or all names."""
     suggestion = did_you_mean(near_names(name, names))
     if suggestion:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, described
+from cotune.cli.command import Parser, parser_texts
 from cotune.cli.records import judge, score, sft, upkeep
 
 EXAMPLE = "cotune records list postgresql://localhost/cotune"
@@ -18,7 +18,7 @@ def arguments(command: Parser) -> None:
     forms = command.add_subparsers(dest="subcommand", required=True, metavar=" | ".join(FORMS))
     upkeep.add_list(forms)
     for name, module in (("score", score), ("judge", judge), ("sft", sft)):
-        form = forms.add_parser(name, help=module.TEXT, **described(module.TEXT, module.EXAMPLE))
+        form = forms.add_parser(name, help=module.TEXT, **parser_texts(module.TEXT, module.EXAMPLE))
         form.set_defaults(run_subcommand=module.run)
         module.arguments(form)
     upkeep.add_changes(forms)

@@ -14,7 +14,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError, WorkflowError
 from cotune.judging.episodes import outcomes_of
-from cotune.judging.labels import EXAMPLE, labelled, load_labels
+from cotune.judging.labels import EXAMPLE, load_labels, read_labelled
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
 from cotune.runtime.run_context import RunContext, current_run
@@ -58,10 +58,10 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     workflow = load_workflow(app).redacted(redactor_of(folder))
     current_run.set(RunContext(folder=folder))  # judges keep their answers and costs here
     with open_store(run, read_only=True) as store:
-        calls, episodes = labelled(store, label_of, str(labels))
+        calls, episodes = read_labelled(store, label_of, str(labels))
         _require_scorers(workflow, calls, episodes)
         scores = run_sync(_score(workflow, store, calls, episodes))
-    return _compare(label_of, _groups(label_of, calls, episodes), scores, str(labels))
+    return _count_agreement(label_of, _groups(label_of, calls, episodes), scores, str(labels))
 
 
 def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[float, int]:
@@ -121,7 +121,7 @@ def _groups(
     return [*groups, *by_task.values()]
 
 
-def _compare(
+def _count_agreement(
     label_of: Mapping[str, float],
     groups: Sequence[Sequence[str]],
     scores: Mapping[str, Scored | WorkflowError],

@@ -63,7 +63,7 @@ def run(a: argparse.Namespace) -> int:
         store.flush()
         refused = store.health.refused
         lost = store.health.lost
-    terminal().print(_table(rescored))
+    terminal().print(_rewards_table(rescored))
     if refused:
         tell(f"{plural(refused, 'reward')} of groups that were trained on stay as they were")
     if lost:
@@ -74,7 +74,7 @@ def run(a: argparse.Namespace) -> int:
     return 0 if scored and not lost else 1
 
 
-def _table(rescored: Rescoring) -> Group:
+def _rewards_table(rescored: Rescoring) -> Group:
     """A table with a row for each role: its candidates and rewards before and now, and in how many groups another
     candidate is the best. Below it, the most common errors and roles without a scorer.
     """

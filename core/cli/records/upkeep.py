@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cotune.cli.command import RECORDS, Parser, described
+from cotune.cli.command import RECORDS, Parser, parser_texts
 from cotune.errors import ConfigError
 from cotune.storage.episode_filters import moment
 from cotune.tables import cells, grid, plural
@@ -25,7 +25,7 @@ _BY = ("app", "role", "version", "day")
 def add_list(forms: Forms) -> None:
     """Add `cotune records list`."""
     text = "Count episodes and calls by application, role, version and day"
-    form = forms.add_parser("list", help=text, **described(text, "cotune records list runs/r1 --by role,day"))
+    form = forms.add_parser("list", help=text, **parser_texts(text, "cotune records list runs/r1 --by role,day"))
     form.add_argument("store", metavar="RECORDS", help=RECORDS)
     form.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, separated by commas")
     form.add_argument("--app", default="", help="this application only")
@@ -36,7 +36,7 @@ def add_changes(forms: Forms) -> None:
     """Add the forms of `cotune records` that delete, copy or rewrite records."""
     text = "Delete episodes that are older than a time, with the messages that nothing else uses"
     example = "cotune records prune postgresql://localhost/cotune --older-than 30d --keep-trained"
-    form = forms.add_parser("prune", help=text, **described(text, example))
+    form = forms.add_parser("prune", help=text, **parser_texts(text, example))
     form.add_argument("store", metavar="RECORDS", help=RECORDS)
     form.add_argument(
         "--older-than", required=True, metavar="TIME", help="an age, such as 30d, 12h or 8w, or a day: 2026-11-30"
@@ -47,7 +47,7 @@ def add_changes(forms: Forms) -> None:
 
     text = "Delete episodes, by id or by the application's own key, with everything that only they use"
     example = "cotune records delete postgresql://localhost/cotune --app desk --key order-7"
-    form = forms.add_parser("delete", help=text, **described(text, example))
+    form = forms.add_parser("delete", help=text, **parser_texts(text, example))
     form.add_argument("store", metavar="RECORDS", help=RECORDS)
     chosen = form.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--episode", action="append", metavar="ID", help="an episode; repeat for several")
@@ -57,14 +57,14 @@ def add_changes(forms: Forms) -> None:
 
     text = "Copy all records of one store into another; run it again to continue where it stopped"
     example = "cotune records copy runs/r1 postgresql://localhost/cotune"
-    form = forms.add_parser("copy", help=text, **described(text, example))
+    form = forms.add_parser("copy", help=text, **parser_texts(text, example))
     form.add_argument("store", metavar="FROM", help=RECORDS)
     form.add_argument("target", metavar="TO", help=RECORDS)
     form.set_defaults(run_subcommand=_copy)
 
     text = "Update the tables of a database that an older cotune created"
     example = "cotune records upgrade postgresql://localhost/cotune"
-    form = forms.add_parser("upgrade", help=text, **described(text, example))
+    form = forms.add_parser("upgrade", help=text, **parser_texts(text, example))
     form.add_argument("store", metavar="ADDRESS", help="postgresql://...")
     form.set_defaults(run_subcommand=_upgrade)
 
@@ -77,15 +77,15 @@ def _list(a: argparse.Namespace) -> int:
         raise ConfigError("--by", unknown[0], f"is not one of {', '.join(_BY)}", "For example: --by role,day")
     with open_store(a.store, read_only=True) as store:
         figures = store.figures()
-        terminal().print(_calls_by(figures.by_day(a.app), names) if names else _apps(figures.apps(), a.app))
+        terminal().print(_calls_by(figures.by_day(a.app), names) if names else _print_apps(figures.apps(), a.app))
     return 0
 
 
-def _apps(rows: Sequence[AppCount], app: str) -> Any:
+def _print_apps(rows: Sequence[AppCount], app: str) -> Any:
     table = grid("app", "episodes>", "ok>", "calls>", "rewarded>", "first", "last")
     for row in rows:
         if app in ("", row.app):
-            times = (_moment(row.first), _moment(row.last))
+            times = (_time_text(row.first), _time_text(row.last))
             table.add_row(*cells((row.app or "-", row.episodes, row.ok, row.calls, row.rewarded, *times)))
     return table
 
@@ -104,7 +104,7 @@ def _calls_by(rows: Sequence[CallCount], names: Sequence[str]) -> Any:
     return table
 
 
-def _moment(seconds: float | None) -> str:
+def _time_text(seconds: float | None) -> str:
     if not seconds:
         return "-"
     try:
@@ -119,11 +119,11 @@ def _prune(a: argparse.Namespace) -> int:
 
     before = moment("--older-than", a.older_than)
     counts: Counter[str] = Counter()
-    with open_store(a.store) as store, _bar("episodes", None) as advance:
+    with open_store(a.store) as store, _progress_bar("episodes", None) as advance:
         for deleted in prune(store, before, app=a.app, keep_trained=a.keep_trained):
             counts.update(deleted)
             advance(count=deleted.get("episodes", 0))
-    tell(f"deleted {_deleted(counts)}")
+    tell(f"deleted {_deleted_text(counts)}")
     return 0
 
 
@@ -136,11 +136,11 @@ def _delete(a: argparse.Namespace) -> int:
     with open_store(a.store) as store:
         episodes = a.episode or store.figures().episodes_with_key(a.app, a.key)
         counts = delete(store, episodes, None if a.key is None else (a.app, a.key))
-    tell(f"deleted {_deleted(counts)}")
+    tell(f"deleted {_deleted_text(counts)}")
     return 0 if counts.get("episodes") or counts.get("calls") else 1
 
 
-def _deleted(counts: Any) -> str:
+def _deleted_text(counts: Any) -> str:
     names = {"episodes": "episode", "calls": "call", "messages": "message", "images": "image", "segments": "segment"}
     texts = [plural(counts[name], singular) for name, singular in names.items() if counts.get(name)]
     return ", ".join(texts) or "nothing"
@@ -152,7 +152,7 @@ def _copy(a: argparse.Namespace) -> int:
 
     with open_store(a.store, read_only=True) as source, open_store(a.target) as target:
         total = sum(size(source, table) for table in COPIED)
-        with _bar("records", total) as advance:
+        with _progress_bar("records", total) as advance:
             copied = copy(source, target, lambda _, rows: advance(count=rows))
     left_out = copied.lost + copied.forged
     others = "the others were there or left out" if left_out else "the others were there"
@@ -183,7 +183,7 @@ def _upgrade(a: argparse.Namespace) -> int:
     return 0
 
 
-def _bar(name: str, total: int | None) -> contextlib.AbstractContextManager[Callable[..., None]]:
+def _progress_bar(name: str, total: int | None) -> contextlib.AbstractContextManager[Callable[..., None]]:
     from cotune.trainer.reporting.progress import episode_bar
 
     return episode_bar(terminal(stderr=True), total, name)

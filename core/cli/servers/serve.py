@@ -13,8 +13,8 @@ from cotune.cli.command import (
     add_records,
     add_repeated,
     fields_of,
-    moved,
-    pairs,
+    parse_moved_models,
+    parse_pairs,
 )
 from cotune.terminal import tell
 
@@ -64,9 +64,9 @@ def run(a: argparse.Namespace) -> int:
         host=a.host,
         port=a.port,
         token=a.token,
-        model=moved(a.model),
+        model=parse_moved_models(a.model),
         names=a.role,
-        aliases=pairs("--as", a.aliases, "NAME=ROLE", "For example: --as gpt-4o-mini=planner"),
+        aliases=parse_pairs("--as", a.aliases, "NAME=ROLE", "For example: --as gpt-4o-mini=planner"),
         default=a.default,
         tool_format=a.tool_format,
         prompts=a.prompts,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from cotune.cli.command import Parser, add_address, add_repeated, documentation, prices
+from cotune.cli.command import Parser, add_address, add_repeated, field_documentation, parse_prices
 from cotune.terminal import tell
 
 EXAMPLE = "cotune view runs/r1 runs/r2"
@@ -31,7 +31,15 @@ def run(a: argparse.Namespace) -> int:
 
     token = a.token or os.environ.get("COTUNE_TOKEN")
     known_fields = {name: KnownField(default, text) for name, default, text in documented_fields()}
-    view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price), fields=known_fields)
+    view(
+        a.runs or ["runs"],
+        tell,
+        host=a.host,
+        port=a.port,
+        token=token,
+        prices=parse_prices(a.price),
+        fields=known_fields,
+    )
     return 0
 
 
@@ -49,7 +57,7 @@ def _fields(table: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str
 
     The order of the reference: required fields first, and nested tables after the plain fields.
     """
-    texts = documentation(table)
+    texts = field_documentation(table)
     nested_tables: list[tuple[str, type[msgspec.Struct]]] = []
     for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):

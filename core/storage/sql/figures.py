@@ -417,7 +417,7 @@ class Figures:
         """
         if self.has_episode(name):
             return name
-        end = f"%{_escaped(name)}"
+        end = f"%{_escape_like(name)}"
         rows = self.rows(
             f"""SELECT id FROM episodes WHERE id {_LIKE}
             UNION SELECT episode FROM calls WHERE episode {_LIKE} ORDER BY 1""",
@@ -459,10 +459,10 @@ class Figures:
                 ORDER BY latest.step DESC LIMIT 1)
             WHERE episodes.id {AMONG}"""
         for id, body, call, candidates in self.rows(sql, (NameList.of(episodes),)):
-            stored = _decoded(body, _EpisodeTask, None)
-            chosen = _decoded(call, _ChosenIndex, _ChosenIndex()).chosen
+            stored = _decode_json(body, _EpisodeTask, None)
+            chosen = _decode_json(call, _ChosenIndex, _ChosenIndex()).chosen
             message = None
-            for answer in _decoded(candidates, list[_Answer], []):
+            for answer in _decode_json(candidates, list[_Answer], []):
                 if answer.index != chosen:
                     continue
                 message = answer.message
@@ -556,9 +556,11 @@ class Figures:
         the episode's own fields or feedback. `verdicts` remembers which messages hold the text: pass the same
         dictionary in the next search for it.
         """
-        asked, wanted, (as_json, plain) = NameList.of(episodes), _lower(text), _patterns(text)
+        asked = NameList.of(episodes)
+        wanted = _ascii_lower(text)
+        as_json, plain = _patterns(text)
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
-        hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
+        hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _json_holds(body, wanted)}
         hits |= {str(id): "" for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain, asked))}
         for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
             hits.setdefault(episode, call)
@@ -574,7 +576,9 @@ class Figures:
         """Episode and id of calls that hold a text: first the calls with it in answers, errors and feedback, then the
         calls with it in their messages. If `column` is `episode`, one call of each episode is enough, and the episodes
         in `hits` need none."""
-        asked, wanted, (as_json, plain) = NameList.of(chosen), _lower(text), _patterns(text)
+        asked = NameList.of(chosen)
+        wanted = _ascii_lower(text)
+        as_json, plain = _patterns(text)
         # Feedback is given to candidates, whose ids are the call's id, "." and a number.
         feedback = f"{_FEEDBACK_TARGETS} > calls.id || '.' AND target < calls.id || '/'"
         sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({feedback})"
@@ -587,8 +591,12 @@ class Figures:
         for episode, id, body, answers in self.rows(sql, (as_json, asked)):
             if column == "episode" and (episode in hits or episode in done):
                 continue
-            call = _decoded(body, _SearchedCall, _SearchedCall())
-            if id in in_feedback or wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
+            call = _decode_json(body, _SearchedCall, _SearchedCall())
+            if (
+                id in in_feedback
+                or wanted in _ascii_lower(call.error or "")
+                or (answers and _json_holds(answers, wanted))
+            ):
                 done.add(episode)
                 yield str(episode), str(id)
             else:
@@ -602,7 +610,7 @@ class Figures:
             marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
             verdicts.update(dict.fromkeys(part, False))
-            verdicts.update((id, _holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
+            verdicts.update((id, _json_holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
         for place, ids in prompts.items():
             if any(verdicts[id] for id in ids):
                 yield place
@@ -610,10 +618,10 @@ class Figures:
 
 def _patterns(text: str) -> tuple[str, str]:
     """Two patterns of LIKE for a text: as it is written in JSON, and as it is."""
-    return f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%"
+    return f"%{_escape_like(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escape_like(text)}%"
 
 
-def _decoded(text: Any, kind: type[T], otherwise: Default) -> T | Default:
+def _decode_json(text: Any, kind: type[T], otherwise: Default) -> T | Default:
     """The value of a column with JSON; `otherwise` if it is broken."""
     try:
         return msgspec.json.decode(text, type=kind)
@@ -623,20 +631,20 @@ def _decoded(text: Any, kind: type[T], otherwise: Default) -> T | Default:
 
 def _list_field(body: Any, name: str) -> list[Any]:
     """A field of a record that should be a list; empty otherwise."""
-    value = _decoded(body, dict[str, Any], {}).get(name)
+    value = _decode_json(body, dict[str, Any], {}).get(name)
     return value if isinstance(value, list) else []
 
 
-def _holds(body: Any, wanted: str) -> bool:
+def _json_holds(body: Any, wanted: str) -> bool:
     """Whether a column with JSON holds a text in its values. Keys do not count."""
-    return _value_holds(_decoded(body, Any, None), wanted)
+    return _value_holds(_decode_json(body, Any, None), wanted)
 
 
 def _value_holds(value: Any, wanted: str) -> bool:
     """Whether any text in a JSON value has `wanted` in it, in lower case. Keys are not searched, nor are texts under
     the keys in `_NOT_SEARCHED`."""
     if isinstance(value, str):
-        return wanted in _lower(value)
+        return wanted in _ascii_lower(value)
     if isinstance(value, list):
         return any(_value_holds(item, wanted) for item in value)
     if not isinstance(value, dict):
@@ -648,10 +656,10 @@ def _value_holds(value: Any, wanted: str) -> bool:
     return False
 
 
-def _lower(text: str) -> str:
+def _ascii_lower(text: str) -> str:
     """The text with its ASCII letters in lower case: LIKE ignores only their case."""
     return text.encode("utf-8", "surrogatepass").lower().decode("utf-8", "surrogatepass")
 
 
-def _escaped(text: str) -> str:
+def _escape_like(text: str) -> str:
     return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")

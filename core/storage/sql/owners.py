@@ -38,7 +38,8 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
 
     Stored rewards from another application are deleted when their episode comes, and counted too.
     """
-    calls, episodes = tables["calls"], tables["episodes"]
+    calls = tables["calls"]
+    episodes = tables["episodes"]
     rows_before = sum(map(len, tables.values()))
 
     # The episode of each reward. Its target is the episode, or a candidate: the call's id, "." and a number.
@@ -119,7 +120,8 @@ def join_keys(execute: Execute, tables: Tables) -> None:
             episodes_of[key_target(app, key)].add(id)
 
     for table in _REWARDS:
-        rows, columns = tables[table], ", ".join(COLUMNS[table])
+        rows = tables[table]
+        columns = ", ".join(COLUMNS[table])
         for row in [row for row in rows if row[0].startswith(KEY)]:
             rows += [[id, *row[1:]] for id in episodes_of[row[0]]]
         for stored in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):

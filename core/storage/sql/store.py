@@ -85,14 +85,14 @@ class SqlStore(Store, Generic[Reader]):
         return Figures(self.rows, self._calls, self.address)
 
     def write(self, records: Sequence[Record]) -> None:
-        self._the_writer().put(records)
+        self._writer_or_error().put(records)
 
     def commit(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None
     ) -> Mapping[str, Sequence[Record]]:
-        return self._the_writer().commit(records, counts)
+        return self._writer_or_error().commit(records, counts)
 
-    def _the_writer(self) -> Writer:
+    def _writer_or_error(self) -> Writer:
         if self._writer is None:
             raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")
         return self._writer
@@ -110,16 +110,18 @@ class SqlStore(Store, Generic[Reader]):
 
     def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
         """Episodes that match, by id. Read in pages, so that the store may be written between two of them."""
-        condition, asked = filters.where()
+        condition, parameters = filters.where()
         where = condition.replace("WHERE", " AND", 1)
-        last = ""
+        last_id = ""
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
-            page, before = self.rows(sql, (last, *asked)), last
+            page = self.rows(sql, (last_id, *parameters))
+            previous_id = last_id
             if page:
-                last = page[-1][0]
-            yield from self._read(episode_from, [columns for _, *columns in page])
-            if len(page) < PAGE or last <= before:  # a broken id that is not text would repeat the page forever
+                last_id = page[-1][0]
+            yield from self._decode_rows(episode_from, [columns for _, *columns in page])
+            # A broken id that is not text would repeat the page forever.
+            if len(page) < PAGE or last_id <= previous_id:
                 return
 
     def calls(
@@ -130,16 +132,17 @@ class SqlStore(Store, Generic[Reader]):
 
     def _calls(self, where: str, parameters: Sequence[Any], lean: bool = False) -> list[CallRecord]:
         sql = f"SELECT body, candidates, {'NULL' if lean else 'token_ids'}, logprobs FROM calls WHERE {where}"
-        return self._read(call_from, self.rows(sql, parameters))
+        return self._decode_rows(call_from, self.rows(sql, parameters))
 
     def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
         """The contents of messages and the bytes of images, by id, read in few queries. Missing ids are left out."""
         contents: dict[str, Any] = {}
-        for part in in_parts(set(ids)):
-            sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(part))})"
-            for id, body in self._read(_body, self.rows(sql, part)):
+        for some_ids in in_parts(set(ids)):
+            sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(some_ids))})"
+            for id, body in self._decode_rows(_decode_body, self.rows(sql, some_ids)):
                 contents[id] = join_images(body, self._image)
-            for id in part:
+            # The other ids are of images, which have a table of their own, or are missing.
+            for id in some_ids:
                 if id not in contents and (data := self._image(id)) is not None:
                     contents[id] = data
         return contents
@@ -158,7 +161,7 @@ class SqlStore(Store, Generic[Reader]):
         rewards: dict[str, dict[str, float]] = {target: {} for target in targets}
         for part in in_parts(rewards):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(part))})"
-            for target, name, number in self._read(_reward, self.rows(sql, part)):
+            for target, name, number in self._decode_rows(_decode_reward, self.rows(sql, part)):
                 rewards.setdefault(target, {})[name] = number
         return rewards
 
@@ -167,7 +170,7 @@ class SqlStore(Store, Generic[Reader]):
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
         for part in in_parts(texts):
             sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(part))})"
-            for target, name, text in self._read(_text, self.rows(sql, part)):
+            for target, name, text in self._decode_rows(_decode_feedback, self.rows(sql, part)):
                 texts.setdefault(target, {})[name] = text
         return texts
 
@@ -193,7 +196,7 @@ class SqlStore(Store, Generic[Reader]):
     def act(self, do: Callable[[Transactions], T]) -> T:
         """Run `do` in a transaction of the writer and return its result. Raises StoreFailure."""
         act = Act(do)
-        if reason := self._the_writer().act(act):
+        if reason := self._writer_or_error().act(act):
             raise StoreFailure(self.address, reason)
         result: T = act.result
         return result
@@ -259,7 +262,7 @@ class SqlStore(Store, Generic[Reader]):
         if self._writer:
             self._writer.abandon()
 
-    def _read(self, make: Callable[..., Value], rows: Iterable[Sequence[Any]]) -> list[Value]:
+    def _decode_rows(self, make: Callable[..., Value], rows: Iterable[Sequence[Any]]) -> list[Value]:
         """The records that `make` decodes from the columns of rows. Broken rows are left out and counted."""
         records: list[Value] = []
         for columns in rows:
@@ -301,17 +304,17 @@ def _shut(writer: Writer | None, readers: list[Any], lock: FileLock | None) -> N
         lock.release()
 
 
-def _body(id: Any, text: Any) -> tuple[str, Any]:
+def _decode_body(id: Any, text: Any) -> tuple[str, Any]:
     return id, msgspec.json.decode(text)
 
 
-def _reward(target: Any, name: Any, value: Any) -> tuple[str, str, float]:
+def _decode_reward(target: Any, name: Any, value: Any) -> tuple[str, str, float]:
     if not isinstance(name, str) or isinstance(value, str | bytes):
         raise TypeError("a reward is a number with a name")
     return target, name, float("nan") if value is None else value
 
 
-def _text(target: Any, name: Any, value: Any) -> tuple[str, str, str]:
+def _decode_feedback(target: Any, name: Any, value: Any) -> tuple[str, str, str]:
     if not isinstance(name, str) or not isinstance(value, str):
         raise TypeError("feedback is a text with a name")
     return target, name, value

@@ -210,7 +210,8 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
     Rows that the target has are skipped, so a copy that was stopped can be continued. `progress` is called with the
     table and the number of its rows that are done.
     """
-    sql_source, sql_target = _in_sql(source), _in_sql(target)
+    sql_source = _in_sql(source)
+    sql_target = _in_sql(target)
     copied = Copied()
     for table in COPIED:
         after: Sequence[Any] = ()

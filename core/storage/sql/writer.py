@@ -23,7 +23,8 @@ BATCH_RECORDS = 4000
 """Number of records that are committed at once without waiting for more; later ones begin another transaction."""
 LINGER = 0.2
 """Seconds that a record waits for others to share its transaction."""
-LATE, YIELD = 0.23, 0.002
+LATE = 0.23
+YIELD = 0.002
 """Age in seconds of an uncommitted record that makes `put` pause, and the seconds of one pause. A busy application
 releases the interpreter lock only for microseconds, which could starve the writer's thread."""
 QUEUE_BYTES = 14 << 20
@@ -70,7 +71,10 @@ class Act:
     """A function to run in a separate transaction, after everything queued before. After `flush`, `result` is its
     return value, or `failure` the reason why it failed."""
 
-    count, retained, bytes, puts = 0, 0, 400, 1
+    count = 0
+    retained = 0
+    bytes = 400
+    puts = 1
 
     def __init__(self, do: Callable[[Transactions], Any]) -> None:
         self.do = do
@@ -313,7 +317,8 @@ class Writer:
 
     def _settle(self, work: Batch | Act) -> None:
         """Commit. After trouble with the disk, wait and try again, unless someone waits for the result."""
-        pause, last = RETRY[0], False
+        pause = RETRY[0]
+        last = False
         while True:
             try:
                 self._commit(work)
@@ -356,7 +361,8 @@ class Writer:
 
     def _commit(self, work: Batch | Act) -> None:
         """Run one transaction. Its counts and stored addresses are work over only after it has been committed."""
-        counted, added = dict(self._counted), dict.fromkeys(self._counted, 0)
+        counted = dict(self._counted)
+        added = dict.fromkeys(self._counted, 0)
         try:
             self._db.begin()
             if isinstance(work, Batch):

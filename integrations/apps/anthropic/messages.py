@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.apps.edited import edited_blocks, edited_tools
-from cotune.integrations.apps.openai.completions import grow, number, sent
+from cotune.integrations.apps.openai.completions import answer_body, append_text, index_of_part
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
-from cotune.prompts.chat_texts import ReplaceText, each, map_format, map_message
+from cotune.prompts.chat_texts import ReplaceText, map_format, map_list, map_message
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Usage
@@ -35,14 +35,14 @@ def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict
         "type": "message",
         "role": "assistant",
         "model": call.model,
-        "content": list(_written(call, candidate.message)),
+        "content": list(_answer_blocks(call, candidate.message)),
         "stop_reason": "stop_sequence" if candidate.stop else _REASONS.get(candidate.finish_reason, "end_turn"),
         "stop_sequence": candidate.stop or None,
         "usage": used,
     }
 
 
-def _written(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _answer_blocks(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The content blocks of an answer: its reasoning, its text, then its tool calls. An answer without any gets an
     empty text.
     """
@@ -122,9 +122,9 @@ class MessageStream:
         if kind == "message_start":
             self._message.update(event.get("message") or {})
         elif kind == "content_block_start":
-            self._blocks[number(event, "index")] = dict(event["content_block"])
+            self._blocks[index_of_part(event, "index")] = dict(event["content_block"])
         elif kind == "content_block_delta":
-            index = number(event, "index")
+            index = index_of_part(event, "index")
             delta = event["delta"]
             if index not in self._blocks and delta.get("type") in _GROWING:
                 # Some servers leave out the event that announces a text, and clients accept that.
@@ -132,9 +132,9 @@ class MessageStream:
                 self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
             if delta.get("type") == "input_json_delta":
-                grow(block, "partial", delta["partial_json"])
+                append_text(block, "partial", delta["partial_json"])
             elif field := _GROWING.get(delta.get("type")):
-                grow(block, field, delta[field])
+                append_text(block, field, delta[field])
         elif kind == "message_delta":
             self._message["usage"] = {**(self._message.get("usage") or {}), **(event.get("usage") or {})}
             self._message.update(event.get("delta") or {})
@@ -166,14 +166,15 @@ class MessageStream:
         return message
 
 
-def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+def _keep_call_arguments(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
     """Remember the arguments of tool calls as the model wrote them. Later requests contain them as objects only."""
     for tool in assistant_of(message.get("content") or ()).get("tool_calls", ()):
         if arguments_in(call.episode).get(str(tool["id"])) is None:
             keep_arguments(call.episode, str(tool["id"]), tool["function"]["arguments"])
 
 
-ENTRIES, BYTES = 100_000, 8 << 20
+ENTRIES = 100_000
+BYTES = 8 << 20
 """Limits for the remembered arguments of one episode: number of tool calls, and bytes of all."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
 _PLAIN_TOOL = (None, "custom")
@@ -206,7 +207,7 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     if asked.get("stop_sequences"):
         body["stop"] = asked["stop_sequences"]
     if asked.get("tools"):
-        body["tools"] = [_tool(tool) for tool in asked["tools"]]
+        body["tools"] = [_chat_tool(tool) for tool in asked["tools"]]
     if choice := asked.get("tool_choice"):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         body["tool_choice"] = _CHOICES.get(choice.get("type"), named)
@@ -249,11 +250,11 @@ def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str,
         if blocks is not system:
             changed["system"] = blocks
     messages = asked.get("messages") or ()
-    edited_messages = each(messages, lambda message: map_message(message, replace_text))
+    edited_messages = map_list(messages, lambda message: map_message(message, replace_text))
     if edited_messages is not messages:
         changed["messages"] = edited_messages
     if tools := asked.get("tools"):
-        new_tools = edited_tools(tools, replace_text, _tool, "description", "input_schema")
+        new_tools = edited_tools(tools, replace_text, _chat_tool, "description", "input_schema")
         if new_tools is not tools:
             changed["tools"] = new_tools
     output = asked.get("output_config") or {}
@@ -285,17 +286,17 @@ def messages_of(messages: Iterable[Mapping[str, Any]], written: BoundedCache[str
     """
     chat: list[dict[str, Any]] = []
     for message in messages:
-        blocks = _blocks(message.get("content"))
+        blocks = _content_blocks(message.get("content"))
         if message.get("role") == "assistant":
             chat.append(assistant_of(blocks, written))
             continue
         results = [block for block in blocks if block.get("type") == "tool_result"]
         for block in results:
-            content = _content(_blocks(block.get("content")))
+            content = _chat_content(_content_blocks(block.get("content")))
             chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         others = [block for block in blocks if block.get("type") != "tool_result"]
         if others or not results:
-            chat.append({"role": message.get("role", "user"), "content": _content(others)})
+            chat.append({"role": message.get("role", "user"), "content": _chat_content(others)})
     return chat
 
 
@@ -334,7 +335,7 @@ def _arguments(value: Any, written: str | None) -> str:
     return msgspec.json.encode(value or {}).decode()
 
 
-def _blocks(content: Any) -> list[Mapping[str, Any]]:
+def _content_blocks(content: Any) -> list[Mapping[str, Any]]:
     """A content as a list of blocks. A text becomes one block. Raises ValueError for any other value."""
     if content is None:
         return []
@@ -345,9 +346,9 @@ def _blocks(content: Any) -> list[Mapping[str, Any]]:
     return content
 
 
-def _content(blocks: list[Mapping[str, Any]]) -> Any:
+def _chat_content(blocks: list[Mapping[str, Any]]) -> Any:
     """A content in chat form: a text if it is a single text block or empty, else a list of parts."""
-    parts = [_part(block) for block in blocks]
+    parts = [_chat_part(block) for block in blocks]
     if not parts:
         return ""
     if len(parts) == 1 and parts[0]["type"] == "text":
@@ -355,7 +356,7 @@ def _content(blocks: list[Mapping[str, Any]]) -> Any:
     return parts
 
 
-def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_part(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block as a part of a chat message. A block without a chat form keeps its fields; `read` reports its type."""
     if block.get("type") == "text":
         return {"type": "text", "text": block.get("text") or ""}
@@ -370,7 +371,7 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
     return {**block, "type": str(block.get("type"))}
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool in the form of a chat function. A tool that runs at the provider is unchanged, and `hosted_tools` reports
     it.
     """
@@ -389,8 +390,8 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
     """The response to a request, as one body or a stream, and its content type. Its tool arguments are remembered."""
     message = message_of(call, answer, asked)
-    _keep(call, asked, message)
-    return sent(call, message, lambda: to_events(message, asked))
+    _keep_call_arguments(call, asked, message)
+    return answer_body(call, message, lambda: to_events(message, asked))
 
 
 MESSAGES = Form(
@@ -401,6 +402,6 @@ MESSAGES = Form(
     answer=answer_of,
     stream=MessageStream,
     rewrite=rewrite,
-    keep=_keep,
+    keep=_keep_call_arguments,
 )
 """The interface at /v1/messages."""

@@ -28,7 +28,7 @@ _SHARED = (ChatCompletionClient, BaseTool, Workbench, Memory, AgentRuntime, Base
 _TEAM_ID = "_team_id"
 
 
-def fresh(app: Any) -> Any:
+def copy_application(app: Any) -> Any:
     """A copy of an agent or team in its present state. Raises WorkflowError if it cannot be copied."""
     return _copy(app, {})
 
@@ -41,7 +41,7 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, _STATEFUL) or hasattr(value, "_task_runner"):
-        return _state(value, copies)
+        return _copy_state(value, copies)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copy(value.__self__, copies))
     if isinstance(value, _SHARED) or callable(value):
@@ -53,10 +53,10 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
         return type(value)(_copy(item, copies) for item in value)
     if type(value) is dict:
         return {key: _copy(item, copies) for key, item in value.items()}
-    return _plain(value, copies)
+    return _deepcopy(value, copies)
 
 
-def _state(value: Any, copies: dict[int, Any]) -> Any:
+def _copy_state(value: Any, copies: dict[int, Any]) -> Any:
     """Copy an agent, team or other object with state, attribute by attribute. A team gets a new id."""
     new: Any = object.__new__(type(value))
     # Registered before its attributes are copied: an attribute may refer back to the object.
@@ -64,7 +64,7 @@ def _state(value: Any, copies: dict[int, Any]) -> Any:
     attributes = vars(value)
     renamed = (attributes[_TEAM_ID], str(uuid.uuid4())) if _TEAM_ID in attributes else None
     for name, item in attributes.items():
-        new.__dict__[name] = _renamed(item, *renamed) if renamed else item
+        new.__dict__[name] = _replace_team_id(item, *renamed) if renamed else item
     for name, item in list(vars(new).items()):
         new.__dict__[name] = _copy(item, copies)
     if renamed:
@@ -75,7 +75,7 @@ def _state(value: Any, copies: dict[int, Any]) -> Any:
     return new
 
 
-def _renamed(value: Any, old: str, new: str) -> Any:
+def _replace_team_id(value: Any, old: str, new: str) -> Any:
     """A value with the new id of a team; the old id may be a part of names."""
     if isinstance(value, str):
         return value.replace(old, new)
@@ -84,7 +84,7 @@ def _renamed(value: Any, old: str, new: str) -> Any:
     return value
 
 
-def _plain(value: Any, copies: dict[int, Any]) -> Any:
+def _deepcopy(value: Any, copies: dict[int, Any]) -> Any:
     """Copy an object of an unknown class with `copy.deepcopy`. Raises WorkflowError if that fails."""
     try:
         return copy.deepcopy(value, copies)

@@ -39,7 +39,7 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
         chat_messages += _message(message)
     tools = [tool if isinstance(tool, Mapping) else tool.schema for tool in options.get("tools") or ()]
     body = {
-        "model": _model(client),
+        "model": _model_name(client),
         "messages": chat_messages,
         "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
         "tool_choice": choice,
@@ -161,7 +161,7 @@ def _call(call: FunctionCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _model(client: Any) -> str:
+def _model_name(client: Any) -> str:
     """The name of the client's model, or of the client's class if it has none."""
     arguments = getattr(client, "_create_args", None)
     name = arguments.get("model") if isinstance(arguments, Mapping) else getattr(client, "model", None)

@@ -89,20 +89,20 @@ def _past_cache(name: str) -> Any:
     return wrapper
 
 
-def _parts(call: LiveCall, answer: Answer) -> Iterator[Any]:
+def _stream_parts(call: LiveCall, answer: Answer) -> Iterator[Any]:
     result = result_of(answer)
     if isinstance(result.content, str) and result.content:
         yield result.content
     yield result
 
 
-def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer | None] | None:
+def _future_answer(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer | None] | None:
     """A future of the responder's answer, linked to the application's cancellation token."""
     token = options.get("cancellation_token")
     return None if token is None else token.link_future(asyncio.ensure_future(answer(call)))
 
 
-def _edited(replace_text: ReplaceText, client: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+def _edit_arguments(replace_text: ReplaceText, client: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
     if options.get("tools"):
         options["tools"] = edited_tools(options["tools"], replace_text)
     return (client, [edited_message(message, replace_text) for message in messages], *args), options
@@ -110,13 +110,13 @@ def _edited(replace_text: ReplaceText, client: Any, /, messages: Any, *args: Any
 
 _CLIENT = Client(
     request=lambda client, /, messages, *args, **options: request_of(client, messages, options),
-    edited=_edited,
+    edited=_edit_arguments,
     fixed_format=True,
     reply=lambda call, answer, /, *args, **options: result_of(answer),
     # From the result of `create`, or from the parts of `create_stream`, of which the last is the result.
     answer=lambda result: answer_of_result(result[-1] if isinstance(result, list) and result else result),
-    parts=_parts,
+    parts=_stream_parts,
     begun=lambda parts: part_of([part for part in parts if isinstance(part, str)]),
     ends=lambda part: isinstance(part, CreateResult),
-    asking=_asking,
+    asking=_future_answer,
 )

@@ -28,7 +28,7 @@ from cotune.recording.context import current_episode, entered, recording
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.tape import tool_at_work
 from cotune.runtime.process_state import ProcessState
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +63,21 @@ def install() -> None:
     require_hooks("autogen-core", SingleThreadedAgentRuntime, "send_message", "publish_message")
     require_hooks("autogen-core", BaseTool, "run_json")
     require_hooks("autogen-core", BaseStreamTool, "run_json_stream")
-    # Do not log the cancellations that `_marked` marks.
+    # Do not log the cancellations that `_mark_cancellation` marks.
     logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(
         lambda record: not getattr(record.exc_info[1] if record.exc_info else None, _STOPPED, False)
     )
     BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     replace_method(BaseAgent, "on_message", _on_message)
-    replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
-    replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
+    replace_method(SingleThreadedAgentRuntime, "send_message", _wrap_send)
+    replace_method(SingleThreadedAgentRuntime, "publish_message", _wrap_send)
     record_tools(BaseTool, "run")
     scoped = in_scope(_tool_scope, _has_returned)
-    replace_method(BaseTool, "run_json", lambda original: scoped(_answering(original)))
+    replace_method(BaseTool, "run_json", lambda original: scoped(_wrap_run_json(original)))
     replace_method(BaseStreamTool, "run_json_stream", in_scope(_tool_scope, _has_returned))
 
 
-def _sent(original: Any) -> Any:
+def _wrap_send(original: Any) -> Any:
     """Wrap a method that sends a message: remember the episode of the message by its id."""
 
     async def send(self: Any, *args: Any, message_id: str | None = None, **options: Any) -> Any:
@@ -98,7 +98,7 @@ def _on_message(original: Any) -> Any:
         # The members of a team have the team's id as their key.
         team = at_work.teams.get(self.id.key)
         if team is not None:
-            with recording(team.episode), entered(team.scope_of(self)), _marked(team.episode):
+            with recording(team.episode), entered(team.scope_of(self)), _mark_cancellation(team.episode):
                 return await original(self, message, ctx)
         # A runtime that started before the episode handles messages outside of it, so the message's episode comes
         # first.
@@ -107,7 +107,7 @@ def _on_message(original: Any) -> Any:
             return await original(self, message, ctx)
         if episode.parts is not None:
             _report_parts(episode.parts, self)
-        with recording(episode), entered(open_scope(self, self.id.type)), _marked(episode):
+        with recording(episode), entered(open_scope(self, self.id.type)), _mark_cancellation(episode):
             return await original(self, message, ctx)
 
     return on_message
@@ -122,7 +122,7 @@ def _report_parts(parts: Parts, agent: Any) -> None:
 
 
 @contextmanager
-def _marked(episode: LiveEpisode) -> Iterator[None]:
+def _mark_cancellation(episode: LiveEpisode) -> Iterator[None]:
     """Mark the cancellation of an episode that was stopped by Ctrl-C or its time-out.
 
     The stop is reported elsewhere. Without the mark, the runtime would log a traceback for each message in progress.
@@ -135,11 +135,11 @@ def _marked(episode: LiveEpisode) -> Iterator[None]:
         raise
 
 
-def _answering(original: Any) -> Any:
+def _wrap_run_json(original: Any) -> Any:
     """Wrap `run_json` to note the tool call that a tool answers."""
 
     async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **more: Any) -> Any:
-        with setting(tool_at_work, tool_at_work.get()._replace(answered_call=call_id or "")):
+        with context_value(tool_at_work, tool_at_work.get()._replace(answered_call=call_id or "")):
             return await original(self, args, cancellation_token, call_id=call_id, **more)
 
     return run_json

@@ -30,10 +30,10 @@ class Names:
 
     def __init__(self, root: Any) -> None:
         """Label all members of the application whose outermost agent or team is `root`."""
-        paths_and_members = list(_members(root))
+        paths_and_members = list(_members_with_paths(root))
         self.members = [member for _, member in paths_and_members]
         """All members. The references also keep Python from reusing their ids, which are the keys below."""
-        counts = Counter(_kind(member) for member in self.members if _speaks(member))
+        counts = Counter(_kind(member) for member in self.members if _makes_calls(member))
         self._labels: dict[int, str] = {}
         for path, member in paths_and_members:
             ambiguous = counts[_kind(member)] > 1 and len(path) > 1
@@ -126,22 +126,22 @@ def in_scope(
                 report(episode, scope, item, args, options)
 
             if inspect.isawaitable(work):
-                return _awaited(scope, work, report_item)
-            return stepped(scope, work, report_item)
+                return _await_in_scope(scope, work, report_item)
+            return step_in_scope(scope, work, report_item)
 
         return run
 
     return wrapper
 
 
-async def _awaited(scope: AutogenScope, work: Awaitable[Any], report: Callable[[Any], None]) -> Any:
+async def _await_in_scope(scope: AutogenScope, work: Awaitable[Any], report: Callable[[Any], None]) -> Any:
     with entered(scope):
         result = await work
     report(result)
     return result
 
 
-def stepped(
+def step_in_scope(
     scope: AutogenScope, source: AsyncIterator[Any], report: Callable[[Any], None]
 ) -> AsyncGenerator[Any, None]:
     """Run each step of an async generator inside `scope`; `report` gets each item."""
@@ -155,7 +155,7 @@ def _report_parts(root: Any, names: Names) -> None:
         return
     for member in names.members:
         if isinstance(member, _teams()):
-            episode.parts.add_words(_ends(getattr(member, "_termination_condition", None)))
+            episode.parts.add_words(_termination_texts(getattr(member, "_termination_condition", None)))
         elif vars(member).get("_model_client") is not None:
             episode.parts.add([Part(names.of(member, member.name), "member", root.name, member.name)])
 
@@ -176,28 +176,28 @@ def _watch_shared(names: Names) -> None:
             return
 
 
-def _ends(condition: Any) -> Iterator[str]:
+def _termination_texts(condition: Any) -> Iterator[str]:
     """The texts that a termination condition, or a part of it, looks for."""
     text = getattr(condition, "_termination_text", None)
     if isinstance(text, str):
         yield text
     for inner in getattr(condition, "_conditions", ()):
-        yield from _ends(inner)
+        yield from _termination_texts(inner)
 
 
-def _members(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _members_with_paths(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """An application's agents and teams with their paths, breadth first, each object once."""
     queue: list[tuple[tuple[str, ...], Any]] = [((root.name,), root)]
     visited = {id(root)}
     for path, member in queue:
         yield path, member
-        for inner in _inner(member):
+        for inner in _inner_members(member):
             if id(inner) not in visited:
                 visited.add(id(inner))
                 queue.append(((*path, inner.name), inner))
 
 
-def _inner(member: Any) -> Iterator[Any]:
+def _inner_members(member: Any) -> Iterator[Any]:
     """The agents and teams that an agent or team holds: participants, an inner team, a wrapped agent, tools."""
     values = list(vars(member).values()) if hasattr(member, "__dict__") else []
     for value in list(values):
@@ -216,9 +216,11 @@ def _kind(member: Any) -> tuple[bool, str]:
     return isinstance(member, _teams()), member.name
 
 
-def _speaks(member: Any) -> bool:
+def _makes_calls(member: Any) -> bool:
     """Whether it may make calls itself; a wrapper around other agents does not."""
-    return isinstance(member, _teams()) or vars(member).get("_model_client") is not None or not any(_inner(member))
+    return (
+        isinstance(member, _teams()) or vars(member).get("_model_client") is not None or not any(_inner_members(member))
+    )
 
 
 def _chat_agents() -> tuple[type, ...]:

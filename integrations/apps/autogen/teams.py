@@ -14,9 +14,9 @@ from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrato
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 
 from cotune.integrations.apps.autogen.clients import ClientAttribute
-from cotune.integrations.apps.autogen.copies import fresh
+from cotune.integrations.apps.autogen.copies import copy_application
 from cotune.integrations.apps.autogen.runtime import Running, at_work
-from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
+from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, step_in_scope
 from cotune.integrations.apps.patching import replace_methods
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode
@@ -39,7 +39,7 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
         return None
 
     async def run(task: Any) -> Any:
-        return await fresh(app).run(task=task)
+        return await copy_application(app).run(task=task)
 
     return run
 
@@ -64,9 +64,9 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
     # A team that is already running raises an error at its first step. The entry of the other run must stay.
     before = at_work.teams.get(team._team_id)
     if not team._is_running:
-        at_work.teams[team._team_id] = Running(episode, functools.partial(_member, scope))
+        at_work.teams[team._team_id] = Running(episode, functools.partial(_member_scope, scope))
     try:
-        async with aclosing(stepped(scope, source, report)) as items:
+        async with aclosing(step_in_scope(scope, source, report)) as items:
             async for item in items:
                 yield item
     finally:
@@ -74,7 +74,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
             at_work.teams.pop(team._team_id, None)
 
 
-def _member(team: AutogenScope, agent: Any) -> AutogenScope:
+def _member_scope(team: AutogenScope, agent: Any) -> AutogenScope:
     """The scope of an agent that receives a message in a team: the team's scope or, for the manager, a part of it."""
     if not isinstance(agent, BaseGroupChatManager):
         return team

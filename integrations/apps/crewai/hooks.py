@@ -28,7 +28,7 @@ from cotune.integrations.apps.crewai.scopes import (
     remember_template,
     role_of,
 )
-from cotune.integrations.apps.patching import inside, record_tools
+from cotune.integrations.apps.patching import record_tools, run_inside
 from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode
@@ -47,21 +47,21 @@ def install() -> None:
     crewai_models.install()
     record_tools(BaseTool, "run", "_run", "arun", "_arun")
     for name in ("execute_task", "aexecute_task"):
-        _scoped(Agent, name, lambda agent, arguments: agent_scope(agent, arguments.get("task")))
+        _run_in_scope(Agent, name, lambda agent, arguments: agent_scope(agent, arguments.get("task")))
     for name in _KICKOFFS:
-        _scoped(Agent, name, lambda agent, arguments: agent_scope(agent))
-        _scoped(LiteAgent, name, lambda agent, arguments: agent_scope(agent))
+        _run_in_scope(Agent, name, lambda agent, arguments: agent_scope(agent))
+        _run_in_scope(LiteAgent, name, lambda agent, arguments: agent_scope(agent))
     for name in ("_execute_core", "_aexecute_core"):
-        _scoped(Task, name, _task_scope)
-    _scoped(RuntimeFlow, "_execute_method", _flow_scope)
-    BaseAgent.copy = _copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
+        _run_in_scope(Task, name, _task_scope)
+    _run_in_scope(RuntimeFlow, "_execute_method", _flow_scope)
+    BaseAgent.copy = _wrap_copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
     for module in (sys.modules[name] for name in _GUARDED):
-        module.process_guardrail = inside(  # type: ignore[attr-defined]
+        module.process_guardrail = run_inside(  # type: ignore[attr-defined]
             module.process_guardrail, lambda *args, **kwargs: at_work(part_scope("guardrail", inside=False))
         )
     for name in _FINISHING:
         module = importlib.import_module(name)
-        module.handle_max_iterations_exceeded = inside(  # type: ignore[attr-defined]
+        module.handle_max_iterations_exceeded = run_inside(  # type: ignore[attr-defined]
             module.handle_max_iterations_exceeded, lambda *args, **kwargs: last_answer()
         )
 
@@ -85,7 +85,7 @@ def runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
     if isinstance(app, type) and issubclass(app, RuntimeFlow):
         return functools.partial(_run_flow, app)
     if isinstance(app, RuntimeFlow):
-        return functools.partial(_run_flow, _factory(app))
+        return functools.partial(_run_flow, _flow_factory(app))
     return None
 
 
@@ -102,7 +102,7 @@ async def _run_flow(make: Callable[[], Any], inputs: Any) -> Any:
     return flow.state
 
 
-def _factory(flow: Any) -> Callable[[], Any]:
+def _flow_factory(flow: Any) -> Callable[[], Any]:
     """A function that makes another flow like this one."""
     if type(flow) in (Flow, RuntimeFlow):
         raise WorkflowError(
@@ -114,7 +114,7 @@ def _factory(flow: Any) -> Callable[[], Any]:
     return functools.partial(cls, **fields)
 
 
-def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
+def _run_in_scope(cls: Any, name: str, scope_of: ScopeOf) -> None:
     """Make a method run in the scope that `scope_of(self, arguments)` returns."""
     require_hooks("crewai", cls, name)
     original = vars(cls)[name]
@@ -133,7 +133,7 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
             _report_parts(episode.parts, scope)
         return at_work(scope)
 
-    type.__setattr__(cls, name, inside(original, context))
+    type.__setattr__(cls, name, run_inside(original, context))
 
 
 _ITS_OWN = ("Task Execution Planner", "Guardrail Agent")
@@ -155,7 +155,7 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
         parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)
 
 
-def _copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap `copy` of agents: the copy keeps the role as the application wrote it, without filled-in inputs."""
 
     @functools.wraps(original)

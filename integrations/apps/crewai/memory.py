@@ -5,7 +5,7 @@ from __future__ import annotations
 from crewai.memory.unified_memory import Memory
 
 from cotune.integrations.apps.crewai.scopes import at_work, part_scope
-from cotune.integrations.apps.patching import inside
+from cotune.integrations.apps.patching import run_inside
 from cotune.integrations.versions import require_hooks
 
 _METHODS = ("remember", "remember_many", "extract_memories", "recall")
@@ -16,5 +16,5 @@ def install() -> None:
     """Give calls of the memory the role `memory`."""
     require_hooks("crewai", Memory, *_METHODS)
     for name in _METHODS:
-        asked = inside(vars(Memory)[name], lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))
+        asked = run_inside(vars(Memory)[name], lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))
         type.__setattr__(Memory, name, asked)

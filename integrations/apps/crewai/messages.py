@@ -81,7 +81,7 @@ def answer_of(value: Any) -> Answer:
     return Answer(candidates=(candidate,), usage=Usage(0, 0))
 
 
-def returned(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
+def result_of_call(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
     """The chosen candidate as the result of `call`: a text, a parsed object, tool calls, or the result of a tool."""
     candidate = answer.candidates[answer.chosen]
     functions = asked.get("available_functions")

@@ -13,12 +13,12 @@ import msgspec
 from crewai.llms.base_llm import BaseLLM
 
 from cotune.integrations.apps.clients import Arguments, Client
-from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, returned
+from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, result_of_call
 from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling_model, outside_call, part_scope
-from cotune.integrations.apps.patching import each_subclass, inside, replace_method
+from cotune.integrations.apps.patching import each_subclass, replace_method, run_inside
 from cotune.prompts.chat_texts import ReplaceText
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"
@@ -32,27 +32,27 @@ def install() -> None:
         ("_handle_tool_execution", lambda *args, **kwargs: outside_call()),
         ("summarize_messages", lambda *args, **kwargs: at_work(part_scope("summarizer", inside=True))),
     ):
-        setattr(BaseLLM, name, inside(getattr(BaseLLM, name), context))
+        setattr(BaseLLM, name, run_inside(getattr(BaseLLM, name), context))
 
 
 def _wrap(cls: type) -> None:
-    replace_method(cls, "call", lambda original: inside(_CLIENT.call(original), _named_call))
-    replace_method(cls, "acall", lambda original: inside(_CLIENT.acall(original), _named_call))
-    replace_method(cls, "get_input_tokens_count", _count)
+    replace_method(cls, "call", lambda original: run_inside(_CLIENT.call(original), _named_call))
+    replace_method(cls, "acall", lambda original: run_inside(_CLIENT.acall(original), _named_call))
+    replace_method(cls, "get_input_tokens_count", _wrap_token_count)
 
 
 def _named_call(model: Any, /, *args: Any, **options: Any) -> AbstractContextManager[None] | None:
-    return None if calling_model() is not None else _named(model, _asked(args, options))
+    return None if calling_model() is not None else _as_named_agent(model, _call_arguments(args, options))
 
 
 def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None:
     if calling_model() is not model or _uses_openai_sdk(type(model)):
         return None
-    return request_of(model, _asked(args, options))
+    return request_of(model, _call_arguments(args, options))
 
 
 def _edited(replace_text: ReplaceText, model: Any, /, *args: Any, **options: Any) -> Arguments:
-    edited = edited_arguments(_asked(args, options), replace_text)
+    edited = edited_arguments(_call_arguments(args, options), replace_text)
     # Positional arguments stay positional: a class may name its parameters differently.
     positional = [edited.pop(name) for name in _ARGUMENTS[: len(args)]]
     return (model, *positional, *args[len(positional) :]), edited
@@ -62,16 +62,18 @@ _CLIENT = Client(
     request=_request,
     edited=_edited,
     fixed_format=True,
-    reply=lambda call, answer, model, /, *args, **options: returned(model, answer, _asked(args, options)),
+    reply=lambda call, answer, model, /, *args, **options: result_of_call(
+        model, answer, _call_arguments(args, options)
+    ),
     answer=answer_of,
 )
 
 
-def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _call_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
 
 
-def _count(original: Callable[..., int]) -> Callable[..., int]:
+def _wrap_token_count(original: Callable[..., int]) -> Callable[..., int]:
     """Wrap the method that asks the provider for the number of the prompt's tokens. CrewAI uses it before each call.
 
     If policies answer, the prompt must not be sent to the provider. Four characters then count as a token, as in CrewAI
@@ -89,13 +91,13 @@ def _count(original: Callable[..., int]) -> Callable[..., int]:
 
 
 @contextmanager
-def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
+def _as_named_agent(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
     """Give the calls made inside the role of the named agent, or else of the enclosing scope."""
     shared = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
     # A copy: concurrent calls with different models may share the caller.
     caller = msgspec.structs.replace(shared, model=model)
     try:
-        with setting(current_caller, caller):
+        with context_value(current_caller, caller):
             yield
         episode = current_episode.get()
         if not caller.calls and episode is not None and opened_call.get() is None and _uses_openai_sdk(type(model)):

@@ -54,7 +54,7 @@ class CrewScope(Scope):
             read.append(self.outer.key)
         if output is not None:
             read += self.reads
-        return CallerContext(self.role, NAME, state=_state(self), read=(*read, self.key), output=output)
+        return CallerContext(self.role, NAME, state=_scope_state(self), read=(*read, self.key), output=output)
 
 
 _templates: dict[int, str] = {}
@@ -80,19 +80,21 @@ def agent_scope(agent: Any, task: Any = None) -> CrewScope:
     outer = innermost(CrewScope)
     if outer is not None and task is not None and outer.task is task:
         return CrewScope(role_of(agent), outer.key, agent, task, outer.flow, outer.outer, outer.reads)
-    return CrewScope(role_of(agent), _key(task), agent, task, outer and outer.flow, outer, _context(agent, task))
+    return CrewScope(
+        role_of(agent), _task_key(task), agent, task, outer and outer.flow, outer, _context_keys(agent, task)
+    )
 
 
 def flow_scope(flow: Any, method: str) -> CrewScope:
     """The scope of a flow's method, which is the role of calls without an agent."""
-    return CrewScope(method, _key(None), flow=flow, outer=innermost(CrewScope))
+    return CrewScope(method, _task_key(None), flow=flow, outer=innermost(CrewScope))
 
 
 def part_scope(name: str, *, inside: bool) -> CrewScope:
     """The scope of CrewAI's own use of a model, such as a guardrail. With `inside`, its role is part of the agent's."""
     outer = innermost(CrewScope)
     if outer is None:
-        return CrewScope(name, _key(None))
+        return CrewScope(name, _task_key(None))
     role = f"{outer.role}/{name}" if inside else name
     return CrewScope(role, outer.key, outer.agent, outer.task, outer.flow, outer.outer, outer.reads)
 
@@ -144,7 +146,7 @@ def last_answer() -> Iterator[None]:
         yield
 
 
-def _state(scope: CrewScope) -> CrewState:
+def _scope_state(scope: CrewScope) -> CrewState:
     """The state of a call for scorers, from the agent, task and flow of its scope."""
     crew = getattr(scope.agent, "crew", None)
     return CrewState(
@@ -156,17 +158,17 @@ def _state(scope: CrewScope) -> CrewState:
     )
 
 
-def _key(task: Any) -> str:
+def _task_key(task: Any) -> str:
     return f"crewai:{task.id}" if getattr(task, "id", None) is not None else f"crewai:{new_id()}"
 
 
-def _context(agent: Any, task: Any) -> list[str]:
+def _context_keys(agent: Any, task: Any) -> list[str]:
     """Keys of the tasks whose outputs a task reads: its `context`, or by default all finished tasks before it."""
     if task is None:
         return []
     context = getattr(task, "context", None)
     if isinstance(context, list | tuple):
-        return [_key(other) for other in context]
+        return [_task_key(other) for other in context]
     if context is None:
         return []
     # CrewAI marks a task without a context by an object of its own.
@@ -175,5 +177,5 @@ def _context(agent: Any, task: Any) -> list[str]:
         if other is task:
             return finished
         if other.output is not None:
-            finished.append(_key(other))
+            finished.append(_task_key(other))
     return []

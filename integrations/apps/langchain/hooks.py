@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from cotune.integrations.apps.patching import (
     cache_left_aside,
     each_subclass,
-    inside,
     record_tools,
     replace_method,
     replace_methods,
+    run_inside,
     unless_left_aside,
 )
 from cotune.integrations.versions import require_hooks
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 
 _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
 
@@ -78,19 +78,19 @@ def install_middleware() -> None:
 
 def _wrap(cls: type) -> None:
     for name in _WRAPPERS:
-        replace_method(cls, name, _wrapped)
+        replace_method(cls, name, _wrap_method)
 
 
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of a middleware. Its calls belong to the middleware, calls of the handler to the code around it."""
-    running = inside(original, lambda self, *args: _within(MiddlewareCall(self.name)))
+    running = run_inside(original, lambda self, *args: _in_middleware(MiddlewareCall(self.name)))
 
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
         outer = around.get().middleware
-        return running(self, request, inside(handler, lambda *args, **kwargs: _within(outer)))
+        return running(self, request, run_inside(handler, lambda *args, **kwargs: _in_middleware(outer)))
 
     return wrapper
 
 
-def _within(middleware: MiddlewareCall | None) -> AbstractContextManager[None]:
-    return setting(around, around.get()._replace(middleware=middleware))
+def _in_middleware(middleware: MiddlewareCall | None) -> AbstractContextManager[None]:
+    return context_value(around, around.get()._replace(middleware=middleware))

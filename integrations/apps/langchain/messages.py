@@ -76,7 +76,8 @@ def _edited_tool(tool: Any, replace_text: ReplaceText) -> Any:
 def result_of(call: LiveCall, answer: Answer) -> ChatResult:
     """The chosen candidate as the result of `_generate`."""
     candidate = answer.candidates[answer.chosen]
-    calls, invalid = [], []
+    calls = []
+    invalid = []
     for raw in candidate.tool_calls:
         try:
             calls.append(parse_tool_call(dict(raw), return_id=True))
@@ -85,9 +86,9 @@ def result_of(call: LiveCall, answer: Answer) -> ChatResult:
     message = AIMessage(
         tool_calls=[c for c in calls if c],
         invalid_tool_calls=invalid,
-        **_common(call, answer, candidate),
+        **_common_fields(call, answer, candidate),
     )
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_facts(call, candidate))])
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_message_metadata(call, candidate))])
 
 
 def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
@@ -104,10 +105,10 @@ def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
             }
             for i, tool in enumerate(candidate.tool_calls)
         ],
-        **_common(call, answer, candidate),
+        **_common_fields(call, answer, candidate),
         chunk_position="last",
     )
-    return ChatGenerationChunk(message=message, generation_info=_facts(call, candidate))
+    return ChatGenerationChunk(message=message, generation_info=_message_metadata(call, candidate))
 
 
 def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
@@ -118,7 +119,7 @@ def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
         try:
             generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
         except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot merge
-            return _unmerged(result, broken)
+            return _merge_chunks(result, broken)
     else:
         generations = result.generations
     if not generations:
@@ -129,7 +130,7 @@ def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
     )
 
 
-def _unmerged(chunks: Sequence[Any], broken: Exception) -> Answer:
+def _merge_chunks(chunks: Sequence[Any], broken: Exception) -> Answer:
     text = "".join(part for chunk in chunks if isinstance(part := chunk.message.content, str))
     message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(broken)}}
     return Answer(candidates=(Candidate(index=0, text=text, message=message),))
@@ -155,7 +156,7 @@ def _candidate(index: int, generation: Any) -> Candidate:
     return Candidate(index=index, text=text, message=message, finish_reason=finish)
 
 
-def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
+def _common_fields(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
     """The fields that a message and a chunk have in common."""
     prompt_tokens = answer.usage.prompt_tokens
     written_tokens = len(candidate.token_ids)
@@ -171,11 +172,11 @@ def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, A
             "output_tokens": written_tokens,
             "total_tokens": prompt_tokens + written_tokens,
         },
-        "response_metadata": _facts(call, candidate),
+        "response_metadata": _message_metadata(call, candidate),
     }
 
 
-def _facts(call: LiveCall, candidate: Candidate) -> dict[str, Any]:
+def _message_metadata(call: LiveCall, candidate: Candidate) -> dict[str, Any]:
     return {"finish_reason": candidate.finish_reason, "model_name": call.model}
 
 

@@ -34,7 +34,7 @@ def _wrap(cls: type) -> None:
         _CLIENT.hook(cls, call="_generate", acall="_agenerate", stream="_stream", astream="_astream")
 
 
-def _begun(chunks: list[Any]) -> Answer | None:
+def _partial_answer(chunks: list[Any]) -> Answer | None:
     """The partial answer of a stream that was not read to its end."""
     try:
         answer = answer_of_result(chunks)
@@ -44,7 +44,7 @@ def _begun(chunks: list[Any]) -> Answer | None:
     return msgspec.structs.replace(answer, candidates=tuple(cut))
 
 
-def _edited(replace_text: ReplaceText, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+def _edit_messages(replace_text: ReplaceText, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
     return (model, [edited_message(message, replace_text) for message in messages], *args), edited_options(
         options, replace_text
     )
@@ -54,9 +54,9 @@ _CLIENT = Client(
     request=lambda model, /, messages, *args, stop=None, run_manager=None, **options: request_of(
         model, messages, args[0] if args else stop, options
     ),
-    edited=_edited,
+    edited=_edit_messages,
     reply=lambda call, answer, /, *args, **options: result_of(call, answer),
     answer=answer_of_result,
     parts=lambda call, answer: [chunk_of(call, answer)],
-    begun=_begun,
+    begun=_partial_answer,
 )

@@ -37,7 +37,7 @@ def install() -> None:
         config = _branch_config(self, config)
         _watch_thread(self, config)
         parts = stream(self, input, config, **options)
-        return parts if current_episode.get() is None else _started(self, parts)
+        return parts if current_episode.get() is None else _run_started(self, parts)
 
     @functools.wraps(astream)
     def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
@@ -53,17 +53,17 @@ def install() -> None:
             setattr(Pregel, name, _in_branch_thread(original))
 
 
-def starts(graph: Any) -> None:
+def expect_run(graph: Any) -> None:
     """Note that the next run that starts here belongs to this graph; None for an unknown graph."""
     around.set(around.get()._replace(starting_graph=graph))
 
 
-def _started(graph: Any, parts: Any) -> Iterator[Any]:
-    starts(graph)
+def _run_started(graph: Any, parts: Any) -> Iterator[Any]:
+    expect_run(graph)
     try:
         yield from parts
     finally:
-        starts(None)
+        expect_run(None)
 
 
 class _Astarted(AsyncGenerator[Any, Any]):
@@ -80,11 +80,11 @@ class _Astarted(AsyncGenerator[Any, Any]):
         """The first part of the stream. The graph's run begins with it, so the graph is registered now."""
         graph = self._graph
         self._graph = None
-        starts(graph)
+        expect_run(graph)
         try:
             return await self._parts.__anext__()
         finally:
-            starts(None)
+            expect_run(None)
 
     def asend(self, value: Any) -> Any:
         return self.__anext__() if value is None else self._parts.asend(value)
@@ -100,9 +100,9 @@ def _branch_config(graph: Any, config: Any) -> Any:
     """`config` for this branch of a replay. A thread of the recorded episode is replaced by a new one, because the
     application may use the same thread id in the branch."""
     live = current_episode.get()
-    if live is None or not isinstance(live.responder, ReplayResponder) or _nested():
+    if live is None or not isinstance(live.responder, ReplayResponder) or _is_nested():
         return config
-    thread = _thread(graph, config)
+    thread = _thread_id(graph, config)
     if str(thread) not in live.responder.replay.script.threads:
         return config
     branch_config = dict(config or {})
@@ -114,9 +114,9 @@ def _watch_thread(graph: Any, config: Any) -> None:
     """Warn of episodes that share a thread: each would read the messages of the others."""
     live = current_episode.get()
     saver = graph.checkpointer
-    if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
+    if live is None or live.phase == "trace" or _is_nested() or not hasattr(saver, "aget_tuple"):
         return
-    if was_used_by_another(saver, live.id, _thread(graph, config)):
+    if was_used_by_another(saver, live.id, _thread_id(graph, config)):
         live.warn(
             "shared_thread",
             "Episodes share a thread_id of one checkpointer, so each reads what others have said: give every run a "
@@ -132,12 +132,12 @@ def _in_branch_thread(original: Any) -> Any:
     return run
 
 
-def _nested() -> bool:
+def _is_nested() -> bool:
     """Whether a graph runs around this point."""
     return bool(((var_child_runnable_config.get() or {}).get("configurable") or {}).get("checkpoint_ns"))
 
 
-def _thread(graph: Any, config: Any) -> Any:
+def _thread_id(graph: Any, config: Any) -> Any:
     """The thread id in the configuration of a call or, failing that, of the graph."""
     for source in (config, getattr(graph, "config", None)):
         configurable = (source or {}).get("configurable") or {}

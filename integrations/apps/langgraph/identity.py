@@ -16,13 +16,13 @@ from langchain_core.callbacks import manager as managers
 from langchain_core.runnables.config import var_child_runnable_config
 
 from cotune.integrations.apps.langchain.hooks import around
-from cotune.integrations.apps.langgraph.graphs import starts
+from cotune.integrations.apps.langgraph.graphs import expect_run
 from cotune.integrations.apps.langgraph.run_tree import (
     GraphRun,
     is_nameless,
-    named,
     nodes_of,
     pauses_of,
+    role_and_agent,
     role_of,
     router_words,
 )
@@ -65,19 +65,26 @@ def install() -> None:
     A callback handler would be the usual way, but LangChain does more work for every run as soon as there is one, about
     as much as recording the call. Raises UnsupportedVersion.
     """
-    starts = {"chain": _chain_starts, "tool": _tool_starts, "retriever": _retriever_starts, "chat_model": _model_starts}
+    observers = {
+        "chain": _chain_starts,
+        "tool": _tool_starts,
+        "retriever": _retriever_starts,
+        "chat_model": _model_starts,
+    }
     for like in ("", "Async"):
-        for kind, observe in starts.items():
-            _hook(f"{like}CallbackManager", f"on_{kind}_start", _observed_start, observe)
+        for kind, observe in observers.items():
+            _hook_manager(f"{like}CallbackManager", f"on_{kind}_start", _observed_start, observe)
         for kind in ("chain", "tool", "retriever"):
             for event in ("end", "error"):
-                _hook(f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends)
+                _hook_manager(
+                    f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends
+                )
         for event in ("end", "error"):
-            _hook(f"{like}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
+            _hook_manager(f"{like}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
     hooks.scope_finders.append(_node_scope)
 
 
-def _hook(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], observe: Observer) -> None:
+def _hook_manager(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], observe: Observer) -> None:
     require_hooks("langchain-core", managers, manager)
     cls: type = getattr(managers, manager)
     require_hooks("langchain-core", cls, event)
@@ -103,7 +110,7 @@ def _observed_start(original: Any, observe: Observer) -> Any:
             for run, prompt in zip(result, prompts, strict=False):
                 observe(episode, run, (None, [prompt]), kwargs)
         except Exception as error:  # noqa: BLE001
-            _count(episode, error)
+            _warn_of_error(episode, error)
         return result
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +132,13 @@ def _observed_end(original: Any, observe: Observer) -> Any:
             try:
                 observe(episode, self, args, kwargs)
             except Exception as error:  # noqa: BLE001
-                _count(episode, error)
+                _warn_of_error(episode, error)
         return original(self, *args, **kwargs)
 
     return end
 
 
-def _count(episode: LiveEpisode, error: Exception) -> None:
+def _warn_of_error(episode: LiveEpisode, error: Exception) -> None:
     """Report an error of the integration as a warning: it must not break the application."""
     episode.warn("langgraph", "The LangGraph integration failed.", error)
 
@@ -164,11 +171,11 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     graph = around.get().starting_graph
     if graph is not None:
         # The graph is taken by the first run: runs inside it must not be named after it.
-        starts(None)
+        expect_run(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
     started = runs.runs[run.run_id.int] = GraphRun.chain(
-        _parent(runs, run), name, run.metadata, inputs, around.get().middleware
+        _parent_run(runs, run), name, run.metadata, inputs, around.get().middleware
     )
     if graph is not None and started.parent is None:
         # A graph that runs again is not waiting for an answer to its interrupt any more.
@@ -192,12 +199,12 @@ def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: 
     runs = _runs(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    runs.runs[run.run_id.int] = GraphRun.tool(_parent(runs, run), name, run.metadata, around.get().middleware)
+    runs.runs[run.run_id.int] = GraphRun.tool(_parent_run(runs, run), name, run.metadata, around.get().middleware)
 
 
 def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     runs = _runs(episode)
-    runs.runs[run.run_id.int] = GraphRun.chain(_parent(runs, run), "", run.metadata, None, around.get().middleware)
+    runs.runs[run.run_id.int] = GraphRun.chain(_parent_run(runs, run), "", run.metadata, None, around.get().middleware)
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -224,7 +231,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     earlier calls that the prompt contains.
     """
     runs = _runs(episode)
-    model_run = GraphRun.model(_parent(runs, run), run.metadata, around.get().middleware)
+    model_run = GraphRun.model(_parent_run(runs, run), run.metadata, around.get().middleware)
     _, prompts = args[:2]
     read = []
     for message in prompts[0]:
@@ -245,11 +252,11 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         if node_here == model_node and model_node in (None, scope.found):
             caller = scope.caller()
     if caller is None:
-        role, nameless_agent = named(model_run)
+        role, nameless_agent = role_and_agent(model_run)
         caller = CallerContext(role, NAME, state=model_run.state, nameless=nameless_agent)
     caller.read = (*caller.read, *read)
     caller.output = f"lc_run--{run.run_id}"
-    caller.thread = _thread(var_child_runnable_config.get())
+    caller.thread = _thread_here(var_child_runnable_config.get())
     runs.callers[run.run_id.int] = caller
     current_caller.set(caller)
 
@@ -280,7 +287,7 @@ def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: M
         )
 
 
-def _parent(runs: _Runs, run: Any) -> GraphRun | None:
+def _parent_run(runs: _Runs, run: Any) -> GraphRun | None:
     """The parent of a new run: the run that it names or, if the application replaced its callbacks, the run whose code
     is executed here."""
     parent = runs.runs.get(run.parent_run_id.int) if run.parent_run_id else None
@@ -300,14 +307,14 @@ def _node_scope() -> CallerContext | None:
     if episode is None or not config:
         return None
     run = GraphRun.model(_run_here(_runs(episode), config), config.get("metadata") or {}, around.get().middleware)
-    role, agent = named(run)
+    role, agent = role_and_agent(run)
     if role == "app":
         return None
-    thread = _thread(config)
+    thread = _thread_here(config)
     return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), thread=thread, nameless=agent)
 
 
-def _thread(config: Any) -> str | None:
+def _thread_here(config: Any) -> str | None:
     """Id of the checkpointer's thread of the graph whose node runs here; None without a checkpointer."""
     configurable = (config or {}).get("configurable") or {}
     thread = configurable.get("thread_id")

@@ -83,7 +83,7 @@ def is_own_node(name: str) -> bool:
 
 def role_of(run: GraphRun) -> str:
     """Role of a model call."""
-    return named(run)[0]
+    return role_and_agent(run)[0]
 
 
 def is_nameless(name: str) -> bool:
@@ -91,7 +91,7 @@ def is_nameless(name: str) -> bool:
     return name in ("", _UNNAMED)
 
 
-def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
+def role_and_agent(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
     """The role of a model call, and the nameless agent that makes it.
 
     The role consists of the names around the call from the outside in, joined with `/`; it is `app` without any. The
@@ -178,17 +178,17 @@ def router_words(graph: Any) -> Iterator[str]:
         for branch in branches.values():
             function = getattr(branch.path, "func", None) or getattr(branch.path, "afunc", None)
             docstring = getattr(function, "__doc__", None)
-            for word in _words(getattr(function, "__code__", None)):
+            for word in _router_texts(getattr(function, "__code__", None)):
                 if word not in declared and word != docstring:
                     yield word
 
 
-def _words(constant: Any) -> Iterator[str]:
+def _router_texts(constant: Any) -> Iterator[str]:
     """Short texts among the constants of a code object, also of the functions inside it."""
     constants = constant.co_consts if isinstance(constant, CodeType) else constant
     if isinstance(constants, tuple | frozenset):
         for inner in sorted(constants, key=str):
-            yield from _words(inner)
+            yield from _router_texts(inner)
     elif isinstance(constant, str) and 1 < len(constant) <= 40:
         yield constant
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.clients import AgentState, Proxy, step_inside
-from cotune.integrations.apps.patching import inside
+from cotune.integrations.apps.patching import run_inside
 from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.call_records import CallerContext
@@ -48,7 +48,7 @@ def install() -> None:
     def tool_scope(*, function_tool: Any, context: Any, **_: Any) -> AbstractContextManager[None]:
         return entered(ToolScope(getattr(context, "agent", None), function_tool.name))
 
-    setattr(tool_execution, invoke, inside(getattr(tool_execution, invoke), tool_scope))
+    setattr(tool_execution, invoke, run_inside(getattr(tool_execution, invoke), tool_scope))
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:

@@ -16,7 +16,7 @@ from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
 
 
-def sent(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -> tuple[bytes, str]:
+def answer_body(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -> tuple[bytes, str]:
     """The body as JSON, or its `stream` if the application asked for one, and the content type."""
     if call.streamed:
         return stream(), "text/event-stream; charset=utf-8"
@@ -79,7 +79,7 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     }
     if params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
-    return sent(call, completion, lambda: to_stream(completion, asked))
+    return answer_body(call, completion, lambda: to_stream(completion, asked))
 
 
 def answer_of(completion: Any) -> Answer:
@@ -91,28 +91,28 @@ def answer_of(completion: Any) -> Answer:
     if not choices or not isinstance(choices, list):
         raise ValueError("no choices")
     return Answer(
-        candidates=tuple(starmap(_candidate, enumerate(choices))),
-        prompt_ids=several(completion.get("prompt_token_ids")),
+        candidates=tuple(starmap(_candidate_of_choice, enumerate(choices))),
+        prompt_ids=as_list(completion.get("prompt_token_ids")),
         usage=counts(completion.get("usage"), "prompt_tokens", "completion_tokens"),
     )
 
 
-def several(value: Any) -> tuple[Any, ...]:
+def as_list(value: Any) -> tuple[Any, ...]:
     """The items of a list; no items for None. Any other value becomes one item, which the recorder then refuses."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _candidate(index: int, choice: Any) -> Candidate:
+def _candidate_of_choice(index: int, choice: Any) -> Candidate:
     """One choice of a provider's body as a candidate. A choice without a message is marked as malformed."""
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
     content = message.get("content")
-    token_ids = several(choice.get("token_ids"))
+    token_ids = as_list(choice.get("token_ids"))
     listed = choice.get("logprobs") or {}
-    items = several(listed.get("content")) if isinstance(listed, dict) else (listed,)
+    items = as_list(listed.get("content")) if isinstance(listed, dict) else (listed,)
     logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
     return Candidate(
         index=index,
@@ -141,7 +141,7 @@ def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     }
     chunks: list[dict[str, Any]] = []
     for choice in completion["choices"]:
-        for part in _parts(choice):
+        for part in _stream_parts(choice):
             chunks.append({**base, "choices": [part]})
     if "prompt_token_ids" in completion:
         chunks[0]["prompt_token_ids"] = completion["prompt_token_ids"]
@@ -150,7 +150,7 @@ def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + DONE
 
 
-def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _stream_parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a stream for one choice: the role, then the content, then each tool call, then the finish reason."""
     index = choice["index"]
     message = choice["message"]
@@ -184,7 +184,7 @@ class ChatStream:
             if event.get(key) is not None:
                 self._completion[key] = event[key]
         for part in event.get("choices") or []:
-            index = number(part, "index")
+            index = index_of_part(part, "index")
             empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
             _add(self._choices.setdefault(index, empty), part)
         return False
@@ -236,7 +236,7 @@ def _event_data(lines: list[bytes]) -> list[bytes]:
     return lines
 
 
-def grow(fields: dict[str, Any], name: str, more: Any) -> None:
+def append_text(fields: dict[str, Any], name: str, more: Any) -> None:
     """Append to a text. Raises TypeError for any other value."""
     text = fields.pop(name, None)  # with one reference left, Python appends in place: a stream costs its length
     if text is None:
@@ -248,7 +248,7 @@ def grow(fields: dict[str, Any], name: str, more: Any) -> None:
         raise TypeError(f"{name} is of type {type(more).__name__}")
 
 
-def number(part: Mapping[str, Any], name: str) -> int:
+def index_of_part(part: Mapping[str, Any], name: str) -> int:
     """The index in a part of a stream; 0 if it is missing. Raises ValueError for any other value."""
     index = part.get(name) or 0
     if type(index) is not int or not 0 <= index < MOST_PARTS:
@@ -272,23 +272,23 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
         elif key == "content" and not isinstance(value, str | list | None):
             raise TypeError(f"content is of type {type(value).__name__}")
         elif value is not None and key != "role":
-            _join(message, key, value)
+            _join_field(message, key, value)
 
 
-def _join(fields: dict[str, Any], key: str, more: Any) -> None:
+def _join_field(fields: dict[str, Any], key: str, more: Any) -> None:
     """Add a value to a field: append to a text or a list, merge into an object, replace any other value.
 
     Raises TypeError if it would replace a text.
     """
     so_far = fields.get(key)
     if so_far and isinstance(so_far, str):
-        grow(fields, key, more)
+        append_text(fields, key, more)
     elif isinstance(so_far, list) and isinstance(more, list):
         so_far.extend(more)
     elif isinstance(so_far, dict) and isinstance(more, dict):
         for name, value in more.items():
             if value is not None:
-                _join(so_far, name, value)
+                _join_field(so_far, name, value)
     else:
         fields[key] = more
 
@@ -309,7 +309,7 @@ class _ToolCalls:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a piece of a call. Raises ValueError or TypeError for a mistyped one."""
-        index = number(part, "index")
+        index = index_of_part(part, "index")
         id = part.get("id")
         function = part.get("function") or {}
         count = self._counts.get(index, 0)
@@ -329,7 +329,7 @@ class _ToolCalls:
             call["id"] = id
             self._by_id[index, id] = call
         for name in ("name", "arguments"):
-            grow(call["function"], name, function.get(name) or "")
+            append_text(call["function"], name, function.get(name) or "")
 
     def in_order(self) -> list[dict[str, Any]]:
         """The calls by their index, which may skip some."""

@@ -15,7 +15,7 @@ from cotune.integrations.apps.openai import response_body as openai_response_bod
 from cotune.integrations.apps.openai import responses as openai_responses
 from cotune.integrations.apps.openai.completions import events
 from cotune.integrations.apps.openai.response_body import ProviderFailed
-from cotune.integrations.apps.openai.splice import spliced
+from cotune.integrations.apps.openai.splice import replace_values
 from cotune.prompts.chat_texts import ReplaceText, map_body
 from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall, LiveEpisode
@@ -104,25 +104,25 @@ RESPONSES = Form(
 FORMS = (CHAT, RESPONSES)
 
 
-def edited(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> bytes:
+def edited_body(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> bytes:
     """The body to send: `raw`, the JSON of `asked`, with the edited prompts of the call."""
     if call.edits is None:
         return raw
-    return spliced(raw, asked, form.rewrite(asked, call.edits.text))
+    return replace_values(raw, asked, form.rewrite(asked, call.edits.text))
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
 """Errors that reading a malformed body may raise."""
 
 
-def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
+def end_with_body(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
     """End the call with the body `raw`, a stream or JSON; also with a malformed body, or one that reports a failure.
 
     Returns False if the body is cut short: the call stays open.
     """
     answer = None
     try:
-        body = body_of_stream(form, raw) if streamed else decoded(raw)
+        body = body_of_stream(form, raw) if streamed else decode_json(raw)
         if body is None:
             return False
         answer = form.answer(body)
@@ -139,7 +139,7 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
     return True
 
 
-def decoded(raw: bytes) -> Any:
+def decode_json(raw: bytes) -> Any:
     """Decode JSON as leniently as the SDK, which also accepts NaN and halves of surrogate pairs."""
     try:
         return msgspec.json.decode(raw)
@@ -162,7 +162,7 @@ def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
     for data in events(raw):
         if done := data.startswith(b"[DONE]"):
             break
-        event = decoded(data)
+        event = decode_json(data)
         try:
             ended = stream.take(event)
         except BROKEN as broken:
@@ -183,7 +183,7 @@ def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
     stream = form.stream()
     for data in events(raw[: raw.rfind(b"\n") + 1]):
         with contextlib.suppress(ProviderFailed, *BROKEN):
-            stream.take(decoded(data))
+            stream.take(decode_json(data))
     with contextlib.suppress(ProviderFailed, *BROKEN):
         return form.answer(stream.body(whole=False)) if stream.some() else None
     return None

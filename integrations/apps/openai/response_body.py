@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import grow, number, sent, several
-from cotune.integrations.apps.openai.responses import keep, messages_of, readable, text_of
+from cotune.integrations.apps.openai.completions import answer_body, append_text, as_list, index_of_part
+from cotune.integrations.apps.openai.responses import keep, messages_of, text_of, well_formed_items
 from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import MALFORMED, Answer, counts
@@ -57,7 +57,7 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         **echoed,
         "model": call.model,
-        "output": _output(call, candidate, asked),
+        "output": _output_items(call, candidate, asked),
         "usage": {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -76,10 +76,10 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     """The response to a request, as one body or a stream, and its content type. It is kept for later requests."""
     response = response_of(call, answer, asked)
     keep(call, asked, response)
-    return sent(call, response, lambda: to_events(response, asked))
+    return answer_body(call, response, lambda: to_events(response, asked))
 
 
-def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _output_items(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The output items of a candidate: its reasoning, its message, then its function calls.
 
     A candidate without text and calls gets a message with an empty text.
@@ -128,7 +128,7 @@ def answer_of(response: Any) -> Answer:
         raise ProviderFailed(f"the response {status}: {reason}")
     if status in ("queued", "in_progress"):
         raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
-    sound, broken = readable(response["output"])
+    sound, broken = well_formed_items(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for turn in messages_of(item for item in sound if item.get("type") in _READ):
         for key, value in turn.items():
@@ -143,18 +143,18 @@ def answer_of(response: Any) -> Answer:
         index=0,
         text=message["content"] or "",
         message=message,
-        token_ids=several(response.get("token_ids")),
-        finish_reason=_finish(response, message),
-        shown=_shown(sound),
+        token_ids=as_list(response.get("token_ids")),
+        finish_reason=_finish_reason(response, message),
+        shown=_token_logprobs(sound),
     )
     return Answer(
         candidates=(candidate,),
-        prompt_ids=several(response.get("prompt_token_ids")),
+        prompt_ids=as_list(response.get("prompt_token_ids")),
         usage=counts(response.get("usage"), "input_tokens", "output_tokens"),
     )
 
 
-def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
+def _token_logprobs(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
     """The tokens of all parts, with their log-probabilities; None if the response has none."""
     tokens: list[Any] = []
     for item in items:
@@ -165,7 +165,7 @@ def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
     return shown_of(tokens)
 
 
-def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+def _finish_reason(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
     """The finish reason of a response, in the words of chat completions."""
     if response.get("status") == "interrupted":
         return "interrupted"
@@ -214,7 +214,7 @@ def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.function_call_arguments.done", {"name": item["name"], "arguments": item["arguments"]}
 
 
-def _reasoning(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _reasoning_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a reasoning item: one text per part of its summary."""
     for index, part in enumerate(item["summary"]):
         place = {"summary_index": index}
@@ -224,7 +224,7 @@ def _reasoning(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.reasoning_summary_part.done", {**place, "part": part}
 
 
-_CONTENT = {"message": _text, "function_call": _arguments, "reasoning": _reasoning}
+_CONTENT = {"message": _text, "function_call": _arguments, "reasoning": _reasoning_events}
 _GROWING: dict[str, tuple[str, Any]] = {
     "message": ("content", []),
     "function_call": ("arguments", ""),
@@ -253,13 +253,13 @@ class ResponseStream:
         if kind in _LAST:
             self._response = dict(event["response"])
         elif kind in ("response.output_item.added", "response.output_item.done"):
-            index = number(event, "output_index")
+            index = index_of_part(event, "output_index")
             self._items[index] = dict(event["item"])
             if kind == "response.output_item.done":
                 self._done.add(index)
         elif kind in _GROWS:
             item_type, add = _GROWS[kind]
-            index = number(event, "output_index")
+            index = index_of_part(event, "output_index")
             # Some servers leave out the events that announce an item or a part of it, and clients accept that.
             item = self._items.setdefault(index, {"type": item_type, "role": "assistant"})
             add(item, event)
@@ -291,7 +291,7 @@ class ResponseStream:
 def _part(item: dict[str, Any], field: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """The part that an event belongs to, in the `content` or the `summary` of an item. A new part is an empty text."""
     kind = {"content": "output_text", "summary": "summary_text"}[field]
-    index = number(event, f"{field}_index")
+    index = index_of_part(event, f"{field}_index")
     parts: list[dict[str, Any]] = item.setdefault(field, [])
     while len(parts) <= index:
         parts.append({"type": kind, "text": ""})
@@ -299,15 +299,15 @@ def _part(item: dict[str, Any], field: str, event: Mapping[str, Any]) -> dict[st
 
 
 def _grow_content(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    grow(_part(item, "content", event), "text", event["delta"])
+    append_text(_part(item, "content", event), "text", event["delta"])
 
 
 def _grow_summary(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    grow(_part(item, "summary", event), "text", event["delta"])
+    append_text(_part(item, "summary", event), "text", event["delta"])
 
 
 def _grow_arguments(item: dict[str, Any], event: Mapping[str, Any]) -> None:
-    grow(item, "arguments", event["delta"])
+    append_text(item, "arguments", event["delta"])
 
 
 _GROWS: dict[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], None]]] = {

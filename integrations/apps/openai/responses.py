@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from cotune.prompts.chat_texts import ReplaceText, each, map_format, map_message, map_tool
+from cotune.prompts.chat_texts import ReplaceText, map_format, map_list, map_message, map_tool
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _NOTE = "openai_responses"
-ENTRIES, BYTES = 100_000, 64 << 20
+ENTRIES = 100_000
+BYTES = 64 << 20
 """Limits for the earlier responses of one episode: number of responses and items, and bytes of all."""
 _UNANSWERED = {
     "background": "a response in the background",
@@ -57,7 +58,7 @@ class EarlierResponses:
         is_complete = self.before(asked).whole and not any(m.get("type") == _REFERENCE for m in call.messages)
         if not is_complete:
             call.episode.warn("cut_conversation", _CUT)
-        output, _ = readable(response.get("output") or ())
+        output, _ = well_formed_items(response.get("output") or ())
         history = call.messages[1:] if asked.get("instructions") else call.messages
         messages = (*history, *messages_of(output))
         conversation = Conversation(messages, is_complete)
@@ -97,12 +98,12 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
     before = earlier.before(asked)
     messages += before.messages
-    messages += messages_of(_items(asked), earlier)
-    body = {**_params(asked), "messages": messages, "api": "responses"}
+    messages += messages_of(_input_items(asked), earlier)
+    body = {**_chat_params(asked), "messages": messages, "api": "responses"}
     if asked.get("tools"):
-        body["tools"] = [_tool(tool) for tool in asked["tools"]]
+        body["tools"] = [_chat_tool(tool) for tool in asked["tools"]]
     if isinstance(asked.get("tool_choice"), Mapping):
-        body["tool_choice"] = _tool(asked["tool_choice"])
+        body["tool_choice"] = _chat_tool(asked["tool_choice"])
     reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
     if not before.whole:
         name = asked["previous_response_id"]
@@ -124,7 +125,7 @@ def rewrite(asked: Mapping[str, Any], replace_text: ReplaceText) -> Mapping[str,
                 changed[name] = new["content"]
     for name, map_item in (("input", map_message), ("tools", map_tool)):
         if isinstance(value := asked.get(name), list):
-            edited = each(value, partial(map_item, replace_text=replace_text))
+            edited = map_list(value, partial(map_item, replace_text=replace_text))
             if edited is not value:
                 changed[name] = edited
     text = asked.get("text")
@@ -158,7 +159,7 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
             item = referred or {**item, "type": _REFERENCE}
         kind = str(item.get("type") or "message")
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
-            if turn is None or _complete(turn, kind):
+            if turn is None or _ends_turn(turn, kind):
                 turn = {"role": "assistant", "content": None}
                 messages.append(turn)
             _add(turn, kind, item)
@@ -168,9 +169,10 @@ def messages_of(items: Iterable[Mapping[str, Any]], earlier: EarlierResponses | 
     return messages
 
 
-def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
+def well_formed_items(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
     """Divide the items of an output into well-formed and malformed ones."""
-    sound, broken = [], []
+    sound = []
+    broken = []
     for item in output:
         try:
             messages_of((item,))
@@ -187,7 +189,7 @@ def text_of(parts: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts or ())
 
 
-def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _input_items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The input of a request as items. Raises ValueError unless it is a text or a list of objects."""
     items = asked.get("input")
     if items is None:
@@ -199,7 +201,7 @@ def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return items
 
 
-def _complete(turn: Mapping[str, Any], kind: str) -> bool:
+def _ends_turn(turn: Mapping[str, Any], kind: str) -> bool:
     """Whether an item of this kind begins another turn: calls and text end the reasoning, calls end the text."""
     if kind == "function_call":
         return False
@@ -226,23 +228,23 @@ def _add(turn: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
 
 def _message(kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _chat_content(item.get("output"))}
     if kind == "message" and "role" in item:
-        return {"role": item["role"], "content": _content(item.get("content"))}
+        return {"role": item["role"], "content": _chat_content(item.get("content"))}
     return dict(item)
 
 
-def _content(parts: Any) -> Any:
+def _chat_content(parts: Any) -> Any:
     """A content in chat form: a text if it is a single text part, else a list of parts."""
     if not isinstance(parts, list):
         return parts
-    chat_parts = [_part(part) for part in parts]
+    chat_parts = [_chat_part(part) for part in parts]
     if len(chat_parts) == 1 and chat_parts[0].get("type") == "text":
         return chat_parts[0]["text"]
     return chat_parts
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part of an input or output item of the Responses API in the form of chat requests.
 
     A part without a counterpart there is kept, and the request is then one that only a provider can serve.
@@ -258,14 +260,14 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     return dict(part)
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A function tool, or the choice of one, in chat form; others as they are."""
     if tool.get("type") != "function" or "function" in tool:
         return dict(tool)
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _params(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_params(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a request under their names in chat requests."""
     translated = ("input", "instructions", "tools", "max_output_tokens", "text")
     params = {name: value for name, value in asked.items() if name not in translated}

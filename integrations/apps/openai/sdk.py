@@ -24,26 +24,26 @@ from cotune.integrations.apps.openai.forms import (
     TEXT_COMPLETION,
     TEXT_COMPLETIONS,
     Form,
-    edited,
-    finish,
+    edited_body,
+    end_with_body,
     part_of,
 )
 from cotune.integrations.apps.patching import replace_method
 from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode, identify, opened_call
-from cotune.recording.edits import as_asked
+from cotune.recording.edits import undo_edits
 from cotune.recording.model_calls import (
     UNREADABLE,
     answer,
     answer_blocking,
-    failed,
-    raised,
+    fail_with_error,
     reason_of,
+    record_failure,
     warn_unrecorded,
 )
 from cotune.recording.recorder import INTERRUPTED, LiveCall, LiveEpisode
 from cotune.records.answers import Answer
-from cotune.records.failure_cause import refusal
+from cotune.records.failure_cause import is_refusal_status
 from cotune.records.structs import CallStatus
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
@@ -55,7 +55,7 @@ def install() -> None:
     """Hook both client classes. Raises UnsupportedVersion if this version of openai lacks a method."""
     from openai import _base_client as base
 
-    hooks = (("request", _request, _request_async), ("_send_request", _send, _send_async))
+    hooks = (("request", _wrap_request, _request_async), ("_send_request", _send, _send_async))
     for client in (base.SyncAPIClient, base.AsyncAPIClient):
         require_hooks("openai", client, "request", "_send_request")
     for name, sync, asynchronous in hooks:
@@ -83,7 +83,7 @@ class _Exchange:
         """The request to send: the application's own, or a copy with edited prompts."""
         if not self.edits:
             return request
-        content = edited(self.call, self.form, self.asked, request.content)
+        content = edited_body(self.call, self.form, self.asked, request.content)
         headers = request.headers.copy()
         headers["content-length"] = str(len(content))
         new_request = package_of(request).Request
@@ -92,14 +92,14 @@ class _Exchange:
     def answered(self, request: Any, answer: Answer) -> Any:
         """The response that returns a policy's answer; ends the call."""
         content, kind = self.form.content(self.call, answer, self.asked)
-        response = _response(request, 200, kind, content, self.call.id)
+        response = _make_response(request, 200, kind, content, self.call.id)
         self.call.finish(answer)
         return response
 
     def refused(self, request: Any, error: Exception) -> Any:
         """The response that reports an error of the responder; ends the call."""
         text = INTERRUPTED if self.call.episode.interrupted else error_text(error)
-        return _error_response(request, failed(self.call, error), text)
+        return _error_response(request, record_failure(self.call, error), text)
 
     def attempt_failed(self, error: BaseException) -> None:
         """Note the error of an attempt. The call ends with it unless the SDK may retry."""
@@ -107,7 +107,7 @@ class _Exchange:
         # An error that is no Exception cancels the request, so the SDK does not retry.
         self.waits = isinstance(error, Exception)
         if not self.retried:
-            raised(self.call, error)
+            fail_with_error(self.call, error)
 
     def observed(self, response: Any) -> Any:
         """Record the provider's answer: now, or once the application has read the stream."""
@@ -116,7 +116,7 @@ class _Exchange:
             self.failure = f"error: {cause}"
             self.waits = True
             if not self.retried:
-                self.call.fail("error", cause, outage=not refusal(response.status_code))
+                self.call.fail("error", cause, outage=not is_refusal_status(response.status_code))
             return response
         settle = functools.partial(self.settle, response.headers)
         if response.is_stream_consumed:
@@ -134,8 +134,8 @@ class _Exchange:
         form = self.form
         streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
         if error is not None:
-            raised(call, error, part_of(form, raw, streamed))
-        elif not (ended or streamed) or not finish(call, form, self.asked, raw, streamed):
+            fail_with_error(call, error, part_of(form, raw, streamed))
+        elif not (ended or streamed) or not end_with_body(call, form, self.asked, raw, streamed):
             status: CallStatus = "malformed" if ended else "cancelled"
             cause = "the answer ended" if ended else "the application stopped reading the answer"
             call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
@@ -158,13 +158,13 @@ def _begun_exchange() -> Iterator[None]:
             if exchange.waits and not isinstance(error, Exception):
                 # Cancelled while the SDK waited to try again: the last attempt had ended before.
                 exchange.call.attempts.append(exchange.failure)
-            raised(exchange.call, error)
+            fail_with_error(exchange.call, error)
         raise
     finally:
         _exchange.reset(token)
 
 
-def _request(original: Any) -> Any:
+def _wrap_request(original: Any) -> Any:
     """Wrap the blocking `request`, which contains the retries."""
 
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     else:
         _warn_of_unseen(episode, request)
         if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
-            return _response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
+            return _make_response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
@@ -275,7 +275,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         body, unsupported_reason = form.read(asked, episode)
         call = opened_call.get()
         if call is None or call.on_wire or call.ended:
-            plain = as_asked(call, body)
+            plain = undo_edits(call, body)
             call = episode.start(identify(), plain)
             # If a model class has edited the prompts already, they must not be edited twice.
             exchange.edits = call.rewritten is not None and plain is body
@@ -296,7 +296,9 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         return None
     call.on_wire = True
     call.unsupported_reason = unsupported_reason
-    exchange.call, exchange.form, exchange.asked = call, form, asked
+    exchange.call = call
+    exchange.form = form
+    exchange.asked = asked
     return exchange
 
 
@@ -316,10 +318,10 @@ def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
 
 def _error_response(request: Any, status: int, message: str) -> Any:
     body = {"error": {"message": message, "type": "cotune", "code": status, "param": None}}
-    return _response(request, status, "application/json", msgspec.json.encode(body), "cotune")
+    return _make_response(request, status, "application/json", msgspec.json.encode(body), "cotune")
 
 
-def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
+def _make_response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
     """A response of the request's package (httpx or httpx2), with a header that keeps the SDK from retrying."""
     headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
     response = package_of(request).Response(status, headers=headers, content=content, request=request)
@@ -356,19 +358,19 @@ class _Tee:
         self._ended = False
 
     def __iter__(self) -> Iterator[bytes]:
-        with self._reading():
+        with self._noting_end():
             for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        with self._reading():
+        with self._noting_end():
             async for chunk in self._inner:
                 self._chunks.append(chunk)
                 yield chunk
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _noting_end(self) -> Iterator[None]:
         """Note how reading the stream ends: with an error, at its end, or because the application stopped."""
         try:
             yield
@@ -427,10 +429,10 @@ def install_sockets() -> None:
             continue
         for value in list(vars(module).values()):
             if isinstance(value, type):
-                replace_method(value, "connect", _counted)
+                replace_method(value, "connect", _warn_at_connect)
 
 
-def _counted(original: Any) -> Any:
+def _warn_at_connect(original: Any) -> Any:
     """Wrap `connect` of a socket class: warn that its answers are not recorded."""
 
     def connect(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,18 +13,18 @@ _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.
 _OPEN, _CLOSE, _OBJECT, _COMMA, _COLON = b"{[", b"}]", b"{"[0], b","[0], b":"[0]
 
 
-def spliced(raw: bytes, old: Any, new: Any) -> bytes:
+def replace_values(raw: bytes, old: Any, new: Any) -> bytes:
     """Write the values of `new` that differ from `old` into `raw`, the JSON text of `old`, and leave all other bytes
     alone.
 
     The provider then gets the application's request byte for byte, except for the edited texts, and so finds it in its
     cache.
     """
-    changes = dict(_changes(old, new))
+    changes = dict(_changed_values(old, new))
     if not changes:
         return raw
     spans: list[tuple[int, int, Path]] = []
-    for path, start, end in _values(raw):
+    for path, start, end in _value_spans(raw):
         if path in changes:
             spans.append((start, end, path))
     # A key that stands twice in an object, for example, makes a path ambiguous: then all of it is written again.
@@ -39,21 +39,21 @@ def spliced(raw: bytes, old: Any, new: Any) -> bytes:
     return b"".join([*parts, raw[copied:]])
 
 
-def _changes(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _changed_values(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Path and value of the outermost values of `new` that differ from `old`."""
     if new is old:
         return
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
         for name, value in old.items():
-            yield from _changes(value, new[name], (*path, name))
+            yield from _changed_values(value, new[name], (*path, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for number, (was, now) in enumerate(zip(old, new, strict=True)):
-            yield from _changes(was, now, (*path, number))
+            yield from _changed_values(was, now, (*path, number))
     elif new != old:
         yield path, new
 
 
-def _values(raw: bytes) -> Iterator[tuple[Path, int, int]]:
+def _value_spans(raw: bytes) -> Iterator[tuple[Path, int, int]]:
     """Each value of a JSON text: its path, its first byte, and the byte after its last one."""
     path: list[str | int] = []
     starts: list[int] = []
@@ -76,6 +76,7 @@ def _values(raw: bytes) -> Iterator[tuple[Path, int, int]]:
             else:
                 named = True
         elif named:
-            path[-1], named = msgspec.json.decode(token.group()), False
+            path[-1] = msgspec.json.decode(token.group())
+            named = False
         elif first != _COLON:
             yield tuple(path), token.start(), token.end()

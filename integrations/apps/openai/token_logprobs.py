@@ -23,7 +23,10 @@ def token_logprobs(candidate: Candidate) -> list[msgspec.Raw]:
             encoded.append(msgspec.Raw(_json(entry)))
         return encoded
     for token in candidate.shown:
-        entry = {**_token(token), "top_logprobs": [_token(alternative) for alternative in token.top_logprobs]}
+        entry = {
+            **_openai_token(token),
+            "top_logprobs": [_openai_token(alternative) for alternative in token.top_logprobs],
+        }
         encoded.append(msgspec.Raw(_json(entry)))
     return encoded
 
@@ -31,7 +34,7 @@ def token_logprobs(candidate: Candidate) -> list[msgspec.Raw]:
 _json = msgspec.json.Encoder().encode
 
 
-def _token(token: ShownToken) -> dict[str, Any]:
+def _openai_token(token: ShownToken) -> dict[str, Any]:
     """A token in OpenAI's form, with its bytes: a token may hold only a part of a character."""
     raw = token.token.encode() if token.bytes is None else token.bytes
     return {"token": token.token, "logprob": token.logprob, "bytes": list(raw)}

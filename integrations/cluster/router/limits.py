@@ -18,7 +18,8 @@ CLOSE_SECONDS = 60.0
 HEALTH_EVERY = 10.0
 """Pause between two health checks of an engine."""
 
-BACKOFF, MAX_BACKOFF = 1.0, 60.0
+BACKOFF = 1.0
+MAX_BACKOFF = 60.0
 """Pause before the first restart, and the longest pause. The pause doubles with each further restart."""
 FORGIVE_AFTER = 3600.0
 """Healthy time after which the restarts of an engine are counted from 0 again."""

@@ -26,7 +26,7 @@ SLACK = 4.0
 """How much more load than the least loaded engine an engine with a known prefix may have, in costs of the request."""
 
 
-def choose(engines: Sequence[Engine], homes: Mapping[int, Engine], blocks: Sequence[int], cost: int) -> Engine:
+def choose_engine(engines: Sequence[Engine], homes: Mapping[int, Engine], blocks: Sequence[int], cost: int) -> Engine:
     """The engine for a request that adds `cost` to its load; `homes` has the engine that saw a block last.
 
     It is the engine that saw the longest prefix, if its load is at most `SLACK` times the cost above the least loaded
@@ -181,7 +181,7 @@ class Queue:
             if request.placed.done():
                 continue  # it was cancelled just now
             if untried or request.tried.issuperset(healthy):
-                self._give(request, choose(untried or free, self._homes, request.blocks, request.cost))
+                self._give(request, choose_engine(untried or free, self._homes, request.blocks, request.cost))
             else:
                 # All free engines have failed it already: it waits for another one.
                 later.append(request)

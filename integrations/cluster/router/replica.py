@@ -123,11 +123,11 @@ class Engine:
 
     async def probe(self) -> str | None:
         """Check that it answers and serves all published versions. A fault is returned, and takes the engine out."""
-        before = _expected(self._versions)
+        before = _expected_fingerprints(self._versions)
         lost = []
         try:
             served = (await self.info()).served
-            for key, digest in sorted(_expected(self._versions).items()):
+            for key, digest in sorted(_expected_fingerprints(self._versions).items()):
                 # A version that was published during the question does not count.
                 if before.get(key) != digest or served.get(key) == digest:
                     continue
@@ -270,12 +270,13 @@ class Replica:
 
     def _becomes(self, state: Literal["failed", "lost"], reason: str, counter: str, event: str) -> None:
         self._counters[counter] += 1
-        self.state, self.fault = state, reason
+        self.state = state
+        self.fault = reason
         log.warning("Engine %s %s: %s.", self.name, event, reason)
         self._changed()
 
 
-def _expected(versions: Versions) -> dict[str, str]:
+def _expected_fingerprints(versions: Versions) -> dict[str, str]:
     """Fingerprints of the versions that every healthy engine serves; empty while versions are published or retired.
 
     An engine may hold the full weights of only one version per policy, so only the last of these is expected.

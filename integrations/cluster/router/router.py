@@ -203,7 +203,7 @@ class RoutedSampler(LoopSampler):
         Raises SyncError if an engine reports another fingerprint or some engines refuse, RequestRefused if all refuse,
         EngineLost.
         """
-        kept_weights = keep(weights)
+        kept_weights = frozen_weights(weights)
         while True:
             await self._queue.floor()
             try:
@@ -300,6 +300,6 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
     ) from error
 
 
-def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
+def frozen_weights(weights: Weights) -> dict[str, npt.NDArray[Any]]:
     """Weights that nobody can change: writable arrays are copied. Arrays from Ray are read-only already."""
     return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

@@ -22,7 +22,7 @@ def validate_completions(
         if len(completions) != n:
             return f"{len(completions)} candidates instead of {n}"
         for index, completion in enumerate(completions):
-            fault = _fault(completion, max_tokens, vocabulary)
+            fault = _completion_fault(completion, max_tokens, vocabulary)
             if fault:
                 return f"candidate {index} has {fault}"
     except (TypeError, AttributeError) as error:
@@ -30,7 +30,7 @@ def validate_completions(
     return None
 
 
-def _fault(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
+def _completion_fault(completion: Completion, max_tokens: int, vocabulary: int | None) -> str | None:
     """The fault of a completion, as a phrase for an error; None for a valid one. A faulty engine must not train a
     policy.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.integrations.collect.postgres.tables import bounds
+from cotune.integrations.collect.postgres.tables import month_bounds
 from cotune.records.ids import ulid
 from cotune.storage.sql.transaction import Transactions
 from cotune.storage.sql.upkeep import delete_episodes
@@ -16,7 +16,7 @@ _PARTITIONS = """SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid =
     WHERE inhparent IN ('calls'::regclass, 'episodes'::regclass, 'rewards'::regclass)"""
 
 
-def months(does: Transactions) -> list[str]:
+def stored_months(does: Transactions) -> list[str]:
     """The months that have partitions of calls and of episodes, such as `2026_11`."""
     names = _partitions(does)
     return sorted(name[-7:] for name in names if name.startswith("episodes_2") and f"calls_{name[-7:]}" in names)
@@ -30,8 +30,8 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
     different months around midnight, so episodes across the border are deleted row by row first. Rewards whose episodes
     have not arrived by now go with their month.
     """
-    low, high = bounds(month)
-    if high > ulid(int(before * 1000) << 80) or _keeps(does, month, before, app, keep_trained):
+    low, high = month_bounds(month)
+    if high > ulid(int(before * 1000) << 80) or _must_keep(does, month, before, app, keep_trained):
         return {}
     calls_here = f"SELECT 1 FROM calls_{month} AS own WHERE own.episode = calls.episode"
     episode_here = f"SELECT 1 FROM episodes_{month} AS own WHERE id = episode"
@@ -49,9 +49,9 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
     return counts
 
 
-def _keeps(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
+def _must_keep(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
     """Whether a prune would keep an episode or a call of this month."""
-    low, high = bounds(month)
+    low, high = month_bounds(month)
     kept = "(started >= ?" + (" OR app != ?)" if app else ")")
     asked: Sequence[Any] = [before, *([app] if app else [])]
     trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)" if keep_trained else ""

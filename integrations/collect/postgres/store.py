@@ -21,7 +21,7 @@ from psycopg.types.numeric import FloatLoader
 from psycopg.types.string import StrDumper
 
 from cotune.errors import RunError, error_line
-from cotune.integrations.collect.postgres.months import drop_month, months
+from cotune.integrations.collect.postgres.months import drop_month, stored_months
 from cotune.integrations.collect.postgres.tables import (
     INDEXED,
     LOCK,
@@ -34,9 +34,9 @@ from cotune.integrations.collect.postgres.tables import (
     VERSION,
     insertion,
     month_of,
-    partition,
-    stage,
-    translated,
+    partition_statement,
+    staging_table,
+    translate_query,
 )
 from cotune.storage.open_store import StoreUnavailableError, without_password
 from cotune.storage.schema import COLUMNS, TABLES, WITHDRAWN, NameList, Row
@@ -85,7 +85,7 @@ class PostgresStore(SqlStore[Connection]):
             if isinstance(error, psycopg.errors.LockNotAvailable):
                 text = f"The store {shown} is blocked: another process has been writing to it for {LOCK_SECONDS} s."
                 raise StoreUnavailableError(text, "Try again later, or end that process.") from error
-            if not _answers(address):
+            if not _accepts_connections(address):
                 text = f"The store {shown} does not answer: {error_line(error)}."
                 raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
             if not isinstance(error, psycopg.OperationalError):
@@ -118,7 +118,9 @@ class PostgresStore(SqlStore[Connection]):
         again = bool(self._readers)
         try:
             with self._reader() as db:
-                return _whole(db, db.execute(translated(sql), [*map(_asked, parameters)]).fetchall())
+                return _restore_long_texts(
+                    db, db.execute(translate_query(sql), [*map(_stored_parameter, parameters)]).fetchall()
+                )
         except psycopg.OperationalError as error:
             if not again:
                 raise _unusable(self.address, error) from error
@@ -133,7 +135,7 @@ class PostgresStore(SqlStore[Connection]):
 
         A partition that cannot be dropped is left to the deletion of single rows.
         """
-        for month in self.act(months):
+        for month in self.act(stored_months):
             dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
             try:
                 if found := self.act(dropping):
@@ -169,7 +171,7 @@ class PostgresDatabase:
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         with _faults_of_values():
-            cursor = self._db.execute(translated(sql), [*map(_asked, parameters)])
+            cursor = self._db.execute(translate_query(sql), [*map(_stored_parameter, parameters)])
         return cursor.fetchall() if cursor.description else []
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
@@ -177,18 +179,18 @@ class PostgresDatabase:
         skip duplicates.
         """
         names = COLUMNS[table]
-        types = _types(table)
+        types = _column_types(table)
         width = len(names)
-        rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
+        rows = _one_row_per_key(table, [values[at : at + width] for at in range(0, len(values), width)])
         if table in NUMBERED:
             self._make_partitions(table, [row[0] for row in rows])
         with _faults_of_values(), self._db.transaction(), self._db.cursor() as cursor:
-            cursor.execute(stage(table))
+            cursor.execute(staging_table(table))
             cursor.execute(f"DELETE FROM stage_{table}")  # of this transaction, mostly none: TRUNCATE makes a new file
             with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
                 copy.set_types(types)
                 for row in rows:
-                    copy.write_row([*map(_stored, row)])
+                    copy.write_row([*map(_stored_value, row)])
             cursor.execute(insertion(table))
 
     def _make_partitions(self, table: str, ids: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ class PostgresDatabase:
             if (name := f"{table}_{month}") not in self._months:
                 try:
                     with self._db.transaction():
-                        self._db.execute(partition(table, str(month)))
+                        self._db.execute(partition_statement(table, str(month)))
                 except psycopg.errors.CheckViolation:
                     pass  # rows of it came before their time, and lie among the others
                 self._months.add(name)
@@ -240,7 +242,7 @@ def _faults_of_values() -> Iterator[None]:
         raise
 
 
-def _whole(db: Connection, rows: list[Row]) -> list[Row]:
+def _restore_long_texts(db: Connection, rows: list[Row]) -> list[Row]:
     """Put the whole texts back into rows of a query.
 
     Columns that are indexed hold long texts in a shortened form with a hash, because PostgreSQL limits the size of an
@@ -274,16 +276,16 @@ def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, 
             whole = whole["id"]
         elif column == "policy":
             whole = whole["name"]
-        texts[value] = str(_stored(whole))
+        texts[value] = str(_stored_value(whole))
     return texts
 
 
-def _types(table: str) -> list[str]:
+def _column_types(table: str) -> list[str]:
     kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
     return [TYPES[kind] for kind in kinds]
 
 
-def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
+def _one_row_per_key(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
     """One row for each key, as one SQL statement cannot change a row twice.
 
     The first row of a key is kept, with two exceptions: a row that withdraws an episode replaces the episode's row, and
@@ -298,16 +300,16 @@ def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
     return list(row_of_key.values())
 
 
-def _stored(value: Any) -> Any:
+def _stored_value(value: Any) -> Any:
     """A value as the database takes it: no NUL in texts, and NaN as SQLite has it, nothing."""
     if isinstance(value, str):
         return value.replace("\0", "\u2400") if "\0" in value else value
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _asked(value: Any) -> Any:
+def _stored_parameter(value: Any) -> Any:
     """The same of a parameter; in a list of names, NUL is escaped."""
-    return _ESCAPED_NUL.sub("\\1\u2400", value) if isinstance(value, NameList) else _stored(value)
+    return _ESCAPED_NUL.sub("\\1\u2400", value) if isinstance(value, NameList) else _stored_value(value)
 
 
 def _connect(address: str, writes: bool = False) -> Connection:
@@ -329,7 +331,7 @@ def _connect(address: str, writes: bool = False) -> Connection:
     return db
 
 
-def _answers(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
     """Whether a server takes connections at this address; not one that is starting up."""
     return psycopg.pq.PGconn.ping(make_conninfo(address, connect_timeout=5).encode()) == psycopg.pq.Ping.OK
 

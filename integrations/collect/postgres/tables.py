@@ -105,7 +105,7 @@ UPGRADES = {
 """The statements that bring a store of a version to the next one."""
 
 
-def stage(table: str) -> str:
+def staging_table(table: str) -> str:
     """The temporary table that rows are copied to before they are inserted."""
     columns = f"SELECT {', '.join(COLUMNS[table])} FROM {table} WHERE false"
     return f"CREATE TEMPORARY TABLE IF NOT EXISTS stage_{table} ON COMMIT DELETE ROWS AS {columns}"
@@ -124,7 +124,7 @@ _EQUAL = re.compile(rf"\b({_NAMES}) = \?")
 _AMONG = re.compile(rf"\b({_NAMES}) IN \(SELECT value FROM")
 
 
-def translated(sql: str) -> str:
+def translate_query(sql: str) -> str:
     """A query in SQLite's dialect as psycopg takes it; LIKE does not distinguish cases there. Values that are compared
     with a column of `INDEXED` are shortened as the column is."""
     sql = _EQUAL.sub(r"\1 = indexed('\1', ?)", sql)
@@ -149,7 +149,7 @@ def month_of(id: str, now: datetime) -> str | None:
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y_%m}"
 
 
-def bounds(month: str) -> tuple[str, str]:
+def month_bounds(month: str) -> tuple[str, str]:
     """The lowest id of a month, and that of the next one."""
     year, number = map(int, month.split("_"))
     first = datetime(year, number, 1, tzinfo=UTC)
@@ -158,8 +158,8 @@ def bounds(month: str) -> tuple[str, str]:
     return low, high
 
 
-def partition(table: str, month: str) -> str:
+def partition_statement(table: str, month: str) -> str:
     """The statement that makes the partition of a month."""
-    low, high = bounds(month)
+    low, high = month_bounds(month)
     name = f"{table}_{month}"
     return f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF {table} FOR VALUES FROM ('{low}') TO ('{high}')"

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.earlier_forms import event_messages, openllmetry_messages, openllmetry_tools
 from cotune.integrations.exchange.otel.messages import (
+    as_mapping,
     as_text,
-    decoded,
+    decode_json,
+    fields_by_number,
     from_parts,
     json_value,
-    mapping,
-    numbered,
     tool_call,
     with_reason,
 )
@@ -61,14 +61,14 @@ def agent_of(span: Span) -> str | None:
             return str(agent)
     if kind_of(span) == "agent" and (agent := span.attributes.get("traceloop.entity.name") or span.name):
         return str(agent)
-    node = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
+    node = as_mapping(decode_json(span.attributes.get("metadata"))).get("langgraph_node")
     return str(node) if node else None
 
 
 def params_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
     """Request parameters in OpenAI form."""
     name = "llm.invocation_parameters"
-    openinference = mapping(json_value(attributes.get(name), name, left_out))
+    openinference = as_mapping(json_value(attributes.get(name), name, left_out))
     params = {key: value for key, value in openinference.items() if key not in ("model", "messages", "tools")}
     for param, attribute in names.PARAMS.items():
         if attributes.get(attribute) is not None:
@@ -78,7 +78,7 @@ def params_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> dict[str
     return params
 
 
-def whole(value: Any) -> int:
+def count_or_zero(value: Any) -> int:
     """A count in a span; 0 if the value is no usable number."""
     try:
         count = int(value)
@@ -96,12 +96,12 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
     details = [event.attributes for event in span.events if event.name == _DETAILS]
     for attributes in (span.attributes, *details):
         if names.INPUT_MESSAGES in attributes or names.OUTPUT_MESSAGES in attributes:
-            genai_request = _request(attributes, left_out)
+            genai_request = _request_messages(attributes, left_out)
             if genai_request is None:
                 return [], []
-            return genai_request, _answer(attributes, left_out)
-    request = [_openinference(fields) for fields in numbered(span.attributes, "llm.input_messages")]
-    answers = [_openinference(fields) for fields in numbered(span.attributes, "llm.output_messages")]
+            return genai_request, _answer_message(attributes, left_out)
+    request = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.input_messages")]
+    answers = [_openinference(fields) for fields in fields_by_number(span.attributes, "llm.output_messages")]
     if not request and not answers:
         request, answers = openllmetry_messages(span.attributes, left_out)
     if not request and not answers:
@@ -113,11 +113,11 @@ def tools_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict
     """Tool definitions in OpenAI form; None without any."""
     definitions = json_value(attributes.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
     if not isinstance(definitions, list):
-        definitions = [fields.get("tool.json_schema") for fields in numbered(attributes, "llm.tools")]
+        definitions = [fields.get("tool.json_schema") for fields in fields_by_number(attributes, "llm.tools")]
         definitions = definitions or openllmetry_tools(attributes, left_out)
     tools = []
     for definition in definitions:
-        tool = mapping(json_value(definition, "llm.tools", left_out))
+        tool = as_mapping(json_value(definition, "llm.tools", left_out))
         if not tool:
             continue
         # The conventions have the fields of a function next to its type, OpenAI below `function`.
@@ -129,7 +129,7 @@ def tools_of(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict
     return tools or None
 
 
-def _request(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
+def _request_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """The messages of a request; None if one of its attributes was cut."""
     system = json_value(attributes.get(names.SYSTEM_INSTRUCTIONS), names.SYSTEM_INSTRUCTIONS, left_out)
     inputs = json_value(attributes.get(names.INPUT_MESSAGES), names.INPUT_MESSAGES, left_out)
@@ -137,21 +137,21 @@ def _request(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict
         if value is None and attributes.get(name) is not None:
             return None
     messages = from_parts({"role": "system", "parts": _as_list(system)}, left_out) if system else []
-    for message in _readable(inputs, left_out):
+    for message in _readable_value(inputs, left_out):
         messages += from_parts(message, left_out)
     return messages
 
 
-def _answer(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+def _answer_message(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     messages = []
     outputs = json_value(attributes.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
-    for message in _readable(outputs, left_out):
+    for message in _readable_value(outputs, left_out):
         answer = from_parts({"role": "assistant", **message}, left_out)[0]
         messages.append(with_reason(answer, message))
     return messages
 
 
-def _readable(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
+def _readable_value(value: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
     messages = _as_list(value)
     readable = [message for message in messages if isinstance(message, Mapping)]
     if len(readable) < len(messages):
@@ -167,14 +167,14 @@ def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
         "role": str(fields.get("message.role") or "user"),
         "content": fields.get("message.content"),
     }
-    if message["content"] is None and (contents := numbered(fields, "message.contents")):
+    if message["content"] is None and (contents := fields_by_number(fields, "message.contents")):
         texts = [str(part.get("message_content.text") or "") for part in contents]
         message["content"] = "\n".join(text for text in texts if text)
     for name in ("tool_call_id", "name"):
         if value := fields.get(f"message.{name}"):
             message[name] = value
     calls = []
-    for call in numbered(fields, "message.tool_calls"):
+    for call in fields_by_number(fields, "message.tool_calls"):
         function = call.get("tool_call.function.name")
         arguments = call.get("tool_call.function.arguments")
         calls.append(tool_call(call.get("tool_call.id"), function, arguments))
@@ -188,6 +188,6 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else [{"role": "user", "content": as_text(value)}]
 
 
-def first(attributes: Mapping[str, Any], *keys: str) -> Any:
+def first_value(attributes: Mapping[str, Any], *keys: str) -> Any:
     """The value of the first of these attributes that is not None."""
     return next((attributes[key] for key in keys if attributes.get(key) is not None), None)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotune.integrations.exchange.otel.messages import (
+    as_mapping,
     as_text,
-    decoded,
+    decode_json,
+    fields_by_number,
     json_value,
-    mapping,
-    numbered,
     tool_call,
     with_reason,
 )
@@ -29,13 +29,13 @@ _CHOICE = "gen_ai.choice"
 def openllmetry_messages(attributes: Mapping[str, Any], left_out: Counter[str]) -> Messages:
     """Messages from the attributes `gen_ai.prompt.N.*` and `gen_ai.completion.N.*`."""
     request = []
-    for fields in numbered(attributes, _PROMPT):
+    for fields in fields_by_number(attributes, _PROMPT):
         message = _message(str(fields.get("role") or "user"), _with_tool_calls(fields), _PROMPT, left_out)
         if message is None:
             return [], []
         request.append(message)
     answers = []
-    for fields in numbered(attributes, _COMPLETION):
+    for fields in fields_by_number(attributes, _COMPLETION):
         answer = _message("assistant", _with_tool_calls(fields), _COMPLETION, left_out)
         if answer is not None:
             answers.append(with_reason(answer, fields))
@@ -45,7 +45,7 @@ def openllmetry_messages(attributes: Mapping[str, Any], left_out: Counter[str]) 
 def openllmetry_tools(attributes: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     """The functions of a request, each with its parameters as an object."""
     tools = []
-    for fields in numbered(attributes, _FUNCTIONS):
+    for fields in fields_by_number(attributes, _FUNCTIONS):
         parameters = json_value(fields.get("parameters"), _FUNCTIONS, left_out)
         tools.append({**fields, "parameters": parameters} if parameters is not None else fields)
     return tools
@@ -65,7 +65,7 @@ def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messa
         body = json_value(event.attributes.get("gen_ai.event.content"), "gen_ai.event.content", left_out)
         fields = body if isinstance(body, Mapping) else event.attributes
         if event.name == _CHOICE:
-            message_fields = decoded(fields.get("message"))
+            message_fields = decode_json(fields.get("message"))
             if not isinstance(message_fields, Mapping):
                 message_fields = {"content": message_fields}
             answer = _message("assistant", message_fields, _CHOICE, left_out)
@@ -82,7 +82,8 @@ def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messa
 def _with_tool_calls(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a message, with its tool calls from numbered fields."""
     calls = [
-        tool_call(call.get("id"), call.get("name"), call.get("arguments")) for call in numbered(fields, "tool_calls")
+        tool_call(call.get("id"), call.get("name"), call.get("arguments"))
+        for call in fields_by_number(fields, "tool_calls")
     ]
     return {**fields, "tool_calls": calls}
 
@@ -92,7 +93,7 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
     content = fields.get("content")
     # The content may be parts as JSON, or a text that begins like JSON.
     if isinstance(content, str) and content.startswith("[{"):
-        parts = decoded(content)
+        parts = decode_json(content)
         if parts is content and content.startswith('[{"type"'):
             left_out[f"cut:{name}"] += 1
             return None
@@ -101,7 +102,7 @@ def _message(role: str, fields: Mapping[str, Any], name: str, left_out: Counter[
         content = _content(content)
     elif content is not None:
         content = as_text(content)
-    listed_calls = decoded(fields.get("tool_calls"))
+    listed_calls = decode_json(fields.get("tool_calls"))
     if not isinstance(listed_calls, list):
         listed_calls = []
     calls = [_tool_call(call) for call in listed_calls if isinstance(call, Mapping)]
@@ -125,5 +126,5 @@ def _content(parts: list[Any]) -> Any:
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = mapping(call.get("function")) or call
+    function = as_mapping(call.get("function")) or call
     return tool_call(call.get("id"), function.get("name"), function.get("arguments"))

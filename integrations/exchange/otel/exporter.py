@@ -45,14 +45,14 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export_file(store: Store, path: str | Path, *, episode: str | None = None, detail: Detail = STRUCTURE) -> Exported:
     """Write OTLP/JSON, one line per episode: the form of a collector's file exporter and receiver."""
     with whole_file(path) as file:
-        return _export(store, episode, detail, lambda spans: file.write(encode(spans, SERVICE) + b"\n"))
+        return _export_episodes(store, episode, detail, lambda spans: file.write(encode(spans, SERVICE) + b"\n"))
 
 
 def export_to(
     store: Store, exporter: SpanExporter, *, episode: str | None = None, detail: Detail = STRUCTURE
 ) -> Exported:
     """Send every finished episode to a span exporter. Raises CotuneError if the exporter refuses one."""
-    return _export(store, episode, detail, lambda spans: _send(exporter, spans))
+    return _export_episodes(store, episode, detail, lambda spans: _send(exporter, spans))
 
 
 def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeout: float = 60.0) -> SpanExporter:
@@ -115,7 +115,9 @@ class LiveExport:
                 self.failed += 1
 
 
-def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Sequence[Span]], object]) -> Exported:
+def _export_episodes(
+    store: Store, only: str | None, detail: Detail, write: Callable[[Sequence[Span]], object]
+) -> Exported:
     """Write the spans of all episodes, or of the episode `only`. Returns the numbers, and what was left out by
     reason.
     """
@@ -124,7 +126,8 @@ def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Seq
     for episode in store.episodes() if only is None else [store.episode(only)]:
         spans_of_episode = episode_spans(store, episode, detail, left_out)
         write(spans_of_episode)
-        episodes, spans = episodes + 1, spans + len(spans_of_episode)
+        episodes = episodes + 1
+        spans = spans + len(spans_of_episode)
     if store.health.unreadable:
         left_out["unreadable"] += store.health.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
@@ -136,15 +139,15 @@ def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     resource = Resource({"service.name": SERVICE})
-    for part in _requests(spans):
-        if exporter.export([_readable(span, resource) for span in part]) is not SpanExportResult.SUCCESS:
+    for part in _in_requests(spans):
+        if exporter.export([_readable_span(span, resource) for span in part]) is not SpanExportResult.SUCCESS:
             raise CotuneError(
                 f"The exporter {type(exporter).__name__} did not deliver {len(part)} spans.",
                 "Check that the endpoint is right and takes OTLP over HTTP.",
             )
 
 
-def _requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _in_requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """The spans in order, in parts of at most `REQUEST` characters. A larger span has a part of its own."""
     part: list[Span] = []
     size = 0
@@ -160,7 +163,7 @@ def _requests(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield part
 
 
-def _readable(span: Span, resource: Resource) -> ReadableSpan:
+def _readable_span(span: Span, resource: Resource) -> ReadableSpan:
     """The span as a finished span of the SDK, created without a tracer."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope

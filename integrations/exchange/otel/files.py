@@ -28,7 +28,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
             "file", str(path), "does not exist", "Pass a file of OTLP/JSON, such as a collector's file exporter writes."
         )
     count = 0
-    for value in _values(path.read_bytes(), left_out):
+    for value in _json_objects(path.read_bytes(), left_out):
         spans = spans_in(value)
         if spans is None:
             left_out["not_otlp"] += 1
@@ -45,7 +45,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
         )
 
 
-def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
+def _json_objects(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
     """The JSON objects in a file. Objects in lists and pages are returned one by one."""
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:

@@ -15,12 +15,12 @@ import msgspec
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.conventions import (
     agent_of,
-    first,
+    count_or_zero,
+    first_value,
     kind_of,
     messages_of,
     params_of,
     tools_of,
-    whole,
 )
 from cotune.integrations.exchange.otel.files import read
 from cotune.integrations.exchange.otel.messages import json_value
@@ -162,12 +162,12 @@ class _EpisodeImport:
         trace, otherwise they are derived from the spans, so that a second import gives the same records.
         """
         self.root = root
-        self.chats = sorted(chats, key=lambda span: (whole(span.attributes.get(names.STEP)), span.start))
+        self.chats = sorted(chats, key=lambda span: (count_or_zero(span.attributes.get(names.STEP)), span.start))
         self.tree = tree
         self.phase = phase
         self.left_out = left_out
-        self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
-        self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
+        self.id = str(root.attributes.get(names.EPISODE) or _ulid_of_span(root))
+        self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid_of_span(chat)) for chat in self.chats}
         self.calls = 0
         self.turns = TurnCounter()
         self.call_records = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
@@ -214,8 +214,8 @@ class _EpisodeImport:
             task=Task(id=str(attributes.get(names.TASK) or self.root.trace), input=task_input),
             workflow=workflow,
             phase=str(attributes.get(names.PHASE) or self.phase),
-            training_step=None if step is None else whole(step),
-            rollout=whole(attributes.get(names.ROLLOUT)),
+            training_step=None if step is None else count_or_zero(step),
+            rollout=count_or_zero(attributes.get(names.ROLLOUT)),
             status=status,
             error=self.root.failed,
             started=self.root.start / 1e9,
@@ -236,7 +236,7 @@ class _EpisodeImport:
             self.left_out["call_without_messages"] += 1
         candidates = self._candidates(chat, answers)
         caller = CallerContext(role, str(attributes.get(names.INTEGRATION) or "opentelemetry"))
-        model = str(first(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
+        model = str(first_value(attributes, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
         body = {
             **params_of(attributes, self.left_out),
             "messages": messages,
@@ -247,7 +247,7 @@ class _EpisodeImport:
         call = PendingCall(self.id, caller, step, turn, body)
         call.id = self.ids[chat.id]
         call.started = chat.start / 1e9
-        call.attempts = ["unknown"] * min(whole(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
+        call.attempts = ["unknown"] * min(count_or_zero(attributes.get(names.ATTEMPTS)), _ATTEMPTS)
         linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
         self.call_records.link(call)
         call.parents = linked or call.parents
@@ -257,8 +257,11 @@ class _EpisodeImport:
             candidates=candidates,
             chosen=chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0,
             prompt_ids=tuple(attributes.get(names.PROMPT_IDS) or ()),
-            policy=PolicyRef(str(policy), whole(attributes.get(names.POLICY_VERSION))) if policy else None,
-            usage=Usage(whole(first(attributes, *_PROMPT_TOKENS)), whole(first(attributes, *_ANSWER_TOKENS))),
+            policy=PolicyRef(str(policy), count_or_zero(attributes.get(names.POLICY_VERSION))) if policy else None,
+            usage=Usage(
+                count_or_zero(first_value(attributes, *_PROMPT_TOKENS)),
+                count_or_zero(first_value(attributes, *_ANSWER_TOKENS)),
+            ),
         )
         status = self._status(chat)
         error = None if status == "ok" else chat.failed or "no answer was recorded"
@@ -318,7 +321,7 @@ class _EpisodeImport:
             value = event.attributes.get(names.EVALUATION_VALUE)
             text = event.attributes.get(names.EVALUATION_EXPLANATION)
             index = event.attributes.get(names.CANDIDATE)
-            rewarded = target if target == self.id else candidate_id(target, whole(index))
+            rewarded = target if target == self.id else candidate_id(target, count_or_zero(index))
             number = float(value) if isinstance(value, int | float) else None
             reason = clean(text) if isinstance(text, str) and text.strip() else ""
             if name is None or (number is None and not reason):
@@ -330,7 +333,7 @@ class _EpisodeImport:
                 self.rewards.append(feedback_record(rewarded, str(name), reason, event.at / 1e9))
 
 
-def _ulid(span: Span) -> str:
+def _ulid_of_span(span: Span) -> str:
     """A ULID that sorts by the span's start. It is the same in each import."""
     digest = hashlib.blake2b(f"{span.trace} {span.id}".encode(), digest_size=10).digest()
     return ulid((span.start // 1_000_000 & (1 << 48) - 1) << 80 | int.from_bytes(digest, "big"))

@@ -43,7 +43,7 @@ def _to_parts(message: Mapping[str, Any], left_out: Counter[str]) -> dict[str, A
         parts += [_part(part, left_out) for part in content]
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
-        arguments = _object(function.get("arguments"))
+        arguments = _arguments_object(function.get("arguments"))
         parts.append({"type": "tool_call", "id": call.get("id"), "name": function.get("name"), "arguments": arguments})
     left_out.update(f"message.{name}" for name, value in message.items() if name not in _KNOWN and value is not None)
     with_parts: dict[str, Any] = {"role": message.get("role") or "user", "parts": parts}
@@ -109,7 +109,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def decoded(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """The value of a JSON text; any other value unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -121,20 +121,20 @@ _JSON_BEGINS = re.compile(r"""\s*(\[\s*([\[{"\]]|$)|\{\s*(["}]|$))""")
 
 
 def json_value(value: Any, name: str, left_out: Counter[str]) -> Any:
-    """Like `decoded`, but None for JSON that was cut off. It is counted under the `name` of its attribute.
+    """Like `decode_json`, but None for JSON that was cut off. It is counted under the `name` of its attribute.
 
     SDKs and backends cut off long attributes, some after 1,024 characters. A text that begins like JSON, but is not
     JSON, is taken for a cut-off one.
     """
-    content = decoded(value)
-    # `decoded` returns a text that is not JSON unchanged: `content is value` means that it decoded nothing.
+    content = decode_json(value)
+    # `decode_json` returns a text that is not JSON unchanged: `content is value` means that it decoded nothing.
     if isinstance(content, str) and content is value and _JSON_BEGINS.match(content):
         left_out[f"cut:{name}"] += 1
         return None
     return content
 
 
-def numbered(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+def fields_by_number(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """The attributes `prefix.N.field`, as a mapping of fields for each N, in the order of N."""
     items: dict[int, dict[str, Any]] = {}
     for key, value in attributes.items():
@@ -151,7 +151,7 @@ def with_reason(answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, 
     return {**answer, "finish_reason": reason} if reason else answer
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     """A mapping unchanged; an empty one for any other value."""
     return value if isinstance(value, Mapping) else {}
 
@@ -162,19 +162,19 @@ def field(value: Mapping[str, Any], name: str) -> Any:
     return value.get(name) if value.get(name) is not None else value.get(snake)
 
 
-def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+def list_of_objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     """The objects of a list in a field, in camel case or snake case."""
-    items = field(mapping(value), name)
+    items = field(as_mapping(value), name)
     if not isinstance(items, list):
         return []
     return [item for item in items if isinstance(item, Mapping)]
 
 
-def _object(arguments: Any) -> Any:
+def _arguments_object(arguments: Any) -> Any:
     """Arguments as an object if that loses nothing; otherwise unchanged, as a text."""
     if not isinstance(arguments, str):
         return arguments
-    value = decoded(arguments)
+    value = decode_json(arguments)
     return value if isinstance(value, dict) and as_text(value) == arguments else arguments
 
 

@@ -7,7 +7,10 @@ opentelemetry-semantic-conventions.
 from __future__ import annotations
 
 OPERATION = "gen_ai.operation.name"
-CHAT, AGENT, TOOL, WORKFLOW = "chat", "invoke_agent", "execute_tool", "invoke_workflow"
+CHAT = "chat"
+AGENT = "invoke_agent"
+TOOL = "execute_tool"
+WORKFLOW = "invoke_workflow"
 
 PROVIDER = "gen_ai.provider.name"
 WORKFLOW_NAME = "gen_ai.workflow.name"
@@ -53,7 +56,8 @@ EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
 
 ERROR_TYPE = "error.type"
 
-SPAN_KIND, INPUT_VALUE = "openinference.span.kind", "input.value"
+SPAN_KIND = "openinference.span.kind"
+INPUT_VALUE = "input.value"
 """OpenInference's names for kind and input of a workflow's span, which Phoenix, Langfuse and LangSmith show."""
 
 EPISODE = "cotune.episode.id"

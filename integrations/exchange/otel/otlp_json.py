@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.exchange.otel.messages import field, mapping, objects
+from cotune.integrations.exchange.otel.messages import as_mapping, field, list_of_objects
 from cotune.integrations.exchange.otel.spans import Span, SpanEvent
 
 SCOPE = "cotune"
@@ -33,17 +33,17 @@ def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
     """
     trace = value.get("trace") or value
     if field(value, "startTimeUnixNano") is not None:
-        return iter([_decode(value)])
+        return iter([_decode_span(value)])
     if "resourceSpans" in trace or "resource_spans" in trace:
         return _spans_of_request(trace)
-    spans = objects(trace, "spans")
-    return map(_decode, spans) if spans else None
+    spans = list_of_objects(trace, "spans")
+    return map(_decode_span, spans) if spans else None
 
 
 def _spans_of_request(request: Mapping[str, Any]) -> Iterator[Span]:
-    for resource in objects(request, "resourceSpans"):
-        for scope in objects(resource, "scopeSpans"):
-            yield from map(_decode, objects(scope, "spans"))
+    for resource in list_of_objects(request, "resourceSpans"):
+        for scope in list_of_objects(resource, "scopeSpans"):
+            yield from map(_decode_span, list_of_objects(scope, "spans"))
 
 
 def _span(span: Span) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def _span(span: Span) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+    return [{"key": key, "value": _encode_value(value)} for key, value in values.items()]
 
 
-def _value(value: Any) -> dict[str, Any]:
+def _encode_value(value: Any) -> dict[str, Any]:
     """An attribute's value in OTLP's JSON form, which names its type. Integers are texts there, as JSON's are not
     exact.
     """
@@ -91,16 +91,16 @@ def _value(value: Any) -> dict[str, Any]:
             return {"kvlistValue": {"values": _attributes(value)}}
         case None:
             return {}
-    return {"arrayValue": {"values": [_value(item) for item in value]}}
+    return {"arrayValue": {"values": [_encode_value(item) for item in value]}}
 
 
-def _decode(span: Mapping[str, Any]) -> Span:
+def _decode_span(span: Mapping[str, Any]) -> Span:
     """A span from OTLP's JSON form. Kinds and status codes may be numbers or names, depending on the exporter."""
-    status = mapping(span.get("status"))
+    status = as_mapping(span.get("status"))
     failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
     start = _int(field(span, "startTimeUnixNano"))
     events = []
-    for event in objects(span, "events"):
+    for event in list_of_objects(span, "events"):
         at = _int(field(event, "timeUnixNano"))
         events.append(SpanEvent(str(event.get("name") or ""), at, _read_attributes(event.get("attributes"))))
     return Span(
@@ -113,7 +113,7 @@ def _decode(span: Mapping[str, Any]) -> Span:
         end=_int(field(span, "endTimeUnixNano")) or start,
         attributes=_read_attributes(span.get("attributes")),
         events=tuple(events),
-        links=tuple(_id(field(link, "spanId"), 16) for link in objects(span, "links")),
+        links=tuple(_id(field(link, "spanId"), 16) for link in list_of_objects(span, "links")),
         failed=str(status.get("message") or "error") if failed else None,
     )
 
@@ -137,10 +137,10 @@ def _read_value(value: Any) -> Any:
             case "intvalue":
                 return _int(content)
             case "arrayvalue":
-                items = mapping(content).get("values")
+                items = as_mapping(content).get("values")
                 return [_read_value(item) for item in items] if isinstance(items, list) else []
             case "kvlistvalue":
-                return _read_attributes(mapping(content).get("values"))
+                return _read_attributes(as_mapping(content).get("values"))
             case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
                 return content
     return None

@@ -111,7 +111,7 @@ class _Episode:
                 names.CONVERSATION: self.episode.id,
             }
             agent |= {names.ROLE: call.role, names.TURN: call.turn}
-            end = max([_end(call), *(tool.end for tool in tools)])
+            end = max([_end_of_call(call), *(tool.end for tool in tools)])
             id = _span_id(call.id, "agent")
             name = f"{names.AGENT} {call.role}"
             yield self._span(id, self.root, name, _nanoseconds(call.started), end, agent)
@@ -164,13 +164,13 @@ class _Episode:
         """The span of a call, with its rewards as events and links to the calls whose answers it read."""
         events: list[SpanEvent] = []
         for candidate in call.candidates:
-            events += self._evaluations(candidate_id(call.id, candidate.index), _end(call), candidate.index)
+            events += self._evaluations(candidate_id(call.id, candidate.index), _end_of_call(call), candidate.index)
         return self._span(
             _span_id(call.id, "chat"),
             _span_id(call.id, "agent"),
             f"{names.CHAT} {call.model}".rstrip(),
             _nanoseconds(call.started),
-            _end(call),
+            _end_of_call(call),
             self._chat_attributes(call),
             kind="client",
             events=tuple(events),
@@ -196,7 +196,7 @@ class _Episode:
             names.CANDIDATES: len(call.candidates),
             names.INPUT_TOKENS: call.usage.prompt_tokens,
             names.OUTPUT_TOKENS: call.usage.completion_tokens,
-            **dict(_request(call.params)),
+            **dict(_request_attributes(call.params)),
             names.REQUEST_STREAM: call.streamed or None,
             names.CHOSEN: call.chosen,
             names.FINISH_REASONS: None if call.chosen is None else [c.finish_reason for c in call.candidates],
@@ -312,7 +312,7 @@ class _Episode:
                     continue
                 open_places = [index for index, tool_id in enumerate(ids) if tool_id == id and results[index] is None]
                 if open_places:
-                    start = _end(call)
+                    start = _end_of_call(call)
                     end = max(start, _nanoseconds(later.started))
                     results[open_places[0]] = start, end, message.get("content")
             if any(results):
@@ -357,7 +357,7 @@ class _Episode:
             return None
 
 
-def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _request_attributes(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The parameters of a request under OpenTelemetry's names."""
     for name, attribute in names.PARAMS.items():
         value = params.get(name)
@@ -393,7 +393,7 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e6) * 1000
 
 
-def _end(call: CallRecord) -> int:
+def _end_of_call(call: CallRecord) -> int:
     return _nanoseconds(call.started + call.latency)
 
 

@@ -35,26 +35,30 @@ def encode_answer(
     back as another answer (the template leaves out a tool call, or the text contains marks of the template). `options`
     are variables for the template.
     """
-    if not _comparable(answer) or answer.get("function_call"):
-        return "inexpressible" if answer.get("function_call") else "empty_answer"
+    if answer.get("function_call"):  # the old form of a tool call, which no template writes
+        return "inexpressible"
+    if not _text_and_calls(answer):
+        return "empty_answer"
     try:
         prompt = chat.render(messages, tools, options=options)
-        opened = chat.transcript(messages, tools, options=options, generation=True)
-        whole = chat.transcript([*messages, answer], tools, options=options)
+        prompt_text = chat.transcript(messages, tools, options=options, generation=True)
+        full_text = chat.transcript([*messages, answer], tools, options=options)
     except (SamplerError, TypeError, AttributeError):
         return "unrenderable"
-    if not whole.startswith(opened):
+    if not full_text.startswith(prompt_text):
         return "inexpressible"
-    ids = _ended(chat, whole[len(opened) :])
+    ids = _ids_to_first_end(chat, full_text[len(prompt_text) :])
     # Imported traces may have answers with tool calls, but no recorded tools.
-    _, read, _ = chat.parse(ids, prompt=prompt, tools=tools or (ANY_TOOLS if answer.get("tool_calls") else None))
-    if _comparable(read) != _comparable(answer):
+    if not tools and answer.get("tool_calls"):
+        tools = ANY_TOOLS
+    _, parsed_answer, _ = chat.parse(ids, prompt=prompt, tools=tools or None)
+    if _text_and_calls(parsed_answer) != _text_and_calls(answer):
         return "inexpressible"
-    dropped = bool(_reasoning(answer)) and not _reasoning(read)
+    dropped = bool(_reasoning(answer)) and not _reasoning(parsed_answer)
     return EncodedAnswer(tuple(prompt), tuple(ids), dropped)
 
 
-def _ended(chat: ChatTemplate, text: str) -> list[int]:
+def _ids_to_first_end(chat: ChatTemplate, text: str) -> list[int]:
     """The ids of an answer up to its first end token. An end token is added if the template writes none."""
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     for place, token in enumerate(ids):
@@ -63,7 +67,7 @@ def _ended(chat: ChatTemplate, text: str) -> list[int]:
     return [*ids, chat.end_token_ids[0]]
 
 
-def _comparable(message: Mapping[str, Any]) -> tuple[str, str] | None:
+def _text_and_calls(message: Mapping[str, Any]) -> tuple[str, str] | None:
     """Text and tool calls of an answer in a form to compare; None for an answer without both."""
     text = split_reasoning(text_of(message.get("content")))[1].strip()
     calls = calls_of(message)

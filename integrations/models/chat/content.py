@@ -28,7 +28,7 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
     content = out.get("content")
     if parts:
         listed = content if isinstance(content, list) else [content] if content else []
-        out["content"] = [_part(part) for part in listed]
+        out["content"] = [_template_part(part) for part in listed]
     elif content is None:
         out["content"] = ""
     elif isinstance(content, list):
@@ -40,7 +40,7 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
     return out
 
 
-def _part(part: Any) -> dict[str, str]:
+def _template_part(part: Any) -> dict[str, str]:
     if isinstance(part, Mapping) and part.get("type") == "image_url":
         return {"type": "image"}
     return {"type": "text", "text": _text_part(part)}
@@ -63,7 +63,7 @@ def _text_part(part: Any) -> str:
 def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if "arguments" in function:
-        arguments = parsed(function["arguments"])
+        arguments = parsed_arguments(function["arguments"])
         function["arguments"] = {} if arguments is None else arguments
     return {**call, "function": function}
 
@@ -129,10 +129,10 @@ def text_of(content: Any) -> str:
 def calls_of(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Name and arguments of each tool call of a message, in a form to compare."""
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    return [(function.get("name"), parsed(function.get("arguments"))) for function in functions]
+    return [(function.get("name"), parsed_arguments(function.get("arguments"))) for function in functions]
 
 
-def parsed(arguments: Any) -> Any:
+def parsed_arguments(arguments: Any) -> Any:
     """The arguments of a call: as an object if they are JSON, otherwise as the model wrote them."""
     try:
         return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments

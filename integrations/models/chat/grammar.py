@@ -11,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.errors import RequestRefused, SamplerError, install_extra
-from cotune.integrations.models.chat.grammar_trial import Trials, reason
-from cotune.integrations.models.chat.grammar_worker import BYTES, opened
+from cotune.integrations.models.chat.grammar_trial import Trials, first_error_line
+from cotune.integrations.models.chat.grammar_worker import BYTES, open_tokenizer
 from cotune.integrations.models.memory import process_memory
 from cotune.runtime.bounded_cache import BoundedCache
 
 Bits = npt.NDArray[np.int32]
 """Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""
 
-COMPILED, COMPILED_BYTES = 128, 512 << 20
+COMPILED = 128
+COMPILED_BYTES = 512 << 20
 """Limits of the cache of compiled grammars: their number, and the bytes of all of them."""
 PRINTED = "".join(filter(str.isprintable, map(chr, range(256))))
 """Latin-1 without control characters, some of which SmolLM2 cannot write."""
@@ -69,7 +70,7 @@ class Grammars:
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is None:
-                compiled, size = self._measured(grammar)
+                compiled, size = self._compile_measured(grammar)
                 self._compiled.put(grammar, compiled, size)
             return Matcher(compiled.deep_copy(), self.words)
 
@@ -77,7 +78,7 @@ class Grammars:
     def trials(self) -> Trials:
         """The trials of grammars with this tokenizer. Raises SamplerError for one that llguidance cannot read."""
         with self._lock:
-            self._opened()
+            self._open_library()
             assert self._trials is not None
             return self._trials
 
@@ -92,18 +93,18 @@ class Grammars:
     def spells(self) -> bool:
         """Whether the tokenizer can write any text: its tokens are bytes, and it writes all of `PRINTED`."""
         with self._lock:
-            self._opened()
+            self._open_library()
             return self._spells
 
     def special(self, token: int) -> bool:
         """Whether a token is special, outside of text, so that a grammar names it by its id."""
         with self._lock:
-            return self._opened().is_special_token(token)
+            return self._open_library().is_special_token(token)
 
     def raw(self, token: int) -> bytes:
         """The bytes of a token, which may be a part of a character; the name of a special token."""
         with self._lock:
-            token_bytes: bytes = self._opened().decode_bytes([token])
+            token_bytes: bytes = self._open_library().decode_bytes([token])
         return token_bytes
 
     def replay(self, grammar: str, token_ids: Sequence[int]) -> Bits:
@@ -122,7 +123,7 @@ class Grammars:
                 )
         return bits
 
-    def _measured(self, grammar: str) -> tuple[Any, int]:
+    def _compile_measured(self, grammar: str) -> tuple[Any, int]:
         """A compiled grammar, and about its bytes: the growth of the process' memory, at most the limit of a trial.
 
         Memory that the process takes for other work meanwhile counts too, so the cache may hold fewer grammars.
@@ -135,23 +136,23 @@ class Grammars:
         """A matcher for a grammar. Raises RequestRefused if llguidance cannot enforce it."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        matcher = LLMatcher(self._open_library(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             raise RequestRefused(
-                f"The form that the request asks for cannot be enforced: {reason(matcher.get_error())}.",
+                f"The form that the request asks for cannot be enforced: {first_error_line(matcher.get_error())}.",
                 "Take this out of the schema, or ask for plain text and check the reply.",
             )
         return matcher
 
-    def _opened(self) -> Any:
+    def _open_library(self) -> Any:
         if self._tokenizer is None:
             self._tokenizer, described = _open(self._source, self._vocabulary)
             self._trials = Trials(described)
-            self._spells = "json" in described and all(_writes(self._tokenizer, text) for text in PRINTED)
+            self._spells = "json" in described and all(_can_write(self._tokenizer, text) for text in PRINTED)
         return self._tokenizer
 
 
-def _writes(tokenizer: Any, text: str) -> bool:
+def _can_write(tokenizer: Any, text: str) -> bool:
     written: bytes = tokenizer.decode_bytes(tokenizer.tokenize_str(text))
     return written == text.encode()
 
@@ -167,7 +168,7 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
             fast.no_padding()
             fast.no_truncation()
             described["json"] = fast.to_str()
-            return opened(described), described
+            return open_tokenizer(described), described
     except ImportError as error:
         raise SamplerError(
             "Structured output needs llguidance, which is not installed.", install_extra("train")
@@ -176,15 +177,15 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
         first = str(error).splitlines()[0]
         del described["json"]
     try:
-        described.update(_plain(tokenizer))
-        return opened(described, lambda text: tokenizer.encode(text, add_special_tokens=False)), described
+        described.update(_tokenizer_texts(tokenizer))
+        return open_tokenizer(described, lambda text: tokenizer.encode(text, add_special_tokens=False)), described
     except ValueError as error:
         raise SamplerError(
             f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."
         ) from error
 
 
-def _plain(tokenizer: Any) -> dict[str, Any]:
+def _tokenizer_texts(tokenizer: Any) -> dict[str, Any]:
     """The description of a tokenizer by the texts of its tokens.
 
     Raises ValueError if the text of several tokens is not the concatenation of their texts.

@@ -26,8 +26,8 @@ REMEDY = "Take this out of the schema, or ask for plain text and check the reply
 class Trials:
     """Tries grammars with one tokenizer, in one process that is started again if it has ended.
 
-    `described` is the description of the tokenizer for `grammar_worker.opened`; with None, grammars are only checked
-    without a tokenizer. Safe to use from several threads.
+    `described` is the description of the tokenizer for `grammar_worker.open_tokenizer`; with None, grammars are only
+    checked without a tokenizer. Safe to use from several threads.
     """
 
     def __init__(self, described: dict[str, Any] | None) -> None:
@@ -60,7 +60,7 @@ class Trials:
                 answer, ended = self._ask(grammar)
             if ended:  # not cached: the next trial may succeed
                 return f"the process that tries it ended ({ended})"
-            fault = reason(answer)
+            fault = first_error_line(answer)
             self._faults.put(grammar, fault, 2 * len(grammar) + len(fault))
         return fault
 
@@ -82,7 +82,7 @@ class Trials:
             except OSError as error:
                 ended = str(error)
             if self._worker is not None:
-                _end(self._worker, os.getpid())
+                _end_worker(self._worker, os.getpid())
                 ended = f"status {self._worker.returncode}"
                 self._worker = None
         return "", ended
@@ -97,19 +97,19 @@ class Trials:
             self._worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
             )
-            weakref.finalize(self, _end, self._worker, os.getpid())
+            weakref.finalize(self, _end_worker, self._worker, os.getpid())
             assert self._worker.stdin is not None
             self._worker.stdin.write(json.dumps(self._described) + "\n")
         return self._worker
 
 
-def reason(error: str) -> str:
+def first_error_line(error: str) -> str:
     """The first line of llguidance's error, without the place in the grammar, which means nothing to the user."""
     line = next((line for line in error.splitlines() if line.strip()), "").strip()
     return line.partition("): ")[2].rstrip(".") or line
 
 
-def _end(worker: subprocess.Popen[str], owner: int) -> None:
+def _end_worker(worker: subprocess.Popen[str], owner: int) -> None:
     # A fork of the owner must not end the process.
     if os.getpid() == owner:
         worker.kill()

@@ -28,7 +28,7 @@ _ENDED = {
 }
 
 
-def opened(described: dict[str, Any], encode: Callable[[str], list[int]] | None = None) -> Any:
+def open_tokenizer(described: dict[str, Any], encode: Callable[[str], list[int]] | None = None) -> Any:
     """llguidance's tokenizer, from a description. Raises ValueError.
 
     `encode` tokenizes a text; it is only used for a description without the tokenizer's JSON.
@@ -78,7 +78,7 @@ class _Plain:
         return ids
 
 
-def fault(grammar: str, tokenizer: Any) -> str:
+def grammar_fault(grammar: str, tokenizer: Any) -> str:
     """The reason why a grammar cannot be compiled, or why its first mask cannot be computed; empty if both can."""
     from llguidance import LLMatcher
 
@@ -92,11 +92,11 @@ def fault(grammar: str, tokenizer: Any) -> str:
     return str(matcher.get_error()) if matcher.is_error() else ""
 
 
-def tried(grammar: str, tokenizer: Any) -> str:
-    """Compute `fault` in a fork, within the limits of time and memory."""
+def try_in_fork(grammar: str, tokenizer: Any) -> str:
+    """Compute `grammar_fault` in a fork, within the limits of time and memory."""
     read_end, write_end = os.pipe()
     if (child := os.fork()) == 0:
-        _bounded(grammar, tokenizer, write_end)
+        _try_within_limits(grammar, tokenizer, write_end)
     os.close(write_end)
     with os.fdopen(read_end, encoding="utf-8") as answer:
         fault_text = answer.read()
@@ -106,7 +106,7 @@ def tried(grammar: str, tokenizer: Any) -> str:
     return fault_text if os.waitstatus_to_exitcode(status) == 0 else f"it takes more than {BYTES >> 20} MiB to prepare"
 
 
-def _bounded(grammar: str, tokenizer: Any, write_end: int) -> NoReturn:
+def _try_within_limits(grammar: str, tokenizer: Any, write_end: int) -> NoReturn:
     """The code of the fork: set the limits, and write the fault to the pipe."""
     status = 1
     try:
@@ -119,7 +119,7 @@ def _bounded(grammar: str, tokenizer: Any, write_end: int) -> NoReturn:
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-        os.write(write_end, fault(grammar, tokenizer).encode()[:4096])
+        os.write(write_end, grammar_fault(grammar, tokenizer).encode()[:4096])
         status = 0
     finally:
         os._exit(status)
@@ -129,9 +129,9 @@ def main() -> None:
     """Answer grammars until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
     described = json.loads(sys.stdin.readline() or "null")
-    tokenizer = None if described is None else opened(described)
+    tokenizer = None if described is None else open_tokenizer(described)
     for line in sys.stdin:
-        print(json.dumps(tried(json.loads(line), tokenizer)), flush=True)  # noqa: T201
+        print(json.dumps(try_in_fork(json.loads(line), tokenizer)), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -50,25 +50,25 @@ class Replies:
         self, token_ids: Sequence[int], stop: Sequence[str], prompt: Sequence[int], tools: Tools
     ) -> tuple[str, dict[str, Any], str]:
         """See `ChatTemplate.parse`."""
-        text = _until(self.decode([t for t in token_ids if t not in self._dropped]), stop)
+        text = _text_before_stop(self.decode([t for t in token_ids if t not in self._dropped]), stop)
         if self.template:
-            marked = _until(self.decode([t for t in token_ids if t not in self._ends]), stop)
+            marked = _text_before_stop(self.decode([t for t in token_ids if t not in self._ends]), stop)
             message = self._by_template(marked, self.decode(prompt), tools)
             if message is None:
                 return text, {"role": "assistant", "content": text}, "malformed"
-            return text, message, _finish(message, HERMES if tools else None)
+            return text, message, _finish_reason(message, HERMES if tools else None)
         reader = self.format or HERMES
         reasoning, after_reasoning = split_reasoning(text, opened=self.opened(prompt))
         try:
             content, calls = reader.read(after_reasoning, tools) if tools else (after_reasoning, [])
         except (ValueError, KeyError, TypeError):
             self._refused()
-            return text, {"role": "assistant", "content": after_reasoning} | _thought(reasoning), "malformed"
+            return text, {"role": "assistant", "content": after_reasoning} | _strip_reasoning(reasoning), "malformed"
         message = {"role": "assistant", "content": (content.strip() or None) if calls else content}
         if calls:
             message["tool_calls"] = [tool_call(c) for c in calls]
-        message |= _thought(reasoning)
-        return text, message, _finish(message, reader if tools else None)
+        message |= _strip_reasoning(reasoning)
+        return text, message, _finish_reason(message, reader if tools else None)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """See `ChatTemplate.stopped_by`."""
@@ -103,7 +103,7 @@ class Replies:
             self._refused()
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
-        message |= _thought(parsed.get("reasoning_content") or parsed.get("thinking") or "")
+        message |= _strip_reasoning(parsed.get("reasoning_content") or parsed.get("thinking") or "")
         calls = [with_arguments(c.get("function", c)) for c in parsed.get("tool_calls") or []]
         if not all(is_call(c) for c in calls):
             self._refused()
@@ -116,18 +116,18 @@ class Replies:
         return message
 
 
-def _thought(reasoning: str) -> dict[str, Any]:
+def _strip_reasoning(reasoning: str) -> dict[str, Any]:
     return {"reasoning_content": reasoning} if reasoning else {}
 
 
-def _finish(message: Mapping[str, Any], reader: ToolFormat | None) -> str:
+def _finish_reason(message: Mapping[str, Any], reader: ToolFormat | None) -> str:
     """The finish reason of a reply. `reader` is the format of calls, or None if the request has no tools."""
     if reader is not None and reader.unread(message.get("content") or ""):
         return "malformed"
     return "tool_calls" if message.get("tool_calls") else "stop"
 
 
-def _until(text: str, stop: Sequence[str]) -> str:
+def _text_before_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop text."""
     places = [text.find(mark) for mark in stop if mark and mark in text]
     return text[: min(places, default=len(text))]

@@ -71,9 +71,9 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     Raises RequestRefused for an unknown form. A schema that cannot be enforced is refused when the grammar is compiled.
     """
     if names := restrictions(body):
-        return _restricted(body, tools, names, syntax)
-    form = _form(body)
-    choice, allowed = _choice(body, list(tools or ()))
+        return _restricted_grammar(body, tools, names, syntax)
+    form = _format_grammar(body)
+    choice, allowed = _tool_choice(body, list(tools or ()))
     several = body.get("parallel_tool_calls") is not False
     rules: list[str] = []
     if choice == "required":
@@ -84,7 +84,7 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
         reply = form
     elif allowed:
         reply = "(before body)* text" if several else "text | before body"
-        rules += _before(syntax)
+        rules += _text_before_call(syntax)
     else:
         reply = "text"
     if reply.startswith("call") or "| call" in reply:
@@ -93,8 +93,8 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
         rules.append("body: " + " | ".join(_call(tool, syntax, forced=choice == "required") for tool in allowed))
     if "text" in reply.split():
         rules += _text(syntax)
-    thought = _thought(syntax)
-    start = f"start: {_thought_prefix(thought, syntax)}reply{_end(syntax)}"
+    thought = _reasoning_rules(syntax)
+    start = f"start: {_thought_prefix(thought, syntax)}reply{_end_rule(syntax)}"
     options = "{}" if syntax.spells else '{"no_forcing": true}'
     return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
 
@@ -106,7 +106,7 @@ def _thought_prefix(thought: list[str], syntax: Syntax) -> str:
     return "thought " if syntax.thinking else "thought? "
 
 
-def _end(syntax: Syntax) -> str:
+def _end_rule(syntax: Syntax) -> str:
     """Optional end tokens after a reply."""
     return f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
 
@@ -133,7 +133,7 @@ def refused_place(
             schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
     tries = 0
 
-    def why(schema: Any, root: Mapping[str, Any]) -> str:
+    def refusal_reason(schema: Any, root: Mapping[str, Any]) -> str:
         """The reason why the library refuses a schema of this root; empty if it accepts it, or after too many tries."""
         nonlocal tries
         tries += 1
@@ -147,38 +147,40 @@ def refused_place(
             return refused.cause
 
     for name, root in schemas:
-        if not isinstance(root, Mapping) or not (reason := why(root, root)):
+        if not isinstance(root, Mapping) or not (reason := refusal_reason(root, root)):
             continue
         place = [name] if name else []
         schema = root
         visited: set[str] = set()
         while True:
             # 1. Descend into the first part that is refused by itself, or into the target of a reference.
-            inner = next(((path, part) for path, part in _parts(schema) if why(part, root)), None)
+            inner = next(((path, part) for path, part in _inner_schemas(schema) if refusal_reason(part, root)), None)
             target = schema.get("$ref")
             if inner is None and isinstance(target, str) and target not in visited:
                 visited.add(target)
                 definition: Any = root
                 for step in target.removeprefix("#/").split("/"):
                     definition = definition.get(step) if isinstance(definition, Mapping) else None
-                if isinstance(definition, Mapping) and why(definition, root):
+                if isinstance(definition, Mapping) and refusal_reason(definition, root):
                     schema = definition
                     continue
             if inner is None:
                 break
             path, schema = inner
             place.append(path)
-            reason = why(schema, root) or reason
+            reason = refusal_reason(schema, root) or reason
         # 2. In it, find the keyword without which it would be accepted.
         for keyword in schema:
-            if keyword != "type" and not why({key: value for key, value in schema.items() if key != keyword}, root):
+            if keyword != "type" and not refusal_reason(
+                {key: value for key, value in schema.items() if key != keyword}, root
+            ):
                 value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
                 return f"{'.'.join(place) or 'the schema'}: {keyword} {value} ({reason.rstrip(':')})"
         return f"{'.'.join(place) or 'the schema'}: {reason}"
     return ""
 
 
-def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def _inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The schemas directly inside a schema, each with its place, such as `city` or `anyOf[1]`. Definitions are left
     out, as a schema that is only defined restricts nothing.
     """
@@ -193,7 +195,7 @@ def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(place, part) for place, part in parts if isinstance(part, Mapping)]
 
 
-def _restricted(
+def _restricted_grammar(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, names: list[str], syntax: Syntax
 ) -> str:
     """The grammar of free text with restricted tokens: min_tokens, allowed_token_ids or bad_words."""
@@ -221,8 +223,8 @@ def _restricted(
             raise RequestRefused("bad_words is not supported together with tools.", "Ask for one of the two.")
         words = "|".join(_regex(word) for word in texts_of("bad_words", body["bad_words"]))
         without = f"/(.|\\n)*/ & ~/(.|\\n)*({words})(.|\\n)*/"
-        thought = [rule.replace("THINKING: /(.|\\n)*/", f"THINKING: {without}") for rule in _thought(syntax)]
-        start = f"start: {_thought_prefix(thought, syntax)}TEXT{_end(syntax)}"
+        thought = [rule.replace("THINKING: /(.|\\n)*/", f"THINKING: {without}") for rule in _reasoning_rules(syntax)]
+        start = f"start: {_thought_prefix(thought, syntax)}TEXT{_end_rule(syntax)}"
         rules = [start, f"TEXT: {without}", *thought]
     return "\n".join([f"%llguidance {options}", *rules, ""])
 
@@ -260,7 +262,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     An object gets no further properties if its schema does not mention them, unless schemas are combined with `allOf`.
     Raises RequestRefused for a schema that is nested too deeply.
     """
-    if _deeper(schema, DEPTH):
+    if _is_deeper(schema, DEPTH):
         raise RequestRefused(
             f"The form that the request asks for cannot be enforced: its schema is nested more than {DEPTH} deep.",
             "Use $defs and $ref, or ask for plain text and check the reply.",
@@ -271,12 +273,12 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
             f"{place}: patternProperties beside properties is not supported.",
             "Name all properties, or use patternProperties alone.",
         )
-    closed = schema if "allOf" in json.dumps(schema) else _closed(schema)
+    closed = schema if "allOf" in json.dumps(schema) else _close_objects(schema)
     style = {"x-guidance": JSON_STYLE}
     return "%json " + json.dumps({**closed, **style} if isinstance(closed, Mapping) else {"allOf": [closed], **style})
 
 
-def _form(body: Mapping[str, Any]) -> str:
+def _format_grammar(body: Mapping[str, Any]) -> str:
     """The grammar of the reply's text that `response_format` asks for; empty for plain text. Raises RequestRefused for
     other forms.
     """
@@ -296,7 +298,7 @@ def _form(body: Mapping[str, Any]) -> str:
     return json_grammar(schema)
 
 
-def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+def _tool_choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
     """Read `tool_choice` of a request. Returns "none", "auto" or "required", and the tools that the reply may call.
 
     A request may allow some of its tools only, or demand a call of a certain tool.
@@ -305,13 +307,13 @@ def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[st
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         restricted = choice.get("allowed_tools") or choice
         names = [_name(tool) for tool in restricted.get("tools") or ()]
-        return _mode(restricted.get("mode") or "auto", _named(names, tools))
+        return _allowed_tools(restricted.get("mode") or "auto", _tools_named(names, tools))
     if isinstance(choice, Mapping):
-        return _mode("required", _named([_name(choice)], tools))
-    return _mode(str(choice), tools)
+        return _allowed_tools("required", _tools_named([_name(choice)], tools))
+    return _allowed_tools(str(choice), tools)
 
 
-def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+def _allowed_tools(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
     mode = "required" if mode == "any" else mode
     if mode not in ("none", "auto", "required"):
         raise RequestRefused(f"tool_choice = {mode!r} is not supported.", "Use none, auto, required or a function.")
@@ -320,7 +322,7 @@ def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[
     return mode, [] if mode == "none" else tools
 
 
-def _named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _tools_named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The tools with these names. Raises RequestRefused for a name that the request's tools do not have."""
     tool_of_name = {_name(tool): tool for tool in tools}
     for name in names:
@@ -346,12 +348,12 @@ def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
     schema = function.get("parameters") or ANY_OBJECT
     if function.get("strict"):
         return syntax.call(_name(tool), json_grammar(schema))
-    if forced and not _deeper(schema, DEPTH) and syntax.supports(f"start: {json_grammar(schema)}"):
+    if forced and not _is_deeper(schema, DEPTH) and syntax.supports(f"start: {json_grammar(schema)}"):
         return syntax.call(_name(tool), json_grammar(schema))
     return syntax.call(_name(tool), json_grammar(ANY_OBJECT))
 
 
-def _before(syntax: Syntax) -> list[str]:
+def _text_before_call(syntax: Syntax) -> list[str]:
     """The rules of a text before a call, including the call's mark."""
     if syntax.token(syntax.call_mark) is None:
         return [f"before[lazy]: /(.|\\n)*{_regex(syntax.call_mark)}/"]
@@ -365,7 +367,7 @@ def _text(syntax: Syntax) -> list[str]:
     return ["text: TEXT", f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_regex(syntax.call_mark)}(.|\\n)*/"]
 
 
-def _thought(syntax: Syntax) -> list[str]:
+def _reasoning_rules(syntax: Syntax) -> list[str]:
     """The grammar rules of the model's reasoning before its reply; none for a model that does not reason."""
     if syntax.think is None:
         return []
@@ -380,7 +382,7 @@ def _regex(text: str) -> str:
     return re.escape(text).replace("/", "\\/")
 
 
-def _deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: Any, most: int) -> bool:
     """Whether a JSON value is nested more than `most` deep."""
     # Level by level, not by recursion, which a deep value would break.
     level = [value]
@@ -421,13 +423,13 @@ def _mixed_patterns(schema: Any, place: str = "$") -> str:
     return ""
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     """The schema with `additionalProperties` false for each object that lists its properties and allows no others."""
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_close_objects(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {key: value if key in _DATA else _closed(value) for key, value in schema.items()}
+    closed = {key: value if key in _DATA else _close_objects(value) for key, value in schema.items()}
     open_ended = ("additionalProperties", "patternProperties", "unevaluatedProperties")
     if (
         isinstance(schema.get("properties"), Mapping)

@@ -29,12 +29,12 @@ from cotune.integrations.models.chat.tool_formats import (
     REASONING,
     ToolFormat,
     Tools,
-    recognised,
+    format_that_reads,
     shown_by,
     spelled_by,
     tool_format,
 )
-from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK, loading, reading
+from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK, errors_of_model, loading_options
 from cotune.integrations.models.folder.kinds import end_ids, sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.records.ids import address, pack_ids, unpack_ids
@@ -104,7 +104,7 @@ class ChatTemplate:
         self._encoder = msgspec.json.Encoder()
         self.spelled: str | None = None
         """A tool call as the chat template writes it; None if the template writes none."""
-        self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
+        self.tool_format = self._recognise_format() if tools == AUTO else tool_format(tools, tokenizer)
         """The format of tool calls; None if the template writes them in an unknown format."""
         self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
         self._texts = PathTexts(self._replies.decode)
@@ -125,9 +125,9 @@ class ChatTemplate:
         ends = None
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json, tokenizer and weights", _REMEDY)
-        with reading(model):
-            tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
-            config = AutoConfig.from_pretrained(str(model), **loading())
+        with errors_of_model(model):
+            tokenizer = AutoTokenizer.from_pretrained(str(model), **loading_options())
+            config = AutoConfig.from_pretrained(str(model), **loading_options())
             with contextlib.suppress(OSError):  # a folder without generation_config.json
                 ends = GenerationConfig.from_pretrained(str(model)).eos_token_id
             ends = end_ids(ends, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
@@ -177,8 +177,8 @@ class ChatTemplate:
                 log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
         options = options or {}
         rendered = self._render(messages, tools, options, most)
-        extended = self._extended(rendered.text, messages, tools, options, earlier) if earlier else None
-        path, text = extended or (self._whole(rendered), rendered.text)
+        extended = self._extend_earlier(rendered.text, messages, tools, options, earlier) if earlier else None
+        path, text = extended or (self._encode_whole(rendered), rendered.text)
         ids = list(unpack_ids(path))
         if most is not None and len(ids) > most:
             raise _too_long(f"{len(ids)} tokens", most)
@@ -186,7 +186,7 @@ class ChatTemplate:
         self._rendered.put(rendered.key, rendered, rendered.bytes)
         return ids
 
-    def _extended(
+    def _extend_earlier(
         self, text: str, messages: Messages, tools: Tools | None, options: Options, earlier: Sequence[bytes]
     ) -> tuple[bytes, str] | None:
         """The packed ids of a prompt that continues an earlier path, and its text; None if it continues none."""
@@ -216,7 +216,7 @@ class ChatTemplate:
         self._count("extended" if path else "diverged")
         return (path + pack_ids(self._encode(remaining)), text) if path else None
 
-    def _whole(self, rendered: _Rendered) -> bytes:
+    def _encode_whole(self, rendered: _Rendered) -> bytes:
         """The packed ids of a prompt that continues no earlier path."""
         if rendered.packed is None:
             rendered.packed = pack_ids(self._encode(rendered.text))
@@ -267,7 +267,7 @@ class ChatTemplate:
     def _unknown(self) -> str:
         return f"The model's chat template writes tool calls in an unknown form: {self.spelled!r}."
 
-    def _recognised(self) -> ToolFormat | None:
+    def _recognise_format(self) -> ToolFormat | None:
         """The format of the tool calls that the chat template writes; Hermes if it writes none."""
 
         def template(messages: list[dict[str, Any]], generation: bool) -> str:
@@ -277,7 +277,7 @@ class ChatTemplate:
             self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
         except SamplerError:  # the template refuses calls
             return HERMES
-        return HERMES if self.spelled is None else recognised(self.spelled)
+        return HERMES if self.spelled is None else format_that_reads(self.spelled)
 
     @functools.cached_property
     def shows_tools(self) -> bool:
@@ -441,13 +441,15 @@ class ChatTemplate:
 
 PATIENCE = 10.0
 """Seconds that a chat template may take for one prompt."""
-_PROBE, _SECOND = "hello", "goodbye"
+_PROBE = "hello"
+_SECOND = "goodbye"
 _NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
 ANY_TOOLS = [{"type": "function", "function": {"name": "any"}}]
 """Tools for a reading of calls that does not depend on the names of tools."""
 _NO_MARK = "\0"
 """The mark of calls for a format without marks: a text that no reply contains."""
-PROMPTS, PROMPT_BYTES = 2048, 32 << 20
+PROMPTS = 2048
+PROMPT_BYTES = 32 << 20
 """Limits of the cache of rendered prompts: their number, and bytes of all of them."""
 _OVERHEAD = 400
 """About the bytes of a cached prompt without its text and ids."""

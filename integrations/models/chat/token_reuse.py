@@ -25,7 +25,8 @@ of a text."""
 _WIDTH = len(pack_ids([0]))
 _OVERHEAD = 300
 """About the bytes of a cached text without the text and its path."""
-PATHS, PATH_BYTES = 65_536, 64 << 20
+PATHS = 65_536
+PATH_BYTES = 64 << 20
 """Limits of the cache of texts: number of paths, and bytes of all of them."""
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat, in OpenAI form."""
@@ -35,7 +36,7 @@ class Reply(NamedTuple):
     """A reply: its meaning, and the text that the model wrote, without reasoning and end token."""
 
     meaning: str
-    """Content, reasoning and calls in a form to compare (`_meaning`)."""
+    """Content, reasoning and calls in a form to compare (`_comparable_message`)."""
     text: str
 
 
@@ -148,7 +149,7 @@ class EarlierIds:
         places: list[int] = []
         choices: list[list[str]] = []
         for i, message in enumerate(messages):
-            meaning = _meaning(message) if message.get("role") == "assistant" else ""
+            meaning = _comparable_message(message) if message.get("role") == "assistant" else ""
             if meaning in texts_of_meaning:
                 places.append(i)
                 choices.append(texts_of_meaning[meaning])
@@ -200,7 +201,7 @@ class EarlierIds:
         message = self._parse(unpack_ids(prompt), unpack_ids(path[len(prompt) :]))
         if message.get("reasoning_content"):
             text = text.partition(REASONING[1])[2].lstrip("\n")
-        return Reply(_meaning(message), text)
+        return Reply(_comparable_message(message), text)
 
     def _text(self, number: int) -> str:
         """The text of a path. It is decoded only when needed: mostly, only the longest of many paths is."""
@@ -215,7 +216,7 @@ def _matching_texts(text: str, choices: Sequence[Sequence[str]], paths: Sequence
 
     The list ends before the first reply that fits no path. `choices` are the possible texts of each reply.
     """
-    pieces = _split(text, len(choices))
+    pieces = _split_at_marks(text, len(choices))
     if pieces is None:
         return []
     position = 0
@@ -245,7 +246,7 @@ def _with_marks(messages: Messages, places: Sequence[int]) -> list[dict[str, Any
     return marked
 
 
-def _split(text: str, count: int) -> list[str] | None:
+def _split_at_marks(text: str, count: int) -> list[str] | None:
     """The text around the marks; None unless the template shows each mark exactly once."""
     head, _, _ = _PLACE.partition("{}")
     first, *parts = text.split(head)
@@ -253,7 +254,7 @@ def _split(text: str, count: int) -> list[str] | None:
     return pieces if len(pieces) == count + 1 else None
 
 
-def _meaning(message: Mapping[str, Any]) -> str:
+def _comparable_message(message: Mapping[str, Any]) -> str:
     """Content, reasoning and calls of an assistant message, independent of optional fields and the spelling of JSON."""
     reasoning = (message.get("reasoning_content") or "").strip()
     return json.dumps([text_of(message.get("content")), reasoning, calls_of(message)])

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, install_extra
-from cotune.integrations.models.chat.content import parsed
+from cotune.integrations.models.chat.content import parsed_arguments
 
 REASONING = ("<think>", "</think>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -141,7 +141,7 @@ class ToolFormat:
         return bool(self.marks) and self.marks[0] in content
 
 
-def _template(**call: Any) -> dict[str, Any]:
+def _response_template(**call: Any) -> dict[str, Any]:
     """A response template of transformers with this field for tool calls; everything else is content."""
     return {
         "start_anchor": "\0",
@@ -152,23 +152,23 @@ def _template(**call: Any) -> dict[str, Any]:
 
 _AS_IS = {"strip": False}
 _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
-    "llama3_json": _template(
+    "llama3_json": _response_template(
         open_pattern=r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{.*\"(?:parameters|arguments)\"\s*:)",
         close_pattern=r"\s*\Z",
         content="json",
     ),
-    "mistral": _template(
+    "mistral": _response_template(
         open_pattern=r"\[TOOL_CALLS\]\s*(?=\[)",
         close_pattern=r"\s*\Z",
         content="json",
     ),
-    "mistral_v11": _template(
+    "mistral_v11": _response_template(
         open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)",
         close_pattern=r"\s*(?=\[TOOL_CALLS\])|\s*\Z",
         content="json",
         transform={"name": "{name}", "arguments": "{content}"},
     ),
-    "qwen3_coder": _template(
+    "qwen3_coder": _response_template(
         open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\s]+)>",
         close_pattern=r"</function>\s*</tool_call>\s*",
         content="xml-inline",
@@ -192,7 +192,7 @@ def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
         calls = []
         for entry in parsed_reply.get("tool_calls") or []:
             # A match may be one call, or a list of calls.
-            calls += [_plain(call) for call in (entry if isinstance(entry, list) else [entry])]
+            calls += [_name_and_arguments(call) for call in (entry if isinstance(entry, list) else [entry])]
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
         return parsed_reply.get("content") or "", calls
@@ -208,7 +208,7 @@ def _parse_response() -> Callable[..., dict[str, Any]]:
     return parse_response
 
 
-def _plain(call: Any) -> dict[str, Any]:
+def _name_and_arguments(call: Any) -> dict[str, Any]:
     """A call as `name` and `arguments`, from the different forms of models."""
     if not isinstance(call, Mapping):
         raise ValueError("a tool call that is no object")
@@ -291,7 +291,9 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
     return ToolFormat(name, (), read)
 
 
-_QUESTION, _FUNCTION, _VALUE = "probe question", "probe_function", "probe value"
+_QUESTION = "probe question"
+_FUNCTION = "probe_function"
+_VALUE = "probe value"
 _PROBE_TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": {
     "type": "object", "properties": {"probe_key": {"type": "string", "description": "d"}}}}}]  # fmt: skip
 _CALLED = {"type": "function", "id": "probe0001", "function": {"name": _FUNCTION, "arguments": {"probe_key": _VALUE}}}
@@ -320,13 +322,15 @@ def shown_by(template: Callable[[list[dict[str, Any]], Tools], str]) -> bool:
     return _FUNCTION in template([{"role": "user", "content": _QUESTION}], _PROBE_TOOLS)
 
 
-def recognised(spelled: str) -> ToolFormat | None:
+def format_that_reads(spelled: str) -> ToolFormat | None:
     """The format that can read a tool call as the chat template writes it; None if no format can."""
     for format in FORMATS.values():
         try:
             _, calls = format.read(spelled, _PROBE_TOOLS)
         except (ValueError, KeyError, TypeError):
             continue
-        if [(call["name"], parsed(call["arguments"])) for call in calls] == [(_FUNCTION, {"probe_key": _VALUE})]:
+        if [(call["name"], parsed_arguments(call["arguments"])) for call in calls] == [
+            (_FUNCTION, {"probe_key": _VALUE})
+        ]:
             return format
     return None

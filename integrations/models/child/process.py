@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cotune.errors import SamplerError
-from cotune.integrations.models.child.wire import CLOSE, Answer, Command, gone, receive, send
+from cotune.integrations.models.child.wire import CLOSE, Answer, Command, engine_gone, receive, send
 from cotune.runtime.interrupts import interrupts_held
 from cotune.runtime.openmp import spin_briefly
 
@@ -93,7 +93,7 @@ class ProcessHost:
             refused = self._pipe.recv()
         except (EOFError, OSError):
             self._wait_and_end()
-            raise gone(f"its process ended with code {process.returncode} while starting") from None
+            raise engine_gone(f"its process ended with code {process.returncode} while starting") from None
         if refused is not None:
             self._wait_and_end()
             raise refused
@@ -172,7 +172,7 @@ class ProcessHost:
             self._process.wait()
         if not self._closing:
             self._wait_and_end()
-            self._fail(gone(f"its process ended with code {self._process.returncode}"))
+            self._fail(engine_gone(f"its process ended with code {self._process.returncode}"))
         self._outbox.put(CLOSE)  # ends the writing thread
 
 

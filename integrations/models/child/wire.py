@@ -48,6 +48,6 @@ def receive(pipe: Connection) -> Any:
     return pickle.loads(data, buffers=buffers)
 
 
-def gone(reason: str) -> SamplerError:
+def engine_gone(reason: str) -> SamplerError:
     """The error of every request after the engine has ended."""
     return SamplerError(f"The sampler's engine is gone: {reason}.", "Read the error, then open a new sampler.")

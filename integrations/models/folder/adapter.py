@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cotune.errors import SamplerError
 from cotune.integrations.models.bfloat16 import PackedLinear
-from cotune.integrations.models.siblings import siblings
+from cotune.integrations.models.siblings import group_siblings
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
@@ -46,7 +46,7 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
         if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
             raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
     adapter = []
-    for names in siblings(halves):
+    for names in group_siblings(halves):
         down = torch.cat([halves[name]["A"] for name in names]).T.contiguous()
         ups = {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names}
         adapter.append(Factors(down, ups))

@@ -39,7 +39,7 @@ def locate_model(model: str | Path, weights: bool = True) -> Path:
     """
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
-        return _checked(path.resolve())
+        return _check_folder(path.resolve())
     if (path / "run.json").is_file():
         raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --out adapters/")
     if (path / "roles.json").is_file():
@@ -52,11 +52,13 @@ def locate_model(model: str | Path, weights: bool = True) -> Path:
     if path.exists():
         raise _no_model(model, "it has no config.json", "Correct the path.")
     if not _may_be_id(str(model)):
-        raise _no_model(model, "there is no such folder", f"{_near(path)} An id has the form owner/name.".strip())
+        raise _no_model(
+            model, "there is no such folder", f"{_similar_folder(path)} An id has the form owner/name.".strip()
+        )
     from huggingface_hub import snapshot_download
 
     try:
-        return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
+        return _check_folder(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
     except (OSError, ValueError) as error:
         remedy = "Correct the id, or fetch the model on a machine with a network (`hf download`) and use its folder."
         fault = f"is not a model folder, nor a Hugging Face id that can be fetched ({error_line(error)})"
@@ -83,18 +85,18 @@ def of_policy(error: ConfigError, policy: str) -> ConfigError:
     return ConfigError("policy.model", error.value, fault, error.remedy.replace("--model", "its `model`"))
 
 
-def loading() -> dict[str, Any]:
+def loading_options() -> dict[str, Any]:
     """Arguments of every `from_pretrained`. With them, transformers never asks a question on the terminal."""
     return {"trust_remote_code": os.environ.get(TRUST) == "1"}
 
 
 def loading_weights() -> dict[str, Any]:
     """Arguments to load a model with its weights, which are never read from a pickle."""
-    return {**loading(), "use_safetensors": True}
+    return {**loading_options(), "use_safetensors": True}
 
 
 @contextlib.contextmanager
-def reading(model: str | Path) -> Iterator[None]:
+def errors_of_model(model: str | Path) -> Iterator[None]:
     """Turn any error of reading a model's files into a ConfigError that names the model."""
     from safetensors import SafetensorError
 
@@ -105,7 +107,7 @@ def reading(model: str | Path) -> Iterator[None]:
         raise ConfigError("model", str(model), fault, "Check --model.") from error
 
 
-def _checked(folder: Path) -> Path:
+def _check_folder(folder: Path) -> Path:
     """The folder, if its weights can be read without running foreign code. Otherwise raises ConfigError."""
     bins = sorted(path.name for path in folder.glob("*.bin"))
     if bins and not any(folder.glob("*.safetensors")):
@@ -115,7 +117,7 @@ def _checked(folder: Path) -> Path:
             f"has no weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
             "If you trust it, convert it: model.save_pretrained(FOLDER) writes safetensors.",
         )
-    code = None if loading()["trust_remote_code"] else _own_code(folder)
+    code = None if loading_options()["trust_remote_code"] else _own_code(folder)
     if code:
         raise ConfigError(
             "model",
@@ -128,7 +130,8 @@ def _checked(folder: Path) -> Path:
 
 def _own_code(folder: Path) -> str | None:
     """The code (`auto_map`) that a model or its tokenizer needs; None if transformers itself can load both."""
-    config, tokenizer = _settings(folder / "config.json"), _settings(folder / "tokenizer_config.json")
+    config = _read_settings(folder / "config.json")
+    tokenizer = _read_settings(folder / "tokenizer_config.json")
     if not config.get("auto_map") and not tokenizer.get("auto_map"):
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -142,7 +145,7 @@ def _own_code(folder: Path) -> str | None:
     return None
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     """The content of a JSON file of a model; empty without the file. Raises ConfigError for a malformed one."""
     try:
         settings = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -164,7 +167,7 @@ def _may_be_id(model: str) -> bool:
     return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not Path(owner).is_dir()
 
 
-def _near(path: Path) -> str:
+def _similar_folder(path: Path) -> str:
     """The folder that may have been meant."""
     try:
         folders = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
@@ -175,7 +178,7 @@ def _near(path: Path) -> str:
 
 def read_parameters(folder: Path) -> Weights:
     """All parameters of a model folder as fp32 arrays under their names in the model."""
-    return {name: tensor.detach().numpy() for name, tensor in _model(folder).named_parameters()}
+    return {name: tensor.detach().numpy() for name, tensor in _load_float32(folder).named_parameters()}
 
 
 def write_model(base: Path, weights: Weights, to: Path) -> None:
@@ -185,7 +188,7 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
     """
     import torch
 
-    model = _model(base)
+    model = _load_float32(base)
     parameters = dict(model.named_parameters())
     if odd := sorted(parameters.keys() ^ weights.keys()):
         raise ConfigError(
@@ -207,7 +210,7 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
     """
     import torch
 
-    model = _model(base)
+    model = _load_float32(base)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, a in weights.items():
@@ -227,8 +230,8 @@ def context_length(model: str | Path) -> int:
     """Most tokens that a model takes with its reply. Raises ConfigError."""
     from transformers import AutoConfig
 
-    with reading(model):
-        config = AutoConfig.from_pretrained(model, **loading()).get_text_config()
+    with errors_of_model(model):
+        config = AutoConfig.from_pretrained(model, **loading_options()).get_text_config()
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
@@ -236,8 +239,8 @@ def tokenizer_of(model: str | Path) -> Any:
     """The tokenizer of a model folder or Hugging Face id. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    with reading(model):
-        return AutoTokenizer.from_pretrained(model, **loading())
+    with errors_of_model(model):
+        return AutoTokenizer.from_pretrained(model, **loading_options())
 
 
 def read_tokenizer(model: str | Path) -> Any:
@@ -263,7 +266,7 @@ def count_parameters(folder: Path) -> int:
     from safetensors import safe_open
 
     count = 0
-    with reading(folder):
+    with errors_of_model(folder):
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "np") as tensors:
                 count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
@@ -274,19 +277,19 @@ def folder_sees_images(folder: Path) -> bool:
     """Whether the model in a folder reads images in addition to text. Raises ConfigError."""
     from transformers import AutoConfig
 
-    with reading(folder):
-        return sees_images(AutoConfig.from_pretrained(folder, **loading()))
+    with errors_of_model(folder):
+        return sees_images(AutoConfig.from_pretrained(folder, **loading_options()))
 
 
-def _model(base: Path) -> Any:
+def _load_float32(base: Path) -> Any:
     """Load a base model in float32, to merge adapters in full precision."""
     import torch
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    with reading(base):
-        kind = auto_class(AutoConfig.from_pretrained(base, **loading()))
+    with errors_of_model(base):
+        kind = auto_class(AutoConfig.from_pretrained(base, **loading_options()))
         return kind.from_pretrained(base, dtype=torch.float32, **loading_weights())
 
 
@@ -295,7 +298,7 @@ def _save(model: Any, base: Path, to: Path) -> None:
     from transformers import AutoTokenizer
 
     model.save_pretrained(to)
-    AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)
+    AutoTokenizer.from_pretrained(base, **loading_options()).save_pretrained(to)
     for name in _PROCESSOR:
         if (base / name).is_file():
             shutil.copyfile(base / name, to / name)

@@ -50,7 +50,7 @@ def unpack_gguf(file: Path, weights: bool = True) -> Path:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as temporary:
-                _unpack(file, Path(temporary) / "model", weights)
+                _write_as_folder(file, Path(temporary) / "model", weights)
                 (Path(temporary) / "model").rename(folder)
             if weights:
                 size = sum(part.stat().st_size for part in folder.iterdir()) / 1e6
@@ -79,7 +79,7 @@ def public_name(model: str) -> str:
     return re.sub(r"-[0-9a-f]{16}$", ".gguf", path.name) if unpacked else path.name
 
 
-def _unpack(file: Path, to: Path, weights: bool) -> None:
+def _write_as_folder(file: Path, to: Path, weights: bool) -> None:
     """Write a GGUF file as a model folder: its tokenizer, and its weights or only its configuration. Raises
     ConfigError.
     """
@@ -102,7 +102,7 @@ def _unpack(file: Path, to: Path, weights: bool) -> None:
     except Exception as error:  # whatever a file that is none makes the reader raise
         fault = f"is not a GGUF file of an architecture that transformers reads ({error_line(error)})"
         raise ConfigError("model", str(file), fault, "Fetch it again, or use the model's own folder.") from error
-    model.config.rope_parameters = _positions(file, model.config)
+    model.config.rope_parameters = _rope_parameters(file, model.config)
     # A model from GGUF counts as quantized and cannot be saved. A second model with the same weights can.
     settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def slowed_positions(config: Any) -> np.ndarray:
     return (plain / slowed.numpy()).astype(np.float32)
 
 
-def _positions(file: Path, config: Any) -> dict[str, Any]:
+def _rope_parameters(file: Path, config: Any) -> dict[str, Any]:
     """`rope_parameters` of a model from GGUF, with the slowed positions of Llama 3, which transformers ignores.
 
     Raises ConfigError for another way of slowing frequencies.

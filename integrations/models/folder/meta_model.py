@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
-from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer, reading
+from cotune.integrations.models.folder.folder import (
+    count_token_ids,
+    errors_of_model,
+    loading_options,
+    locate_model,
+    read_tokenizer,
+)
 from cotune.integrations.models.folder.kinds import auto_class
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.records.structs import PolicyRef
@@ -24,9 +30,9 @@ class ModelSkeleton:
         from transformers import AutoConfig
 
         self.folder = locate_model(model)
-        with reading(self.folder), torch.device("meta"):
-            config = AutoConfig.from_pretrained(self.folder, **loading())
-            self._model = auto_class(config).from_config(config, **loading())
+        with errors_of_model(self.folder), torch.device("meta"):
+            config = AutoConfig.from_pretrained(self.folder, **loading_options())
+            self._model = auto_class(config).from_config(config, **loading_options())
         self.logits: int = config.get_text_config().vocab_size
         self.token_ids = count_token_ids(read_tokenizer(self.folder), self.logits)
         """Number of the first logits, whose token ids may be drawn."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.folder import errors_of_model, loading_options
 from cotune.integrations.models.folder.gguf import slowed_positions
 
 Precision = Literal["f16", "bf16", "f32", "q8_0"]
@@ -40,25 +40,25 @@ _REMEDY = "Use --merge and then convert_hf_to_gguf.py of llama.cpp, which knows 
 
 def check_gguf(model: Path) -> None:
     """Raise ConfigError for a model folder that cannot be written as GGUF here, with the reason."""
-    _checked(model)
+    _check_model(model)
 
 
-def _checked(model: Path) -> tuple[Any, str]:
+def _check_model(model: Path) -> tuple[Any, str]:
     """The configuration of a model, and llama.cpp's name for the way its tokenizer splits text."""
     from transformers import AutoConfig
 
-    with reading(model):
-        config = AutoConfig.from_pretrained(model, **loading())
+    with errors_of_model(model):
+        config = AutoConfig.from_pretrained(model, **loading_options())
     if config.model_type not in _ARCHITECTURES:
-        raise _refused(model, f"has the type {config.model_type}; supported are {', '.join(_ARCHITECTURES)}")
+        raise _refusal(model, f"has the type {config.model_type}; supported are {', '.join(_ARCHITECTURES)}")
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE:
-        raise _refused(model, f"has rope_type {rope}; supported are {' and '.join(_ROPE)}")
+        raise _refusal(model, f"has rope_type {rope}; supported are {' and '.join(_ROPE)}")
     layers = getattr(config, "layer_types", None) or ()
     if "sliding_attention" in layers or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise _refused(model, "has sliding windows of attention, which are not supported")
+        raise _refusal(model, "has sliding windows of attention, which are not supported")
     if config.hidden_act != "silu":
-        raise _refused(model, f"has hidden_act {config.hidden_act}; supported is silu")
+        raise _refusal(model, f"has hidden_act {config.hidden_act}; supported is silu")
     return config, _split_name(model)
 
 
@@ -71,28 +71,29 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
     """
     import gguf
 
-    config, split = _checked(model)
+    config, split = _check_model(model)
     arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     try:
         _add_settings(writer, config, precision, name, base)
         _add_tokenizer(writer, model, config.vocab_size, split)
-        for long, shape, _ in _tensors(model, config):
-            short, kind = names.get_name(long, try_suffixes=(".weight", ".bias")) or long, _kind(shape, precision)
+        for long, shape, _ in _tensors_in_order(model, config):
+            short = names.get_name(long, try_suffixes=(".weight", ".bias")) or long
+            kind = _tensor_type(shape, precision)
             stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind.name in ("BF16", "Q8_0") else shape
             dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8))
             writer.add_tensor_info(short, stored, dtype, int(np.prod(stored)) * dtype.itemsize, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for _, shape, array in _tensors(model, config):
-            writer.write_tensor_data(gguf.quantize(array(), _kind(shape, precision)))
+        for _, shape, array in _tensors_in_order(model, config):
+            writer.write_tensor_data(gguf.quantize(array(), _tensor_type(shape, precision)))
     finally:
         writer.close()
 
 
-def _refused(model: Path, fault: str) -> ConfigError:
+def _refusal(model: Path, fault: str) -> ConfigError:
     return ConfigError("gguf", str(model), fault, _REMEDY)
 
 
@@ -102,12 +103,13 @@ def _split_name(model: Path) -> str:
 
     file = model / "tokenizer.json"
     if not file.is_file():
-        raise _refused(model, "has no tokenizer.json")
+        raise _refusal(model, "has no tokenizer.json")
     settings = json.loads(file.read_bytes())
-    inner, before = settings["model"], settings["normalizer"]
+    inner = settings["model"]
+    before = settings["normalizer"]
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
     if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
-        raise _refused(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
+        raise _refusal(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
     pieces = splitter.pre_tokenize_str(_SAMPLE_TEXT)
     for name, expressions in _SPLITS.items():
         parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
@@ -116,7 +118,7 @@ def _split_name(model: Path) -> str:
         same_merges = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
         if same_merges and [piece for piece, _ in expected] == [piece for piece, _ in pieces]:
             return name
-    raise _refused(
+    raise _refusal(
         model,
         f"has a tokenizer that splits text in another way than {', '.join(_SPLITS)} (names of llama.cpp)",
     )
@@ -138,15 +140,15 @@ def _add_settings(writer: Any, config: Any, precision: Precision, name: str, bas
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(_head(config))
-    writer.add_value_length(_head(config))
-    writer.add_rope_dimension_count(_head(config))
+    writer.add_key_length(_head_size(config))
+    writer.add_value_length(_head_size(config))
+    writer.add_rope_dimension_count(_head_size(config))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
 
 
-def _head(config: Any) -> int:
+def _head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -157,7 +159,7 @@ def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
     import gguf
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, **loading())
+    tokenizer = AutoTokenizer.from_pretrained(model, **loading_options())
     texts = {number: text for text, number in tokenizer.get_vocab().items()}
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
@@ -181,7 +183,7 @@ def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
     special.add_to_gguf(writer, quiet=True)
 
 
-def _kind(shape: Sequence[int], precision: Precision) -> Any:
+def _tensor_type(shape: Sequence[int], precision: Precision) -> Any:
     import gguf
 
     kind = gguf.GGMLQuantizationType[precision.upper()]
@@ -190,7 +192,7 @@ def _kind(shape: Sequence[int], precision: Precision) -> Any:
     return gguf.GGMLQuantizationType.F16 if precision == "q8_0" and shape[-1] % 32 else kind
 
 
-def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Callable[[], np.ndarray]]]:
+def _tensors_in_order(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Callable[[], np.ndarray]]]:
     """Name, shape and reader of each tensor of a model folder, with rows in llama.cpp's order; then the tensors that
     only GGUF files have."""
     from safetensors import safe_open
@@ -203,14 +205,14 @@ def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Cal
                 yield (
                     name,
                     file.get_slice(name).get_shape(),
-                    partial(_ordered, file, name, config),
+                    partial(_reorder_rotary, file, name, config),
                 )
     if config.rope_parameters["rope_type"] == "llama3":
         factors = slowed_positions(config)
         yield "rope_freqs.weight", factors.shape, lambda: factors
 
 
-def _ordered(file: Any, name: str, config: Any) -> np.ndarray:
+def _reorder_rotary(file: Any, name: str, config: Any) -> np.ndarray:
     """A tensor with the rows of queries and keys in the order of llama.cpp's LLAMA, whose rotary positions differ."""
     array = np.ascontiguousarray(file.get_tensor(name), np.float32)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])

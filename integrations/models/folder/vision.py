@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cotune.errors import ConfigError, RequestRefused, error_line
-from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.folder import errors_of_model, loading_options
 from cotune.runtime.bounded_cache import BoundedCache
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Accepted formats of images. Pillow reads others too, some by external programs."""
-KEPT, KEPT_BYTES = 256, 256 << 20
+KEPT = 256
+KEPT_BYTES = 256 << 20
 """Limits of the cache of processed images: their number, and bytes of all of them."""
 PASS_BYTES = 32 << 20
 """Most bytes of image inputs for sequences that go through a network together."""
@@ -38,7 +39,7 @@ class ImageInputs:
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that stand for images, and for videos if the model knows them."""
         processor = self._processor()
-        ids = [*_places(processor), getattr(processor, "video_token_id", None)]
+        ids = [*_placeholder_ids(processor), getattr(processor, "video_token_id", None)]
         return tuple(dict.fromkeys(id for id in ids if id is not None))
 
     def expanded(self, text: str, images: Sequence[bytes]) -> str:
@@ -67,15 +68,18 @@ class ImageInputs:
         """
         import torch
 
-        processor, key = self._processor(), tuple(images)
+        processor = self._processor()
+        key = tuple(images)
         inputs = self._inputs.get(key)
         if inputs is None:
-            opened, text = [opened_image(image) for image in images], processor.image_token * len(images)
+            opened = [opened_image(image) for image in images]
+            text = processor.image_token * len(images)
             inputs = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
             self._inputs.put(key, inputs, sum(_bytes(value) for value in inputs.values()))
-        marks = _places(processor)
+        marks = _placeholder_ids(processor)
         is_image = [int(id in marks) for id in token_ids]
-        places, needed = sum(is_image), sum(id in marks for id in inputs["input_ids"][0].tolist())
+        places = sum(is_image)
+        needed = sum(id in marks for id in inputs["input_ids"][0].tolist())
         if places != needed:
             raise RequestRefused(f"The prompt has {places} image tokens; its images take {needed}.", _CHECK)
 
@@ -129,8 +133,8 @@ class ImageInputs:
                 from transformers import AutoProcessor
 
                 try:
-                    with reading(self._model):
-                        self._loaded = AutoProcessor.from_pretrained(self._model, **loading())
+                    with errors_of_model(self._model):
+                        self._loaded = AutoProcessor.from_pretrained(self._model, **loading_options())
                 except ImportError as error:
                     fault = f"has a processor that cannot be loaded ({error_line(error)})"
                     raise ConfigError("model", self._model, fault, "Install what its processor needs.") from None
@@ -151,7 +155,7 @@ def opened_image(data: bytes) -> Any:
         ) from None
 
 
-def _places(processor: Any) -> list[int]:
+def _placeholder_ids(processor: Any) -> list[int]:
     """Ids of the tokens that a model replaces by its image features."""
     return list(getattr(processor, "image_token_ids", None) or [processor.image_token_id])
 

@@ -85,22 +85,22 @@ def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))
     for low, high in alike.groups:
-        product = torch.matmul(_joined(query[low:high]), key[low, :, :at].transpose(1, 2))
-        scores[low:high, ..., :at] = _apart(product, high - low)
+        product = torch.matmul(_join_queries(query[low:high]), key[low, :, :at].transpose(1, 2))
+        scores[low:high, ..., :at] = _split_queries(product, high - low)
     weights = torch.softmax(scores.add_(mask), -1)
     out = torch.matmul(weights[..., at:], value[:, :, at:])
     for low, high in alike.groups:
-        product = torch.matmul(_joined(weights[low:high, ..., :at]), value[low, :, :at])
-        out[low:high] += _apart(product, high - low)
+        product = torch.matmul(_join_queries(weights[low:high, ..., :at]), value[low, :, :at])
+        out[low:high] += _split_queries(product, high - low)
     return out
 
 
-def _joined(rows: Tensor) -> Tensor:
+def _join_queries(rows: Tensor) -> Tensor:
     """Change the shape [rows, groups, queries, n] to [groups, rows x queries, n]."""
     return rows.transpose(0, 1).flatten(1, 2)
 
 
-def _apart(joined: Tensor, rows: int) -> Tensor:
+def _split_queries(joined: Tensor, rows: int) -> Tensor:
     return joined.unflatten(1, (rows, -1)).transpose(0, 1)
 
 

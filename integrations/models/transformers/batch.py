@@ -20,23 +20,31 @@ from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.attention import Alike, alike_rows, runs, use_rows_attention
 from cotune.integrations.models.transformers.cache import RowCache, buffer_tokens
 from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
-from cotune.integrations.models.transformers.draw import RowParams, draw, likeliest, shape, uniforms
+from cotune.integrations.models.transformers.draw import RowParams, change_logits, draw, likeliest, uniforms
 from cotune.integrations.models.transformers.lora import LoraRows
-from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
+from cotune.integrations.models.transformers.prefill import (
+    find_shared_stems,
+    group_by_length,
+    image_shift,
+    prefill,
+    states_of,
+)
 from cotune.integrations.models.transformers.prefixes import NOTHING, Prefix, PrefixCache
-from cotune.integrations.models.transformers.rows import Job, Rows, Source, arrange
+from cotune.integrations.models.transformers.rows import Job, Rows, Source, arrange_rows
 from cotune.integrations.models.transformers.wire import DRAW_ELEMENTS, GPU_PART
 from cotune.sampling.protocol import Completion
 
 BASE = -1
-"""Kind of rows that use no adapter."""
-_NOBODY = np.array(None, object)
+"""Adapter id of rows that use no adapter."""
+_NO_CHANGES = np.array(None, object)
+"""Stands for the `LogitChanges` of rows that have ended, in arrays of objects."""
 
 COLDEST = np.float32(1e-30)
-"""Least temperature, at which only the likeliest token is drawn: over a lower one logits are no numbers any more."""
+"""Lowest temperature that logits are divided by. A lower one would overflow, and this one already
+draws only the likeliest token."""
 
-AHEAD = 16
-"""Decode steps whose random numbers go to the device together."""
+UNIFORM_STEPS = 16
+"""Decode steps whose random numbers are copied to the device together."""
 
 
 class Batch:
@@ -50,11 +58,12 @@ class Batch:
         prefixes: PrefixCache | None = None,
         images: ImageInputs | None = None,
     ) -> None:
-        """`prefixes` and `images` (of a model that sees them) may be of several batches."""
+        """`prefixes` are known beginnings of prompts, and `images` reads images for a model that sees them. Several
+        batches may share both."""
         self.model = model
         self.images = images
         self.prefixes = prefixes or PrefixCache(0)
-        own_attention = use_rows_attention(model)
+        uses_rows_attention = use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
@@ -74,15 +83,15 @@ class Batch:
             and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             and not getattr(config, "sliding_window", None)
         )
-        self._reads_once = own_attention and self._one_mask
+        self._reads_once = uses_rows_attention and self._one_mask
         self._step = DecodeStep(model, self.lora) if self._reads_once and is_usual(model) else self._library_step
         self._groups: list[tuple[int, int]] = []
-        self._ahead: Tensor | None = None
-        """Random numbers of the next steps, [rows, AHEAD], of which `_ahead_used` are used."""
-        self._ahead_used = 0
+        self._uniforms: Tensor | None = None
+        """Random numbers of the next steps, [rows, UNIFORM_STEPS], of which `_uniforms_used` are used."""
+        self._uniforms_used = 0
         self._admitted = 0
         """Tokens that the live rows can need, as of the last admission."""
-        self._bound = math.inf
+        self._token_limit = math.inf
         """Tokens that may be admitted, once there was too little memory."""
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True
@@ -99,46 +108,48 @@ class Batch:
         return int((self.state["span"][: self.rows] * self.state["alive"][: self.rows]).max(initial=0))
 
     def room(self) -> float:
-        """How many tokens all rows together may have: as many as have room for their keys and values in a part of the
-        GPU's free memory. On a CPU there is no limit.
+        """The number of tokens that all rows together may have. On a GPU, their keys and values must fit into a part of
+        its free memory. On a CPU there is no limit.
 
-        After the engine has run out of memory, `_bound` limits the tokens until the buffers are given back.
+        After the engine has run out of memory, `_token_limit` bounds the tokens until the buffers are given back.
         """
         if self.device.type != "cuda":
-            return self._bound
-        return min(self._bound, GPU_PART * self.cache.gpu_memory() / self._token_bytes)
+            return self._token_limit
+        return min(self._token_limit, GPU_PART * self.cache.gpu_memory() / self._token_bytes)
 
     def halve(self) -> None:
-        """Drop all rows, give their memory back, and have room for half as many tokens as were admitted."""
-        self._bound = self._admitted / 2
+        """Drop all rows and free their memory. Later rows may have half as many tokens as were admitted."""
+        self._token_limit = self._admitted / 2
         self.state["alive"][:] = False
         self.rows = 0
         self._free()
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job], most: float = math.inf) -> list[Job]:
-        """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token.
+    def admit(self, jobs: Sequence[Job], max_tokens: float = math.inf) -> list[Job]:
+        """Prefill each distinct prompt once, and draw the first token of all candidates. Returns the jobs that have
+        ended with it.
 
-        The buffers hold at most `most` tokens, or as many as these jobs and the live rows can need.
+        The buffers hold at most `max_tokens` tokens, or as many as these jobs and the live rows can need.
         """
         rows = self.alive + sum(job.n for job in jobs)
         self._admitted = buffer_tokens(rows, max(self.span, *(job.span for job in jobs)))
-        self.cache.limit = max(most, self._admitted)
-        logits, at = self._start(jobs)
-        return self._draw(logits, at)
+        self.cache.limit = max(max_tokens, self._admitted)
+        logits, rows_of_jobs = self._start(jobs)
+        return self._draw_tokens(logits, rows_of_jobs)
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """Decode one token for every row; return the jobs that ended with it."""
+        # Rows that have ended are computed too. Once they are an eighth of all, closing the gaps pays.
         if self.alive < self.rows - self.rows // 8:
             self._arrange(np.empty(0, np.int64), 0, 0)
-            self._compose()
+            self._refresh_derived()
         if self.cache.full:
             rows = np.arange(self.rows)
-            self.cache.rearrange(rows, rows, self.rows, self._longest(), 0, self.span)
-        logits = self._step(self._input[: self.rows, 0], self.cache, self._alike())
+            self.cache.rearrange(rows, rows, self.rows, self._longest_row(), 0, self.span)
+        logits = self._step(self._input[: self.rows, 0], self.cache, self._equal_beginnings())
         self.cache.advance()
-        return self._draw(logits, None)
+        return self._draw_tokens(logits, None)
 
     def cancel(self, job: Job) -> None:
         """Free the rows of a job."""
@@ -148,7 +159,7 @@ class Batch:
 
     def release(self) -> None:
         """Give the memory of keys and values back while nothing is decoded."""
-        self._bound = math.inf
+        self._token_limit = math.inf
         if not self.rows and self.cache.nbytes:
             self._free()
 
@@ -160,95 +171,103 @@ class Batch:
             torch.cuda.empty_cache()  # for other processes on this GPU
 
     def _start(self, jobs: Sequence[Job]) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Give all candidates of the jobs their rows, with each distinct prompt prefilled once; the logits that follow,
-        and where the rows are."""
+        """Prefill each distinct prompt of the jobs once, and copy its states to a row for each candidate.
+
+        Returns the logits of the candidates' first tokens, [candidates, vocabulary], and the rows of the candidates.
+        """
         sources = list(dict.fromkeys(job.source for job in jobs))
         prefilled = self._prefill(sources)
         index = {source: i for i, source in enumerate(sources)}
         width = max(len(source.prompt) for source in sources)
-        fresh = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
-        at = self._arrange(np.array([jobs[i].kind for i in fresh]), width, max(job.span for job in jobs))
-        source = np.array([index[jobs[i].source] for i in fresh])
+        # For each candidate, [candidates]: the number of its job and of its prompt, and its row.
+        job_numbers = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
+        source_numbers = np.array([index[jobs[i].source] for i in job_numbers])
+        adapter_ids = np.array([jobs[i].adapter_id for i in job_numbers])
+        at = self._arrange(adapter_ids, width, max(job.span for job in jobs))
         logits = torch.empty((len(sources), prefilled[0][2].shape[1]), dtype=prefilled[0][2].dtype, device=self.device)
         for members, cache, out, shift in prefilled:
-            place = np.full(len(sources), -1)
-            place[members] = np.arange(len(members))
-            theirs = place[source] >= 0
-            rows, local, lengths = (
-                torch.as_tensor(values, device=self.device)
-                for values in (
-                    at[theirs],
-                    place[source[theirs]],
-                    np.array([len(sources[i].prompt) for i in source[theirs]], np.int64),
-                )
-            )
-            self.cache.fill(rows, cache, local, lengths)
+            # The row of each prompt in this pass; -1 for prompts of other passes.
+            row_in_pass = np.full(len(sources), -1)
+            row_in_pass[members] = np.arange(len(members))
+            in_pass = row_in_pass[source_numbers] >= 0
+            prompt_lengths = np.array([len(sources[i].prompt) for i in source_numbers[in_pass]], np.int64)
+            rows = torch.as_tensor(at[in_pass], device=self.device)
+            rows_in_pass = torch.as_tensor(row_in_pass[source_numbers[in_pass]], device=self.device)
+            self.cache.fill(rows, cache, rows_in_pass, torch.as_tensor(prompt_lengths, device=self.device))
             if shift is not None:
-                self.cache.shift(rows, shift[local])
+                self.cache.shift(rows, shift[rows_in_pass])
             logits[torch.as_tensor(members, device=self.device)] = out
         for i, job in enumerate(jobs):
-            self.state.put(at[fresh == i], job, self.grammars)
-        self._compose()
-        return logits[torch.as_tensor(source, device=self.device)], at
+            self.state.put(at[job_numbers == i], job, self.grammars)
+        self._refresh_derived()
+        return logits[torch.as_tensor(source_numbers, device=self.device)], at
 
     def _prefill(
         self, sources: Sequence[Source]
     ) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor, Tensor | None]]:
-        """Prefill what is not known of these prompts, like lengths together; for each pass the numbers of its sources,
-        their cache padded on the left, the logits that follow, and the shifts of the positions after them, if any."""
-        texts = sorted((i for i, source in enumerate(sources) if not source.images), key=lambda i: sources[i].kind)
+        """Compute the unknown tokens of these prompts, in passes over prompts with about as many unknown tokens.
+
+        Returns for each pass the numbers of its sources, their cache (padded on the left), the next logits, and the
+        shifts of later positions (None for models whose positions count tokens).
+        """
+        texts = sorted(
+            (i for i, source in enumerate(sources) if not source.images), key=lambda i: sources[i].adapter_id
+        )
         self._compute_stems([sources[i] for i in texts])
-        known = {i: self.prefixes.match((self, sources[i].kind), sources[i].prompt) for i in texts}
+        known = {i: self.prefixes.match((self, sources[i].adapter_id), sources[i].prompt) for i in texts}
         self.prefixes.reused += sum(prefix.length for prefix in known.values())
         passes = []
-        for group in like_lengths([len(sources[i].prompt) - known[i].length for i in texts]):
+        for group in group_by_length([len(sources[i].prompt) - known[i].length for i in texts]):
             members = np.array([texts[i] for i in sorted(group)])
-            passes.append((members, *self._pass([sources[i] for i in members], [known[i] for i in members]), None))
-        seeing = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].kind)
-        if seeing:
+            passes.append(
+                (members, *self._prefill_pass([sources[i] for i in members], [known[i] for i in members]), None)
+            )
+        with_images = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].adapter_id)
+        if with_images:
             assert self.images is not None
-            asked = [(sources[i].prompt, sources[i].images) for i in seeing]
-            for alike, given in self.images.together(self.model, asked):
-                members = np.array([seeing[i] for i in alike])
-                self._route(np.array([sources[i].kind for i in members]))
-                done = prefill(self.model, [sources[i].prompt for i in members], [NOTHING] * len(members), given)
-                passes.append((members, *done, image_shift(self.model)))
+            sequences = [(sources[i].prompt, sources[i].images) for i in with_images]
+            for group, image_inputs in self.images.together(self.model, sequences):
+                members = np.array([with_images[i] for i in group])
+                self._route_adapters(np.array([sources[i].adapter_id for i in members]))
+                prompts = [sources[i].prompt for i in members]
+                cache, logits = prefill(self.model, prompts, [NOTHING] * len(members), image_inputs)
+                passes.append((members, cache, logits, image_shift(self.model)))
         return passes
 
     def _compute_stems(self, sources: Sequence[Source]) -> None:
         """Compute the beginnings (stems) that several of these prompts share, so that each is computed once.
 
-        `sources` are sorted by kind, because only prompts of one kind can share a cache. A stem may begin with another
-        stem, so the shortest ones are computed first, and the rest in further rounds.
+        `sources` are sorted by adapter, because only prompts of one adapter can share a cache. A stem may begin with
+        another stem, so the shortest ones are computed first, and the others in further rounds.
         """
         done: set[Source] = set()
         while self.prefixes.limit:
             shared: list[Source] = []
-            for kind, alike in groupby(sources, key=lambda source: source.kind):
+            for adapter_id, alike in groupby(sources, key=lambda source: source.adapter_id):
                 prompts = [source.prompt for source in alike]
-                known = [self.prefixes.length((self, kind), prompt) for prompt in prompts]
-                shared += [Source(kind, stem, ()) for stem in stems(prompts, known)]
+                known = [self.prefixes.length((self, adapter_id), prompt) for prompt in prompts]
+                shared += [Source(adapter_id, stem, ()) for stem in find_shared_stems(prompts, known)]
             # No new stem: all are computed, or some were dropped again because the cache is full.
             if not set(shared) - done:
                 return
             done |= set(shared)
-            prefixes = [self.prefixes.match((self, kind), stem) for kind, stem, _ in shared]
+            prefixes = [self.prefixes.match((self, adapter_id), stem) for adapter_id, stem, _ in shared]
             new_tokens = [len(stem.prompt) - prefix.length for stem, prefix in zip(shared, prefixes, strict=True)]
-            for group in like_lengths(new_tokens):
+            for group in group_by_length(new_tokens):
                 members = sorted(group)
-                self._pass([shared[i] for i in members], [prefixes[i] for i in members])
+                self._prefill_pass([shared[i] for i in members], [prefixes[i] for i in members])
 
-    def _pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
-        """Prefill of prompts that are sorted by kind, which are known from then on."""
+    def _prefill_pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
+        """Prefill prompts in one pass, and keep their states for later prompts. `sources` are sorted by adapter."""
         self.prefixes.computed += sum(len(s.prompt) - prefix.length for s, prefix in zip(sources, known, strict=True))
-        self._route(np.array([source.kind for source in sources]))
+        self._route_adapters(np.array([source.adapter_id for source in sources]))
         cache, logits = prefill(self.model, [source.prompt for source in sources], known)
-        for row, (kind, prompt, _) in enumerate(sources):
-            self.prefixes.insert((self, kind), prompt, partial(states_of, cache, row, len(prompt)))
+        for row, (adapter_id, prompt, _) in enumerate(sources):
+            self.prefixes.insert((self, adapter_id), prompt, partial(states_of, cache, row, len(prompt)))
         return cache, logits
 
     def _library_step(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
-        """As a `DecodeStep`, of any model."""
+        """Decode one token by the model library's own forward pass, for models that `DecodeStep` does not know."""
         out = self.model(
             input_ids=tokens.unsqueeze(1),
             # where layers differ, the model builds one mask per kind of layer
@@ -261,35 +280,39 @@ class Batch:
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _alike(self) -> Alike | None:
-        """What the attention is told of candidates of one prompt: up to the end of their prompt they are the same."""
+    def _equal_beginnings(self) -> Alike | None:
+        """The columns in which candidates of one prompt have equal keys and values: up to the end of their prompt."""
         if not self._reads_once:
             return None
-        rows, window = slice(0, self.rows), self.cache.window
+        rows = slice(0, self.rows)
+        window = self.cache.window
         longest = int((self.state["count"][rows] * self.state["alive"][rows]).max())
         columns = window.end - window.first - (longest - 1)
         return alike_rows(columns, self._groups, self.cache.token_bytes())
 
-    def _longest(self) -> int:
+    def _longest_row(self) -> int:
         """Tokens of the longest live row in the cache: all but the one that was drawn last."""
         rows = slice(0, self.rows)
         tokens = self.state["span"][rows] - self.state["limit"][rows] + self.state["count"][rows] - 1
         return int((tokens * self.state["alive"][rows]).max(initial=0))
 
-    def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int, span: int) -> npt.NDArray[np.int64]:
-        """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go.
+    def _arrange(self, new_adapter_ids: npt.NDArray[np.int64], width: int, span: int) -> npt.NDArray[np.int64]:
+        """Close the gaps that ended rows have left, and keep the rows sorted by adapter. Returns the new rows.
 
         The new rows have prompts of up to `width` tokens and reach `span` tokens at most.
         """
         live = np.flatnonzero(self.state["alive"][: self.rows])
-        rows, longest, span = len(live) + len(new_kinds), self._longest(), max(span, self.span)
-        to, at = arrange(live, self.state["kind"][live], new_kinds)
+        rows = len(live) + len(new_adapter_ids)
+        longest = self._longest_row()
+        span = max(span, self.span)
+        to, at = arrange_rows(live, self.state["adapter_id"][live], new_adapter_ids)
         moved = to != live
         self.state.reserve(rows, 0)
         self.state.move(to[moved], live[moved])
         self.cache.rearrange(live, to, rows, longest, width, span)
         if (capacity := self.cache.window.row_capacity) > len(self._input):
-            smaller, self._input = self._input, self._input.new_zeros((capacity, 1))
+            smaller = self._input
+            self._input = self._input.new_zeros((capacity, 1))
             self._input[: len(smaller)] = smaller
         if moved.any():
             indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
@@ -297,13 +320,14 @@ class Batch:
         self.rows = rows
         return at
 
-    def _compose(self) -> None:
-        """Recompute what depends on which rows there are."""
-        s, rows = self.state, slice(0, self.rows)
+    def _refresh_derived(self) -> None:
+        """Recompute everything that depends on the set of rows: their parameters, adapters and groups."""
+        s = self.state
+        rows = slice(0, self.rows)
         self._params = self._row_params(rows)
-        self._route(s["kind"][rows])
+        self._route_adapters(s["adapter_id"][rows])
         self._groups = runs(s["job"][rows])
-        self._ahead = None
+        self._uniforms = None
 
     def _row_params(self, rows: Any) -> RowParams:
         """The sampling parameters of these rows as tensors. A parameter that no row uses is None, so its work is
@@ -326,31 +350,31 @@ class Batch:
             top.copy() if (top > 0).any() else None,
         )
 
-    def _route(self, kinds: npt.NDArray[np.int64]) -> None:
-        """Tell the LoRA layers which rows use which adapter. `kinds` is sorted, so each adapter has one range of
+    def _route_adapters(self, adapter_ids: npt.NDArray[np.int64]) -> None:
+        """Tell the LoRA layers which rows use which adapter. `adapter_ids` is sorted, so each adapter has one range of
         rows.
         """
-        present, starts = np.unique(kinds, return_index=True)
-        ends = [*starts[1:], len(kinds)]
+        present, starts = np.unique(adapter_ids, return_index=True)
+        ends = [*starts[1:], len(adapter_ids)]
         self.lora.route(
             [
-                (kind, int(low), int(high))
-                for kind, low, high in zip(present.tolist(), starts, ends, strict=True)
-                if kind != BASE
+                (adapter_id, int(low), int(high))
+                for adapter_id, low, high in zip(present.tolist(), starts, ends, strict=True)
+                if adapter_id != BASE
             ]
         )
 
-    def _draw(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
-        """Draw a token for rows `at` (None: all) and record it; return the jobs whose last candidate ended."""
+    def _draw_tokens(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
+        """Draw and record a token for the rows `at` (None: all). Returns the jobs whose last candidate has ended."""
         s = self.state
         if self.vocabulary < logits.shape[1]:
             logits[:, self.vocabulary :] = -torch.inf
         rows = slice(0, self.rows) if at is None else at
         uniform = self._next_uniforms(at)
         params = self._params if at is None else self._row_params(rows)
-        shaped = np.where(s["alive"][rows], s["shaped"][rows], _NOBODY)
+        shaped = np.where(s["alive"][rows], s["shaped"][rows], _NO_CHANGES)
         if shaped.any():
-            shape(logits, shaped.tolist())
+            change_logits(logits, shaped.tolist())
         chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
         parts = [
             draw(logits[i : i + chunk], uniform[i : i + chunk], params.rows(slice(i, i + chunk)))
@@ -369,27 +393,29 @@ class Batch:
         return self._record(at, both[0].astype(np.int64), both[1].view(np.float32))
 
     def _next_uniforms(self, at: npt.NDArray[np.int64] | None) -> Tensor:
-        """The number that the next token of each of the rows `at` (None: all) is drawn by, [rows, 1].
+        """Random numbers in [0, 1) to draw the next token of the rows `at` (None: all), [rows, 1].
 
-        For all rows the numbers of several steps go to the device at once.
+        For all rows, the numbers of several steps are copied to the device at once.
         """
         s = self.state
         if at is not None:
             return torch.as_tensor(uniforms(s["stream"][at], s["count"][at]), device=self.device).unsqueeze(1)
-        if self._ahead is None or self._ahead_used == AHEAD:
+        if self._uniforms is None or self._uniforms_used == UNIFORM_STEPS:
             rows = slice(0, self.rows)
-            positions = s["count"][rows, None] + np.arange(AHEAD)
-            self._ahead = torch.as_tensor(uniforms(s["stream"][rows, None], positions), device=self.device)
-            self._ahead_used = 0
-        self._ahead_used += 1
-        return self._ahead[:, self._ahead_used - 1 : self._ahead_used]
+            positions = s["count"][rows, None] + np.arange(UNIFORM_STEPS)
+            self._uniforms = torch.as_tensor(uniforms(s["stream"][rows, None], positions), device=self.device)
+            self._uniforms_used = 0
+        self._uniforms_used += 1
+        return self._uniforms[:, self._uniforms_used - 1 : self._uniforms_used]
 
     def _note_likeliest(self, logits: Tensor, at: npt.NDArray[np.int64], params: RowParams, chunk: int) -> None:
-        """Keep the likeliest tokens of the place that is drawn, for the rows `at` that ask for them."""
-        s, counts = self.state, params.top
+        """Record the likeliest tokens at this position, for the rows `at` that ask for them."""
+        s = self.state
+        counts = params.top
         assert counts is not None
         asking = np.flatnonzero((counts > 0) & s["alive"][at])
-        for part in (asking[i : i + chunk] for i in range(0, len(asking), chunk)):
+        for start in range(0, len(asking), chunk):
+            part = asking[start : start + chunk]
             index = torch.as_tensor(part, device=self.device)
             best = likeliest(logits[index], params.rows(index), int(counts[part].max()))
             for i, ids, logprobs in zip(part, *(values.tolist() for values in best), strict=True):
@@ -414,22 +440,22 @@ class Batch:
         alive = s["alive"][at]
         s["count"][at] = count + alive
         stopped = self._ends[token]
-        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NOBODY)):
+        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NO_CHANGES)):
             if not s["shaped"][at[i]].consume(int(token[i])):
                 stopped[i] = True
                 s["job"][at[i]].refused = int(token[i]), int(count[i])
         if s["watched"][at].any():
-            stopped |= self._stopped(at)
-        over = alive & (stopped | (count + 1 >= s["limit"][at]))
-        if not over.any():
+            stopped |= self._stopped_rows(at)
+        ends = alive & (stopped | (count + 1 >= s["limit"][at]))
+        if not ends.any():
             return []
-        ended = [self._end(int(at[i]), bool(stopped[i])) for i in np.flatnonzero(over)]
+        ended = [self._end_row(int(at[i]), bool(stopped[i])) for i in np.flatnonzero(ends)]
         if not s["alive"][: self.rows].any():
             self.rows = self.cache.window.rows = 0
         return [job for job in ended if job is not None]
 
-    def _end(self, row: int, stopped: bool) -> Job | None:
-        """Keep the completion of a row; return its job if that was the last one."""
+    def _end_row(self, row: int, stopped: bool) -> Job | None:
+        """Store the completion of a row that ends. Returns its job if this was the job's last row."""
         s = self.state
         job: Job = s["job"][row]
         count = int(s["count"][row])
@@ -440,14 +466,15 @@ class Batch:
             "stop" if stopped else "length",
             tuple(job.top[int(s["candidate"][row])]) if job.top else (),
         )
-        if not job.params.images:  # of which the same ids tell nothing
+        # Prompts with different images can have the same token ids.
+        if not job.params.images:
             tokens = job.prompt + tuple(s["token"][row, : count - 1].tolist())  # the last one was never read
-            self.prefixes.insert((self, job.kind), tokens, partial(self.cache.read, row))
+            self.prefixes.insert((self, job.adapter_id), tokens, partial(self.cache.read, row))
         job.open -= 1
         return None if job.open else job
 
-    def _stopped(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which rows have just written one of their stop strings or stop tokens."""
+    def _stopped_rows(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each of the rows `at` has just written one of its stop strings or stop tokens."""
         s = self.state
         stopped = np.zeros(len(at), bool)
         for i in np.flatnonzero(s["watched"][at] & s["alive"][at]):
@@ -457,8 +484,10 @@ class Batch:
                 stopped[i] = True
             if stopped[i] or not stop:
                 continue
-            tail = 4 * max(map(len, stop)) + 8  # a character is at most four tokens
+            # A stop string ends in the last token. A character is at most four tokens; 8 more, as the first of them may
+            # begin inside a character.
+            last_tokens = 4 * max(map(len, stop)) + 8
             count = int(s["count"][row])
-            text = self.tokenizer.decode(s["token"][row, max(0, count - tail) : count].tolist())
+            text = self.tokenizer.decode(s["token"][row, max(0, count - last_tokens) : count].tolist())
             stopped[i] = any(mark in text for mark in stop)
         return stopped

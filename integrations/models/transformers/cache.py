@@ -49,9 +49,10 @@ class RowLayer(CacheLayerMixin):
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate new buffers of zeros: masked values must be finite too."""
-        rows, columns = self.window.row_capacity, self.window.columns
-        along = keys.new_zeros((rows, keys.shape[1], keys.shape[3], columns)).transpose(2, 3)
-        self.keys = along if keys.device.type == "cpu" else along.contiguous()
+        rows = self.window.row_capacity
+        columns = self.window.columns
+        transposed = keys.new_zeros((rows, keys.shape[1], keys.shape[3], columns)).transpose(2, 3)
+        self.keys = transposed if keys.device.type == "cpu" else transposed.contiguous()
         self.values = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
 
     def release(self) -> None:
@@ -66,7 +67,7 @@ class RowLayer(CacheLayerMixin):
         return self.write(key_states.squeeze(2), value_states.squeeze(2))
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as `update` for states [rows, heads, head_dim] of all live rows."""
+        """Write one column of states [rows, heads, head_dim] of all live rows; see `update`."""
         w = self.window
         self.keys[: w.rows, :, w.end] = key
         self.values[: w.rows, :, w.end] = value
@@ -174,14 +175,14 @@ class RowCache(Cache):
         w = self.window
         w.first = w.end - longest
         tokens = max(longest, width)
-        row_capacity, columns = self._sizes(rows, tokens, span)
+        row_capacity, columns = self._buffer_sizes(rows, tokens, span)
         if (row_capacity, columns) != (w.row_capacity, w.columns):
-            self._replace(live, to, row_capacity, columns, tokens)
+            self._replace_buffers(live, to, row_capacity, columns, tokens)
         else:
             moved = to != live
             self._move(live[moved], to[moved])
             if not tokens <= w.end < w.columns:
-                self._align(rows, tokens)
+                self._align_columns(rows, tokens)
         w.first = w.end - tokens
         w.rows = rows
 
@@ -191,30 +192,35 @@ class RowCache(Cache):
         w.rows = w.row_capacity = w.columns = w.first = w.end = 0
         for layer in self.layers:
             layer.release()
-        self.starts, self.shifts, self.bias = self.starts[:0].clone(), self.shifts[:0].clone(), self.bias[:0].clone()
+        self.starts = self.starts[:0].clone()
+        self.shifts = self.shifts[:0].clone()
+        self.bias = self.bias[:0].clone()
 
-    def _sizes(self, rows: int, tokens: int, span: int) -> tuple[int, int]:
+    def _buffer_sizes(self, rows: int, tokens: int, span: int) -> tuple[int, int]:
         """The rows and columns of buffers for `rows` rows of `tokens` tokens, which grow up to `span` tokens."""
         w = self.window
         least = columns_for(tokens)
-        ahead = max(least, min(columns_for(tokens + tokens // 2), columns_for(span)))
+        # New buffers have space for half as many tokens more, so that growing rows are copied rarely.
+        with_spare = max(least, min(columns_for(tokens + tokens // 2), columns_for(span)))
         row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
-        columns = w.columns if tokens + COLUMNS // 2 <= w.columns else ahead
+        columns = w.columns if tokens + COLUMNS // 2 <= w.columns else with_spare
         if row_capacity * columns <= self.limit:
             return row_capacity, columns
         # Close to the limit there are no spare rows, and only as many spare columns as the limit allows.
         most = int(self.limit // rows) // COLUMNS * COLUMNS
-        return rows, max(least, min(ahead, most))
+        return rows, max(least, min(with_spare, most))
 
-    def _replace(
+    def _replace_buffers(
         self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], row_capacity: int, columns: int, end: int
     ) -> None:
         """Copy the used columns of rows `live` to rows `to` of new buffers, so that they end at `end`."""
-        w, device = self.window, self.starts.device
+        w = self.window
+        device = self.starts.device
         old, new = slice(w.first, w.end), slice(end - self.width, end)
         source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
         stays = np.array_equal(live, to) and np.array_equal(live, np.arange(len(live)))
-        w.row_capacity, w.columns = row_capacity, columns
+        w.row_capacity = row_capacity
+        w.columns = columns
         # Each old layer is freed before the next is copied, so that only one layer is in memory twice.
         for layer in self.layers:
             if not layer.is_initialized:
@@ -228,13 +234,16 @@ class RowCache(Cache):
                     buffer[:, :, new].index_copy_(0, target, states[:, :, old].index_select(0, source))
             del old_buffers, buffer, states
         starts, shifts = self.starts[source] + (end - w.end), self.shifts[source]
-        self.starts, self.shifts = self.starts.new_zeros(row_capacity), self.shifts.new_zeros(row_capacity)
-        self.starts[target], self.shifts[target] = starts, shifts
+        self.starts = self.starts.new_zeros(row_capacity)
+        self.shifts = self.shifts.new_zeros(row_capacity)
+        self.starts[target] = starts
+        self.shifts[target] = shifts
         self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        w.first, w.end = new.start, new.stop
+        w.first = new.start
+        w.end = new.stop
         self._write_bias(target)
 
-    def _align(self, rows: int, end: int) -> None:
+    def _align_columns(self, rows: int, end: int) -> None:
         """Move the used columns within the buffers so that they end at `end`."""
         w = self.window
         old, new = slice(w.first, w.end), slice(end - self.width, end)
@@ -243,7 +252,8 @@ class RowCache(Cache):
                 for buffer in layer.buffers():
                     buffer[:rows, :, new] = buffer[:rows, :, old].clone()
         self.starts[:rows] += end - w.end
-        w.first, w.end = new.start, new.stop
+        w.first = new.start
+        w.end = new.stop
         self._write_bias(torch.arange(rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
@@ -274,7 +284,8 @@ class RowCache(Cache):
         """Copy rows `live` to rows `to` within the buffers. They may overlap."""
         if not len(to):
             return
-        w, device = self.window, self.starts.device
+        w = self.window
+        device = self.starts.device
         source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
         for layer in self.layers:
             if layer.is_initialized:

@@ -47,10 +47,12 @@ class DecodeStep:
         """Collect the parts of a model that a decode step needs. Adapters of several policies are in `lora`, as the
         rows of a batch may belong to different policies.
         """
-        self._head, self._decoder = model.lm_head, model.model
+        self._head = model.lm_head
+        self._decoder = model.model
         self._norm = _rms_norm(model.model.norm)
         first = model.model.layers[0].self_attn
-        self._head_dim, self._scaling = first.head_dim, first.scaling
+        self._head_dim = first.head_dim
+        self._scaling = first.scaling
         self._layers = [
             _Layer(
                 _rms_norm(layer.input_layernorm),
@@ -68,7 +70,9 @@ class DecodeStep:
 
     def __call__(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
         """Compute logits [rows, vocabulary] after `tokens` [rows], and write their keys and values to the cache."""
-        rows, dim, half = len(tokens), self._head_dim, self._head_dim // 2
+        rows = len(tokens)
+        dim = self._head_dim
+        half = self._head_dim // 2
         x = self._decoder.embed_tokens(tokens)
         cos, sin = self._decoder.rotary_emb(x, cache.positions())  # [rows, 1, head_dim]
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
@@ -76,7 +80,8 @@ class DecodeStep:
         for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
             query, key, value = (part.view(rows, -1, dim) for part in layer.qkv(layer.input_norm(x)))
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
+                query = layer.query_norm(query)
+                key = layer.key_norm(key)
             turned = torch.cat((query, key), 1)
             turned = (turned * cos).addcmul_(turned.roll(half, -1), sin)
             query, key = turned.split_with_sizes((query.shape[1], key.shape[1]), 1)
@@ -95,9 +100,9 @@ def _rms_norm(norm: Any) -> Any:
     """A function that computes a float32 norm with half as many calls of torch; other modules as they are."""
     if norm is None or norm.weight.dtype != torch.float32:
         return norm
-    return partial(_normed, norm.weight, torch.full((1,), norm.variance_epsilon))
+    return partial(_apply_norm, norm.weight, torch.full((1,), norm.variance_epsilon))
 
 
-def _normed(weight: Tensor, epsilon: Tensor, x: Tensor) -> Tensor:
+def _apply_norm(weight: Tensor, epsilon: Tensor, x: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * torch.addcmul(epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)

@@ -16,13 +16,13 @@ from cotune.integrations.models.chat.grammar import Grammars, Matcher
 from cotune.sampling.protocol import SamplingParams
 
 
-def is_shaped(params: SamplingParams) -> bool:
+def changes_logits(params: SamplingParams) -> bool:
     """Whether a parameter other than temperature and truncation changes the distribution."""
     plain = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
     return not plain or bool(params.logit_bias or params.grammar)
 
 
-class Shaped:
+class LogitChanges:
     """A row whose logits are changed: the state of its grammar, and the number of times that each token was drawn."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams, grammars: Grammars | None) -> None:
@@ -42,7 +42,7 @@ class Shaped:
         self._counts[token] += 1
         return self.matcher is None or self.matcher.consume(token)
 
-    def change(self, logits: Tensor) -> None:
+    def apply_biases_and_penalties(self, logits: Tensor) -> None:
         """Apply biases and penalties to the logits [vocabulary] of this row, in place."""
         if self.bias:
             biased = [token for token, _ in self.bias]
@@ -52,12 +52,13 @@ class Shaped:
             value = logits[present]
             logits[present] = torch.where(value > 0, value / self.repetition, value * self.repetition)
         if (self.frequency or self.presence) and self._counts:
-            tokens, counts = list(self._counts), list(self._counts.values())
+            tokens = list(self._counts)
+            counts = list(self._counts.values())
             penalty = self.frequency * torch.tensor(counts, dtype=torch.float32) + self.presence
             logits[tokens] -= penalty.to(logits)
 
 
-def shape(logits: Tensor, rows: Sequence[Shaped | None]) -> None:
+def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
     """Change `logits` [rows, vocabulary] in place by the rows' parameters. Tokens that a grammar forbids get -inf."""
     matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
     if matchers:
@@ -73,7 +74,7 @@ def shape(logits: Tensor, rows: Sequence[Shaped | None]) -> None:
             logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
     for i, row in enumerate(rows):
         if row is not None:
-            row.change(logits[i])
+            row.apply_biases_and_penalties(logits[i])
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -81,6 +82,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 BLOCK = 64
+"""Number of tokens whose weights are summed together. Two short searches replace one over the whole vocabulary."""
 
 
 class RowParams(NamedTuple):
@@ -103,15 +105,15 @@ class RowParams(NamedTuple):
         return RowParams(self.temperature[which], greedy, self.all_greedy, top_k, top_p, min_p)
 
 
-def streams(seed: int, n: int) -> npt.NDArray[np.uint64]:
+def random_streams(seed: int, n: int) -> npt.NDArray[np.uint64]:
     """Make one random stream for each candidate of a request."""
-    root = _mix(np.array([seed % 2**64], np.uint64))
-    return _mix(root ^ (np.arange(n, dtype=np.uint64) * _GAMMA))
+    root = _mix_bits(np.array([seed % 2**64], np.uint64))
+    return _mix_bits(root ^ (np.arange(n, dtype=np.uint64) * _GAMMA))
 
 
 def uniforms(stream: npt.NDArray[np.uint64], position: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
     """The number in [0, 1) of each stream at a token position. It depends only on these two (splitmix64)."""
-    bits = _mix(stream + (position.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    bits = _mix_bits(stream + (position.astype(np.uint64) + np.uint64(1)) * _GAMMA)
     return ((bits >> np.uint64(41)).astype(np.float64) * 2.0**-23).astype(np.float32)
 
 
@@ -125,11 +127,11 @@ def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Te
         x = logits.float()
         best, token = x.max(dim=-1)
         return token, best - torch.logsumexp(x, dim=-1)
-    weight, greedy = _weights(logits, params)
+    weight, greedy = _draw_weights(logits, params)
     blocks = weight.view(len(logits), -1, BLOCK)
     sums = blocks.sum(dim=-1)
-    block, rest = _search(sums, uniform * sums.sum(dim=-1, keepdim=True))
-    within, _ = _search(blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0], rest)
+    block, threshold_in_block = _find_column(sums, uniform * sums.sum(dim=-1, keepdim=True))
+    within, _ = _find_column(blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0], threshold_in_block)
     token = block * BLOCK + within
     if greedy is not None:
         token = torch.where(params.greedy, greedy, token)
@@ -145,7 +147,7 @@ def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Ten
         x = logits.float()
         best, token = x.topk(most, dim=-1)
         return token, best - torch.logsumexp(x, dim=-1, keepdim=True)
-    weight, _ = _weights(logits, params)
+    weight, _ = _draw_weights(logits, params)
     # Summed block by block, as `draw` does: another order would round differently.
     total = weight.view(len(logits), -1, BLOCK).sum(dim=-1).sum(dim=-1, keepdim=True)
     # Without the padding that fills the last block.
@@ -153,7 +155,7 @@ def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Ten
     return token, torch.log(best / total)
 
 
-def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
+def _draw_weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
     """The weights in proportion to which tokens are drawn, fp32, with zeros up to whole blocks; and the likeliest
     tokens [rows, 1] if some rows are greedy."""
     rows, size = logits.shape
@@ -170,7 +172,7 @@ def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
     return weight, greedy
 
 
-def _search(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+def _find_column(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Find in each row the first column whose cumulative weight exceeds the threshold, and the threshold within it.
 
     Rounding must never lead to a column with weight zero, so the threshold is limited to [0, total). A GPU adds in
@@ -191,13 +193,13 @@ def truncate(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         ordered = ordered.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
     if top_p is not None:
         p = ordered.softmax(dim=-1)
-        before = p.cumsum(dim=-1) - p
-        before[..., 0] = -1.0
-        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+        likelier = p.cumsum(dim=-1) - p  # the probability of all tokens that are likelier
+        likelier[..., 0] = -1.0  # never excluded, even if top_p is 0
+        ordered = ordered.masked_fill((likelier >= top_p) & (top_p < 1), -torch.inf)
     return torch.empty_like(x).scatter_(1, index, ordered)
 
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix_bits(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         z = (z ^ (z >> _SHIFTS[0])) * _MIX[0]
         z = (z ^ (z >> _SHIFTS[1])) * _MIX[1]

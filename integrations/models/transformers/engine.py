@@ -20,7 +20,7 @@ from cotune.integrations.models.devices import usual_device, usual_threads
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
 from cotune.integrations.models.folder.adapter import read_adapter
-from cotune.integrations.models.folder.folder import loading, loading_weights, read_tokenizer, reading
+from cotune.integrations.models.folder.folder import errors_of_model, loading_options, loading_weights, read_tokenizer
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
@@ -38,11 +38,11 @@ from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, finge
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+"""Most prompt tokens that are prefilled between two decode steps. A single longer prompt is prefilled all the same."""
 
 IDLE_SECONDS = 0.05
-"""After so long without a request the memory of keys and values is given back: a learner on the same machine or GPU
-chooses its passes by what is free when an update begins."""
+"""Seconds without a request after which the memory of keys and values is freed. A learner on the same machine or GPU
+chooses the size of its passes by the free memory when an update begins."""
 
 
 class DecodingEngine:
@@ -89,14 +89,14 @@ class DecodingEngine:
         self._jobs: dict[int, tuple[Job, Version]] = {}
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._replies: list[Answer] = []
-        self._kinds = itertools.count(1)
+        self._adapter_ids = itertools.count(1)
         self._out_of_memory = 0
 
     def submit(self, command: Command) -> None:
         self._inbox.put(command)
 
     def run(self) -> None:
-        """Serve until Close. Raises what made the engine unable to go on."""
+        """Serve until the command `close`. Raises the error that ended the engine."""
         torch.set_num_threads(self.threads)
         while self._receive():
             for batch in self._batches:
@@ -113,9 +113,9 @@ class DecodingEngine:
         except torch.OutOfMemoryError as error:
             cause = error_line(error)
         # Not within `except`: the traceback keeps the tensors of the failed step.
-        self._put_back(batch, cause)
+        self._restart_halved(batch, cause)
 
-    def _put_back(self, batch: Batch, cause: str) -> None:
+    def _restart_halved(self, batch: Batch, cause: str) -> None:
         """After running out of memory: decode all jobs of the batch again from their beginning, half as many at once.
 
         A job draws the same tokens again. One that was alone fails, as there is nothing to halve.
@@ -145,7 +145,7 @@ class DecodingEngine:
         waiting.extendleft(reversed(running))
 
     def _receive(self) -> bool:
-        """Handle all commands that are there; wait for one when there is nothing to decode. False after Close."""
+        """Handle all commands in the inbox. Without anything to decode, wait for one. Returns False after `close`."""
         wait = not self._jobs
         while True:
             try:
@@ -166,7 +166,7 @@ class DecodingEngine:
 
     def _handle(self, command: Command) -> None:
         """Run a command, and queue its answer. `sample` is answered later, when its tokens are drawn."""
-        deeds: dict[str, Callable[..., Any]] = {
+        control_commands: dict[str, Callable[..., Any]] = {
             "publish": self._publish,
             "retire": self._retire,
             "info": self._info,
@@ -176,8 +176,8 @@ class DecodingEngine:
                 self._start(command.id, *command.arguments)
             elif command.method == "cancel":
                 self._cancel(command.id)
-            elif command.method in deeds:
-                self._replies.append(Answer(command.id, deeds[command.method](*command.arguments)))
+            elif command.method in control_commands:
+                self._replies.append(Answer(command.id, control_commands[command.method](*command.arguments)))
             else:
                 raise SamplerError(f"The in-process sampler cannot {command.method}.", "Sample with vLLM.")
         except SamplerError as error:
@@ -194,7 +194,7 @@ class DecodingEngine:
         with others.
         """
         version = self._versions.locate(policy)
-        batch, kind = version.target
+        batch, adapter_id = version.target
         room = room_after(len(prompt), self.max_model_len)
         if not 1 <= n <= self.source.max_batch_rows or params.max_tokens < 1:
             raise SamplerError(
@@ -220,7 +220,7 @@ class DecodingEngine:
                 raise SamplerError("The model sees no images.", "Open the sampler with one that does.")
             self._images.of(batch.model, prompt, params.images)  # refused here, and not in the midst of others' work
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        job = Job(id, prompt, n, params, kind, min(params.max_tokens, room), seed)
+        job = Job(id, prompt, n, params, adapter_id, min(params.max_tokens, room), seed)
         self._jobs[job.id] = job, version
         self._waiting[batch].append(job)
         version.running += 1
@@ -229,20 +229,22 @@ class DecodingEngine:
         """Move as many waiting jobs into the batch as fit, in order of arrival."""
         jobs: list[Job] = []
         waiting = self._waiting[batch]
-        rows, span, width = batch.alive, batch.span, 0
-        most = min(self.source.max_batch_tokens, batch.room()) if waiting else 0
+        rows = batch.alive
+        span = batch.span
+        width = 0
+        max_tokens = min(self.source.max_batch_tokens, batch.room()) if waiting else 0
         while waiting:
             job = waiting[0]
             rows += job.n
             span = max(span, job.span)
             width = max(width, len(job.prompt))
-            fits = rows <= self.source.max_batch_rows and buffer_tokens(rows, span) <= most
+            fits = rows <= self.source.max_batch_rows and buffer_tokens(rows, span) <= max_tokens
             if (batch.rows or jobs) and not fits:
                 break
             if jobs and (len(jobs) + 1) * width > PREFILL_TOKENS:
                 break
             jobs.append(waiting.popleft())
-        return batch.admit(jobs, most) if jobs else []
+        return batch.admit(jobs, max_tokens) if jobs else []
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         """Queue the answers of jobs that have ended."""
@@ -256,6 +258,7 @@ class DecodingEngine:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:
+        """Remove a job that has ended or was cancelled. A retired version is unloaded after its last job."""
         _, version = self._jobs.pop(job.id)
         if self._versions.left(version):
             self._drop(version)
@@ -274,9 +277,9 @@ class DecodingEngine:
 
     def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
         """Load a version and return its fingerprint. Cached prefixes of older versions of the policy are dropped."""
-        if (known := self._versions.known(policy, weights)) is not None:
-            return known
-        target = self._open(policy, weights, lora)
+        if (served := self._versions.known(policy, weights)) is not None:
+            return served
+        target = self._place_weights(policy, weights, lora)
         for older in self._versions.all():
             if older.policy.name == policy.name:
                 self.prefixes.drop(older.target)
@@ -284,31 +287,35 @@ class DecodingEngine:
         self._versions.add(version)
         return version.fingerprint
 
-    def _open(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> tuple[Batch, int]:
-        """A batch of its own for all weights of a model, or an adapter in that of the base."""
+    def _place_weights(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> tuple[Batch, int]:
+        """Make weights ready for decoding. Returns their batch, and the number of the adapter in it.
+
+        A full set of weights gets a model and a batch of its own. An adapter joins the batch of the base model.
+        """
         check_finite(policy, weights)
         if lora is None:
-            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._images)
+            batch = Batch(self._copy_model(weights), self._ends, self._tokenizer, self.prefixes, self._images)
             self._batches.append(batch)
             self._waiting[batch] = deque()
             return batch, BASE
-        adapter, kind = read_adapter(weights, lora, self._base.model), next(self._kinds)
-        self._base.lora.add(kind, adapter)
-        return self._base, kind
+        adapter = read_adapter(weights, lora, self._base.model)
+        adapter_id = next(self._adapter_ids)
+        self._base.lora.add(adapter_id, adapter)
+        return self._base, adapter_id
 
-    def _copy(self, weights: Weights) -> Any:
-        """A model of its own with these weights."""
+    def _copy_model(self, weights: Weights) -> Any:
+        """A copy of the base model with these weights."""
         if self._packed:
-            model = _read(self.source.model, "float32").eval()
+            model = _load_network(self.source.model, "float32").eval()
             check_full(model, weights)
         else:
             check_full(self._base.model, weights)
             with self._base.lora.removed():
                 model = copy.deepcopy(self._base.model)
-        own = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, array in weights.items():
-                own[name].copy_(torch.as_tensor(array))
+                parameters[name].copy_(torch.as_tensor(array))
         if self._packed:
             pack_linear_layers(model)
         return model
@@ -321,17 +328,18 @@ class DecodingEngine:
     def _drop(self, version: Version) -> None:
         """Unload a version: its adapter, or its own model with full weights."""
         self._versions.forget(version)
-        batch, kind = version.target
+        batch, adapter_id = version.target
         self.prefixes.drop(version.target)
         if batch is self._base:
-            batch.lora.remove(kind)
+            batch.lora.remove(adapter_id)
         else:
             self._batches.remove(batch)
             del self._waiting[batch]
 
     def _flush(self) -> None:
         if self._replies:
-            replies, self._replies = self._replies, []
+            replies = self._replies
+            self._replies = []
             self._emit(replies)
 
 
@@ -341,14 +349,18 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
 
     if source.threads is not None:
         torch.set_num_threads(source.threads)
-    model, tokenizer, packed = source.model, source.tokenizer, False
+    model = source.model
+    tokenizer = source.tokenizer
+    packed = False
     if isinstance(model, str):
         disable_progress_bar()
         device = source.device or usual_device()
-        with reading(source.model):
+        with errors_of_model(source.model):
             packed = rounds_products(source.dtype, device)
-            usual = "float32" if packed or device == "cpu" else "bfloat16"
-            model = _moved(_read(source.model, usual if packed else source.dtype or usual), device)
+            usual_dtype = "float32" if packed or device == "cpu" else "bfloat16"
+            model = _move_to_device(
+                _load_network(source.model, usual_dtype if packed else source.dtype or usual_dtype), device
+            )
             if tokenizer is None:  # a folder of weights alone serves token ids, but no stop strings
                 tokenizer = read_tokenizer(source.model)
     ends = source.end_token_ids
@@ -357,14 +369,14 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     return DecodingEngine(model, tokenizer, ends, source, emit, packed=packed)
 
 
-def _read(path: str, dtype: str) -> Any:
+def _load_network(path: str, dtype: str) -> Any:
     from transformers import AutoConfig
 
-    kind = auto_class(AutoConfig.from_pretrained(path, **loading()))
+    kind = auto_class(AutoConfig.from_pretrained(path, **loading_options()))
     return kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
 
 
-def _moved(model: Any, device: str) -> Any:
+def _move_to_device(model: Any, device: str) -> Any:
     """Raises ConfigError for a device that is not there."""
     try:
         return model.to(device)

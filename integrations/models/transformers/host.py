@@ -13,7 +13,7 @@ from typing import Any
 
 from cotune.errors import CotuneError, error_line
 from cotune.integrations.models.child.process import Fail, ProcessHost, Receive, wait_for_hangup
-from cotune.integrations.models.child.wire import CLOSE, Answer, Command, gone, receive, send
+from cotune.integrations.models.child.wire import CLOSE, Answer, Command, engine_gone, receive, send
 from cotune.integrations.models.folder.folder import TRANSFORMERS_LOCK
 from cotune.integrations.models.transformers.wire import ModelSource
 
@@ -59,7 +59,7 @@ class ThreadHost:
             self._engine.run()
         except BaseException as error:
             log.exception("The sampler's engine failed.")
-            self._fail(gone(error_line(error)))
+            self._fail(engine_gone(error_line(error)))
 
 
 class TransformersProcess(ProcessHost):
@@ -95,7 +95,7 @@ def serve(pipe: Connection) -> None:
     try:
         engine.run()
     except BaseException as error:
-        send(pipe, [Answer(0, error=gone(error_line(error)))])
+        send(pipe, [Answer(0, error=engine_gone(error_line(error)))])
         raise
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from cotune.integrations.models.folder.adapter import Adapter, Factors
-from cotune.integrations.models.siblings import Joint, siblings
+from cotune.integrations.models.siblings import Joint, group_siblings
 
 
 class LoraRows:
@@ -22,7 +22,7 @@ class LoraRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._siblings = {name: names for names in siblings(self._modules) for name in names}
+        self._siblings = {name: names for names in group_siblings(self._modules) for name in names}
         self._projections: dict[str, Projection] = {}
         self._adapters: dict[int, Adapter] = {}
 
@@ -45,7 +45,7 @@ class LoraRows:
     def route(self, segments: Sequence[tuple[int, int, int]]) -> None:
         """Use adapter `key` in rows [low, high) for each (key, low, high), and only the base in all other rows."""
         for projection in self._projections.values():
-            projection.added = []
+            projection.additions = []
         for key, low, high in segments:
             for factors in self._adapters.get(key, ()):
                 self._projections[next(iter(factors.ups))].add(low, high, factors)
@@ -62,9 +62,12 @@ class LoraRows:
                 projection.attach()
 
 
-class _Added(NamedTuple):
-    """The addition of an adapter to rows [low, high): the first products of its modules, and for the number of each
-    module in the projection its place among these products and its second factor."""
+class _Addition(NamedTuple):
+    """The addition of an adapter to rows [low, high).
+
+    `downs` are the first products x A^T of the modules that it changes. `ups` has, by the number of the module in the
+    projection, its place among these products and its second factor B^T.
+    """
 
     low: int
     high: int
@@ -76,7 +79,7 @@ class Projection:
     """Modules with the same input, in the order in which the model calls them, and the additions of adapters."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.added: list[_Added] = []
+        self.additions: list[_Addition] = []
         self._modules = modules
         self._base_forwards: list[Callable[[Tensor], Tensor]] = [module.forward for module in modules.values()]
         self.attach()
@@ -92,26 +95,26 @@ class Projection:
 
     def add(self, low: int, high: int, factors: Factors) -> None:
         """Use these factors in rows [low, high)."""
-        downs = Joint(partial(_down, low, high, factors.down), [len(up) for up in factors.ups.values()])
+        downs = Joint(partial(_project_down, low, high, factors.down), [len(up) for up in factors.ups.values()])
         numbers = list(self._modules)
         ups = {numbers.index(name): (place, up) for place, (name, up) in enumerate(factors.ups.items())}
-        self.added.append(_Added(low, high, downs, ups))
+        self.additions.append(_Addition(low, high, downs, ups))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs of all modules for x [rows, in]: [rows, out] each."""
         outs = [forward(x) for forward in self._base_forwards]
-        for low, high, downs, ups in self.added:
+        for low, high, downs, ups in self.additions:
             for down, (number, (_, up)) in zip(downs.parts(x), ups.items(), strict=True):
-                _add_product(_rows(outs[number], low, high), down, up)
+                _add_product(_in_rows(outs[number], low, high), down, up)
         return outs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
         """The output of one projection, with the product of each adapter added to the rows that use it."""
         y = self._base_forwards[number](x)
-        for low, high, downs, ups in self.added:
+        for low, high, downs, ups in self.additions:
             if number in ups:
                 place, up = ups[number]
-                part = _rows(y, low, high).view(-1, y.shape[-1])  # unlike reshape, view never copies
+                part = _in_rows(y, low, high).view(-1, y.shape[-1])  # unlike reshape, view never copies
                 _add_product(part, downs.part(place, x), up)
         return y
 
@@ -123,9 +126,9 @@ def _add_product(y: Tensor, down: Tensor, up: Tensor) -> None:
         y.add_(down @ up)
 
 
-def _rows(x: Tensor, low: int, high: int) -> Tensor:
+def _in_rows(x: Tensor, low: int, high: int) -> Tensor:
     return x if high - low == len(x) else x[low:high]
 
 
-def _down(low: int, high: int, down: Tensor, x: Tensor) -> Tensor:
-    return _rows(x, low, high).reshape(-1, x.shape[-1]) @ down
+def _project_down(low: int, high: int, down: Tensor, x: Tensor) -> Tensor:
+    return _in_rows(x, low, high).reshape(-1, x.shape[-1]) @ down

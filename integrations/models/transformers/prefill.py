@@ -11,44 +11,51 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from cotune.integrations.models.transformers.prefixes import Ids, Prefix, States, common
+from cotune.integrations.models.transformers.prefixes import Ids, Prefix, States, common_length
 
-WORTH = 256
+LEAST_SAVED_TOKENS = 256
 """The number of tokens that a pass over a common beginning must save, as each pass reads all weights once more."""
 
 
-def like_lengths(rest: Sequence[int]) -> list[list[int]]:
-    """Divide the prompts, given by their numbers of unknown tokens, into passes. No pass pads a prompt to more than
-    twice its unknown tokens plus 32."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(rest)), key=rest.__getitem__):
-        if not groups or rest[number] > 2 * rest[groups[-1][0]] + 32:
-            groups.append([])
-        groups[-1].append(number)
-    return groups
+def group_by_length(unknown_tokens: Sequence[int]) -> list[list[int]]:
+    """Divide prompts into passes, by their numbers of unknown tokens. Returns the numbers of the prompts of each pass.
+
+    All prompts of a pass are padded to the longest one. So that padding stays cheap, the longest has at most twice the
+    unknown tokens of the shortest, plus 32.
+    """
+    passes: list[list[int]] = []
+    shortest = 0
+    for number in sorted(range(len(unknown_tokens)), key=lambda number: unknown_tokens[number]):
+        if not passes or unknown_tokens[number] > 2 * shortest + 32:
+            passes.append([])
+            shortest = unknown_tokens[number]
+        passes[-1].append(number)
+    return passes
 
 
-def stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
+def find_shared_stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
     """Find common beginnings of several distinct prompts that are worth a pass of their own.
 
     Of prompt i, `known[i]` tokens are already known. No stem is the beginning of another stem. A longer beginning that
     fewer prompts have in common is found in the next call, when these stems are known.
     """
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    shared = [common(prompts[left], prompts[right]) for left, right in pairwise(order)]
-    shared_stems, runs = [], [(0, len(order))]
+    # Sorted prompts with a common beginning are neighbours. `shared[i]` tokens are common to the i-th and the next one.
+    order = sorted(range(len(prompts)), key=lambda number: prompts[number])
+    shared = [common_length(prompts[left], prompts[right]) for left, right in pairwise(order)]
+    stems = []
+    runs = [(0, len(order))]
     while runs:
         low, high = runs.pop()
         if high - low < 2:
             continue
         # The pair with the least in common shows how much all prompts of the run have in common.
-        split = min(range(low, high - 1), key=shared.__getitem__)
+        split = min(range(low, high - 1), key=lambda place: shared[place])
         first = order[low]
-        if (high - low - 1) * (shared[split] - known[first]) >= WORTH:
-            shared_stems.append(prompts[first][: shared[split]])
+        if (high - low - 1) * (shared[split] - known[first]) >= LEAST_SAVED_TOKENS:
+            stems.append(prompts[first][: shared[split]])
         else:
             runs += [(low, split + 1), (split + 1, high)]
-    return shared_stems
+    return stems
 
 
 def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int) -> States:
@@ -59,16 +66,17 @@ def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int)
 
 
 def prefill(
-    model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], seen: Mapping[str, Any] | None = None
+    model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], image_inputs: Mapping[str, Any] | None = None
 ) -> tuple[DynamicCache, Tensor]:
     """Compute the unknown tokens of prompts in one pass. Returns their cache, padded on the left, and the next logits.
 
-    All rows compute the same number of tokens, so that there is no gap between known and new tokens. `seen` has the
-    images of prompts of one length, whose positions the model may compute differently.
+    All rows compute the same number of tokens, so that there is no gap between known and new tokens. `image_inputs`
+    has the images of prompts of one length, and the model then computes the positions.
     """
     longest = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
     reused = [max(0, len(prompt) - longest) for prompt in prompts]
-    past, width = max(reused), max(reused) + longest
+    past = max(reused)
+    width = max(reused) + longest
     ids = np.zeros((len(prompts), longest), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
     for row, (prompt, start) in enumerate(zip(prompts, reused, strict=True)):
@@ -76,14 +84,14 @@ def prefill(
         mask[row, width - len(prompt) :] = 1
     cache = DynamicCache()
     if past:
-        states = joined(known, reused)
+        states = join_states(known, reused)
         for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
             cache.update(keys, values, layer)
     positions = torch.as_tensor((mask.cumsum(1) - 1).clip(0)[:, past:], device=model.device)
     out = model(
         input_ids=torch.as_tensor(ids, device=model.device),
         attention_mask=None if mask.all() else torch.as_tensor(mask, device=model.device),
-        **({"position_ids": positions} if seen is None else seen),
+        **({"position_ids": positions} if image_inputs is None else image_inputs),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
@@ -98,7 +106,7 @@ def image_shift(model: Any) -> Tensor | None:
     return None if shift is None else shift.flatten()
 
 
-def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
+def join_states(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
     """Put the states of the first `lengths[i]` tokens of each prefix into one tensor [rows, heads, longest, width].
 
     Shorter rows begin with zeros, so that the last token of each row is in the last column. At least one length must be

@@ -57,7 +57,8 @@ class PrefixCache:
     def match(self, key: Hashable, prompt: Ids) -> Prefix:
         """Find the longest known beginning of a prompt. It never includes the last token, which must be computed."""
         path, length = self._known(key, prompt)
-        parts, missing = [], length
+        parts = []
+        missing = length
         for node in path:
             count = min(missing, len(node.tokens))
             parts.append([state[:, :count] for state in node.states])
@@ -77,13 +78,13 @@ class PrefixCache:
             parent = path[-1] if path else self._roots.setdefault(key, _Node((), [], None))
             path_length = sum(len(node.tokens) for node in path)
             if path_length > length:
-                parent = path[-1] = self._split(parent, len(parent.tokens) - (path_length - length), key)
+                parent = path[-1] = self._split_node(parent, len(parent.tokens) - (path_length - length), key)
             node = _Node(tokens[length:], read(length, len(tokens)), parent)
             parent.children[node.tokens[0]] = node
             self._used[node] = key
             self.bytes += node.bytes
             path.append(node)
-        self._touch(path)
+        self._mark_used(path)
         while self.bytes > self.limit:  # the least recently used goes first
             node, _ = self._used.popitem(last=False)
             assert node.parent is not None and not node.children
@@ -106,39 +107,42 @@ class PrefixCache:
 
     def _known(self, key: Hashable, prompt: Ids) -> tuple[list[_Node], int]:
         path, length = self._walk(key, prompt[:-1])
-        self._touch(path)
+        self._mark_used(path)
         return path, length
 
     def _walk(self, key: Hashable, tokens: Ids) -> tuple[list[_Node], int]:
         """The nodes with the longest known beginning, and its length. It may end inside the last node."""
-        node, path, length = self._roots.get(key), [], 0
+        node = self._roots.get(key)
+        path = []
+        length = 0
         while node is not None and length < len(tokens):
             node = node.children.get(tokens[length])
             if node is not None:
                 path.append(node)
-                shared = common(node.tokens, tokens[length : length + len(node.tokens)])
+                shared = common_length(node.tokens, tokens[length : length + len(node.tokens)])
                 length += shared
                 if shared < len(node.tokens):
                     break
         return path, length
 
-    def _split(self, node: _Node, at: int, key: Hashable) -> _Node:
+    def _split_node(self, node: _Node, at: int, key: Hashable) -> _Node:
         """Divide a node into two, and return the upper one. Both have copies, so that each can be freed alone."""
         assert node.parent is not None
         upper = _Node(node.tokens[:at], [state[:, :at].clone() for state in node.states], node.parent)
         node.parent.children[upper.tokens[0]] = upper
-        node.tokens, node.states = node.tokens[at:], [state[:, at:].clone() for state in node.states]
+        node.tokens = node.tokens[at:]
+        node.states = [state[:, at:].clone() for state in node.states]
         node.parent = upper
         upper.children[node.tokens[0]] = node
         self._used[upper] = key
         return upper
 
-    def _touch(self, path: Sequence[_Node]) -> None:
+    def _mark_used(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
             self._used.move_to_end(node)
 
 
-def common(one: Ids, other: Ids) -> int:
+def common_length(one: Ids, other: Ids) -> int:
     """The number of tokens at the beginning that are equal in both."""
     if one == other:
         return len(one)

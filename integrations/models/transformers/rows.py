@@ -9,21 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.integrations.models.chat.grammar import Grammars
-from cotune.integrations.models.transformers.draw import Shaped, is_shaped, streams
+from cotune.integrations.models.transformers.draw import LogitChanges, changes_logits, random_streams
 from cotune.sampling.protocol import Completion, SamplingParams, TopTokens
 
 
 class Source(NamedTuple):
-    """A prompt to prefill with the adapter `kind`, and the encoded images for its image tokens."""
+    """A prompt to prefill, the id of its adapter (`BASE` for none), and the encoded images for its image tokens."""
 
-    kind: int
+    adapter_id: int
     prompt: tuple[int, ...]
     images: tuple[bytes, ...]
 
 
 @dataclass(eq=False)
 class Job:
-    """One request in the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate. `top` has
+    """One request in the engine. `limit` is the most tokens per candidate. `top` has
     the likeliest tokens of each place until now by candidate; it is empty if they were not requested. `refused` is a
     drawn token that the grammar has refused, and its position."""
 
@@ -31,7 +31,7 @@ class Job:
     prompt: tuple[int, ...]
     n: int
     params: SamplingParams
-    kind: int
+    adapter_id: int
     limit: int
     seed: int
     done: list[Completion | None] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Job:
     @property
     def source(self) -> Source:
         """The prompt to prefill for this request."""
-        return Source(self.kind, self.prompt, self.params.images)
+        return Source(self.adapter_id, self.prompt, self.params.images)
 
 
 class Rows:
@@ -70,7 +70,7 @@ class Rows:
         self.columns: dict[str, npt.NDArray[Any]] = {
             "job": np.empty(0, object),
             "candidate": np.empty(0, np.int64),
-            "kind": np.empty(0, np.int64),
+            "adapter_id": np.empty(0, np.int64),
             "stream": np.empty(0, np.uint64),
             "count": np.empty(0, np.int64),
             "limit": np.empty(0, np.int64),
@@ -113,14 +113,14 @@ class Rows:
         values = {
             "job": job,
             "candidate": np.arange(job.n),
-            "kind": job.kind,
-            "stream": streams(job.seed, job.n),
+            "adapter_id": job.adapter_id,
+            "stream": random_streams(job.seed, job.n),
             "count": 0,
             "limit": job.limit,
             "span": job.span,
             "alive": True,
             "watched": bool(p.stop or p.stop_token_ids),
-            "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
+            "shaped": [LogitChanges(job.prompt, p, grammars) if changes_logits(p) else None for _ in at],
             "temperature": p.temperature,
             "top_k": p.top_k if p.temperature > 0 else 0,
             "top_p": p.top_p if p.temperature > 0 else 1.0,
@@ -131,23 +131,24 @@ class Rows:
             self.columns[name][at] = value
 
 
-def arrange(
-    live: npt.NDArray[np.int64], live_kinds: npt.NDArray[np.int64], new_kinds: npt.NDArray[np.int64]
+def arrange_rows(
+    live: npt.NDArray[np.int64], live_adapter_ids: npt.NDArray[np.int64], new_adapter_ids: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The positions of the live rows and of the new rows in a layout without gaps that is sorted by kind.
+    """The positions of the live rows and of the new rows in a layout without gaps that is sorted by adapter.
 
-    A live row that is already in the range of its kind does not move, so few rows move.
+    A live row that is already in the range of its adapter does not move, so few rows move.
     """
-    kinds, counts = np.unique(np.concatenate([live_kinds, new_kinds]), return_counts=True)
-    slots = np.repeat(kinds, counts)
+    adapter_ids, counts = np.unique(np.concatenate([live_adapter_ids, new_adapter_ids]), return_counts=True)
+    slots = np.repeat(adapter_ids, counts)
     total = len(slots)
     if not total:
         return live, live[:0]
-    stays = (live < total) & (slots[np.minimum(live, total - 1)] == live_kinds)
+    stays = (live < total) & (slots[np.minimum(live, total - 1)] == live_adapter_ids)
     free = np.ones(total, bool)
     free[live[stays]] = False
-    movers = np.concatenate([np.flatnonzero(~stays), len(live) + np.arange(len(new_kinds))])
-    order = np.argsort(np.concatenate([live_kinds, new_kinds])[movers], kind="stable")
-    to = np.concatenate([live, np.empty(len(new_kinds), live.dtype)])
+    # The rows that need a place: live ones first, then new ones. Each gets the next free place of its adapter.
+    movers = np.concatenate([np.flatnonzero(~stays), len(live) + np.arange(len(new_adapter_ids))])
+    order = np.argsort(np.concatenate([live_adapter_ids, new_adapter_ids])[movers], kind="stable")
+    to = np.concatenate([live, np.empty(len(new_adapter_ids), live.dtype)])
     to[movers[order]] = np.flatnonzero(free)
     return to[: len(live)], to[len(live) :]

@@ -25,7 +25,7 @@ from cotune.integrations.models.vllm.device import check_gpu, has_bfloat16, on_g
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
 from cotune.integrations.models.vllm.slots import UNKNOWN
-from cotune.integrations.versions import require
+from cotune.integrations.versions import require_version
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
@@ -51,12 +51,12 @@ _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 _REOPEN = "Read vLLM's log, then open a new sampler."
 
 
-def slots(policies: int, staleness: int) -> int:
+def adapter_slots(policies: int, staleness: int) -> int:
     """How many adapters an engine must hold: each policy in all versions that may be sampled from, and a new one."""
     return policies * (staleness + 1) + 1
 
 
-def prepare() -> None:
+def prepare_environment() -> None:
     """Set the environment variables of vLLM. Raises ConfigError if vLLM is not installed, UnsupportedVersion."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -67,7 +67,7 @@ def check_installed() -> None:
     """Raises ConfigError if vLLM is not installed, UnsupportedVersion."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("engine", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
-    require("vllm")
+    require_version("vllm")
 
 
 class VllmSampler(LoopSampler):
@@ -126,11 +126,11 @@ class VllmSampler(LoopSampler):
         if max_lora_rank > _RANKS[-1]:
             remedy = "Train adapters of a lower rank."
             raise ConfigError("max_lora_rank", max_lora_rank, f"must be at most {_RANKS[-1]}", remedy)
-        prepare()
+        prepare_environment()
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         size = EngineSize(
             sequences=sequences,
-            adapters=slots(policies, staleness),
+            adapters=adapter_slots(policies, staleness),
             rank=next(r for r in _RANKS if r >= max_lora_rank),
             full=weights == "full",
             sleeps=sleeps,
@@ -149,7 +149,8 @@ class VllmSampler(LoopSampler):
         for name, value in ({} if gpu else _ON_CPU).items():
             os.environ.setdefault(name, value)
         try:
-            folder, bfloat16 = str(self._skeleton.folder), has_bfloat16()
+            folder = str(self._skeleton.folder)
+            bfloat16 = has_bfloat16()
             arguments = AsyncEngineArgs(**engine_arguments(folder, self._size, engine_args, gpu=gpu, bfloat16=bfloat16))
         except TypeError as error:
             raise ConfigError(
@@ -240,7 +241,7 @@ class VllmSampler(LoopSampler):
                 f"{policy} has rank {lora.rank}; the engine takes adapters of up to {self._rank}.",
                 "Open it with a larger max_lora_rank.",
             )
-        await self._room()
+        await self._wait_for_slot()
         number = next(self._adapters_made)
         # vLLM caches prefixes by the adapter's name, so a version that is loaded again needs another name.
         name = f"{policy}#{number}"
@@ -254,7 +255,7 @@ class VllmSampler(LoopSampler):
         request = LoRARequest(name, number, str(folder))
         try:
             await self._llm.add_lora(request)
-            version = Version(policy, _same(await self._ask("cotune_adapter", number, str(folder))), request)
+            version = Version(policy, _same_answer(await self._ask("cotune_adapter", number, str(folder))), request)
             if self._size.sleeps:
                 self._published_slots[number] = await self._ask("cotune_slot", number)
             return version
@@ -265,7 +266,7 @@ class VllmSampler(LoopSampler):
                 await self._llm.remove_lora(number)
             raise failed from error
 
-    async def _room(self) -> None:
+    async def _wait_for_slot(self) -> None:
         """Wait until a slot is free. Raises RequestRefused if no retired version will free one."""
         while len(versions := self._versions.all()) >= self._slots:
             if not any(version.retired for version in versions):
@@ -306,7 +307,7 @@ class VllmSampler(LoopSampler):
             await self._llm.finish_weight_update()
             await self._llm.reset_prefix_cache()
             await self._llm.resume_generation()
-            return Version(policy, _same(await self._ask("cotune_weights")))
+            return Version(policy, _same_answer(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
                 f"{policy} arrived in part only, and the engine's weights are lost: {error_line(error)}.", _REOPEN
@@ -333,7 +334,8 @@ class VllmSampler(LoopSampler):
                 await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
         except Exception as error:
             raise self._failed(error) from error
-        self._asleep, self._weights_stay = digest, on_gpu() and keep_weights
+        self._asleep = digest
+        self._weights_stay = on_gpu() and keep_weights
 
     async def _wake(self) -> None:
         """Wake the engine, and check that its weights and adapters are still the published ones."""
@@ -353,7 +355,8 @@ class VllmSampler(LoopSampler):
         elif changed:
             fault = f"other values in the adapters {', '.join(changed)} than were published"
         else:
-            self._asleep, self._weights_stay = None, False
+            self._asleep = None
+            self._weights_stay = False
             return
         lost = SamplerError(f"The engine woke with {fault}.", _REOPEN)
         self._fail(lost)
@@ -421,7 +424,8 @@ class VllmSampler(LoopSampler):
 @contextlib.contextmanager
 def reported_start(gpu: bool) -> Iterator[None]:
     """Log every `START_REPORT_SECONDS` that vLLM is still starting. vLLM logs nothing while it compiles."""
-    started, over = time.monotonic(), threading.Event()
+    started = time.monotonic()
+    over = threading.Event()
 
     def report() -> None:
         work = "loads weights, compiles and captures graphs" if gpu else "loads weights and compiles"
@@ -439,7 +443,7 @@ def reported_start(gpu: bool) -> Iterator[None]:
         thread.join()
 
 
-def _same(answers: Sequence[str]) -> str:
+def _same_answer(answers: Sequence[str]) -> str:
     """The answer of all workers. Raises RuntimeError if their answers differ."""
     if len(set(answers)) != 1:
         raise RuntimeError(f"the engine's workers hold different weights: {sorted(set(answers))}")

@@ -95,7 +95,7 @@ class VllmHttpSampler(LoopSampler):
         client = self._client
         bases = [card for card in await client.open() if card.parent is None]
         base = next((card for card in bases if card.max_model_len), None)
-        if base is None or not _is(model, base):
+        if base is None or not _describes_model(model, base):
             raise ConfigError(
                 "model",
                 model,
@@ -129,7 +129,8 @@ class VllmHttpSampler(LoopSampler):
     async def _load_base(self, rank: int) -> None:
         """Load an adapter that changes nothing, to sample from the base. On CPUs, vLLM applies the adapter in its last
         slot to requests without an adapter, and all slots of a server can be in use."""
-        name, lora = f"base#0-{self._mark}", LoraSpec(rank=rank, alpha=float(rank))
+        name = f"base#0-{self._mark}"
+        lora = LoraSpec(rank=rank, alpha=float(rank))
         empty = self._skeleton.empty_adapter(rank)
         folder = await asyncio.to_thread(write_shared, self._folders, name, BASE, empty, lora)
         try:
@@ -159,7 +160,12 @@ class VllmHttpSampler(LoopSampler):
                 'Ask again, or let the run start the engine, with engine = "vllm".',
             )
         return [
-            completion(c.token_ids, c.logprobs.token_logprobs, c.finish_reason, _top(c.logprobs, params.top_logprobs))
+            completion(
+                c.token_ids,
+                c.logprobs.token_logprobs,
+                c.finish_reason,
+                _likeliest_tokens(c.logprobs, params.top_logprobs),
+            )
             for c in choices
         ]
 
@@ -214,7 +220,7 @@ class VllmHttpSampler(LoopSampler):
         self._folders.close()
 
 
-def _is(model: str, card: Card) -> bool:
+def _describes_model(model: str, card: Card) -> bool:
     """Whether a card describes the run's model: it has the same name, or the same folder on this machine."""
     return model in (card.id, card.root) or Path(card.root or "").resolve() == locate_model(model)
 
@@ -234,7 +240,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
     addresses: dict[str, str] = {}
     for model in models:
         for url, cards in served.items():
-            if any(_is(model, card) for card in cards):
+            if any(_describes_model(model, card) for card in cards):
                 addresses[model] = url
         if model not in addresses:
             lists = [f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items()]
@@ -244,7 +250,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
     return addresses
 
 
-def _top(logprobs: _Logprobs, most: int) -> list[TopTokens]:
+def _likeliest_tokens(logprobs: _Logprobs, most: int) -> list[TopTokens]:
     """The likeliest tokens of each place. The server names them "token_id:ID"."""
     if not most:
         return []

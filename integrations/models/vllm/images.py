@@ -43,7 +43,7 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     start = 0
     for range_ in ranges:
         tokens = image_text[range_.offset : range_.offset + range_.length]
-        for token, is_embedded in zip(tokens, _embedded(range_), strict=True):
+        for token, is_embedded in zip(tokens, _replaced_tokens(range_), strict=True):
             if is_embedded:
                 image_tokens.add(token)
                 needed += 1
@@ -62,7 +62,7 @@ def _moved_ranges(prompt: list[int], image_text: list[int], ranges: Sequence[Any
     return moved
 
 
-def _embedded(range_: Any) -> list[bool]:
+def _replaced_tokens(range_: Any) -> list[bool]:
     """For each token of a range, whether the model replaces its embedding with one of the image."""
     if range_.is_embed is None:
         return [True] * range_.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.vllm.device import check_gpu
-from cotune.integrations.models.vllm.engine import VllmSampler, check_installed, prepare
+from cotune.integrations.models.vllm.engine import VllmSampler, check_installed, prepare_environment
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.sampling.protocol import Sampler
 
@@ -22,7 +22,7 @@ async def open_engine(config: EngineConfig) -> Sampler:
 
         check_installed()
         return await start_vllm_process(config)
-    prepare()
+    prepare_environment()
     check_gpu(config.gpus)
     parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
     shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}

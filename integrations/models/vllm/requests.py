@@ -24,7 +24,7 @@ def python_params(n: int, params: SamplingParams) -> Any:
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VllmParams(
-        **_common(n, params),
+        **_common_params(n, params),
         logit_bias=dict(params.logit_bias) or None,
         structured_outputs=StructuredOutputsParams(grammar=params.grammar) if params.grammar else None,
         detokenize=bool(params.stop),
@@ -43,7 +43,7 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
             "A vLLM server is sent token ids here, and no images.",
             'Let the run start its engines, with engine = "vllm" or "transformers".',
         )
-    body = {**_common(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {**_common_params(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
     biases = {str(token): value for token, value in params.logit_bias}
     biases |= {str(token): FORBID for token in forbidden}
     if biases:
@@ -53,7 +53,7 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
     return body
 
 
-def _common(n: int, params: SamplingParams) -> dict[str, Any]:
+def _common_params(n: int, params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters that vLLM's Python API and its server share. Special tokens are not skipped, as they are
     read from the reply.
     """
@@ -64,7 +64,7 @@ def _common(n: int, params: SamplingParams) -> dict[str, Any]:
         **shape,
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
-        "seed": spread(params.seed),
+        "seed": spread_seed(params.seed),
         "skip_special_tokens": False,
         "logprobs": params.top_logprobs,
     }
@@ -90,7 +90,7 @@ def python_completion(output: Any, most: int) -> Completion:
     return completion(output.token_ids, drawn, output.finish_reason, top)
 
 
-def spread(seed: int | None) -> int:
+def spread_seed(seed: int | None) -> int:
     """Map a seed to a number in [0, 2**62) that is far from the numbers of neighbouring seeds; None to a random one.
 
     vLLM seeds the candidates of a request with seed, seed + 1, ..., so requests with the seeds 5 and 6 would have equal

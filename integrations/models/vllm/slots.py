@@ -20,7 +20,8 @@ def slot_digest(manager: Any, lora_id: int) -> str:
     if lora_id not in manager.lora_index_to_id:
         return MISSING
     slot = manager.lora_index_to_id.index(lora_id)
-    digest, tensors = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    tensors = 0
     for name, values in _slot_tensors(manager, slot):
         if values.numel():
             digest.update(f"{name}{tuple(values.shape)}{torch.hash_tensor(values).item()}".encode())

@@ -100,7 +100,7 @@ class VllmTeacher:
         async def score() -> list[npt.NDArray[np.float32] | str]:
             places = asyncio.Semaphore(self.concurrency)
             async with contextlib.aclosing(self._client()) as server:
-                return await asyncio.gather(*(self._scored(server, places, row) for row in rows))
+                return await asyncio.gather(*(self._score_row(server, places, row) for row in rows))
 
         with self._lock:  # otherwise each thread would make `concurrency` requests at once
             scores = asyncio.run(score())
@@ -125,7 +125,7 @@ class VllmTeacher:
     def _gone(self) -> bool:
         return self._closed or self._failed >= self.concurrency
 
-    async def _scored(
+    async def _score_row(
         self, server: VllmClient, places: asyncio.Semaphore, row: TrainRow
     ) -> npt.NDArray[np.float32] | str:
         """The scores of the row's response, or the reason why there are none."""
@@ -152,7 +152,8 @@ class VllmTeacher:
                     if "Timeout" in type(error.__cause__).__name__:  # of httpx
                         self._counts["timeouts"] += 1
             else:
-                self._failed, self._last = self._failed + 1, failure
+                self._failed = self._failed + 1
+                self._last = failure
                 return failure
         self._failed = 0
         try:

@@ -98,8 +98,8 @@ def _parse(raw: bytes) -> Address | None:
     if family is None:
         served = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
         raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {served}.", code="not_found")
-    episode = None if match["episode"] is None else _id(_unquoted(match["episode"], "episode"), "episode")
-    role = None if match["role"] is None else _role(_unquoted(match["role"], "role"))
+    episode = None if match["episode"] is None else _id(_unquote_field(match["episode"], "episode"), "episode")
+    role = None if match["role"] is None else _role(_unquote_field(match["role"], "role"))
     return Address(tail, _METHODS[family], _CALLS.get(tail), episode, role)
 
 
@@ -110,7 +110,7 @@ def _belongs_to(tail: str, name: str) -> bool:
     return tail == name
 
 
-def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
+def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
     """Who makes a call: episode, role, parent calls and key.
 
     Each field is taken from its header, else from the path, else from baggage. If none of them has the role, it comes
@@ -125,7 +125,7 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
             if headers.setdefault(field, _text(value, field)) != _text(value, field):
                 raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
         elif name == b"baggage" and _MEMBER in value:
-            baggage.update(_members(value))
+            baggage.update(_baggage_members(value))
 
     # Later sources overwrite earlier ones.
     fields: dict[str, str] = {}
@@ -153,7 +153,7 @@ def without_own_members(baggage: bytes) -> bytes:
     return b",".join(part for part in baggage.split(b",") if not part.strip().startswith(_MEMBER))
 
 
-def _members(baggage: bytes) -> Iterator[tuple[str, str]]:
+def _baggage_members(baggage: bytes) -> Iterator[tuple[str, str]]:
     """The fields of cotune in a `baggage` header, with their values. Fields of other programs are skipped."""
     for part in baggage.split(b","):
         if part.strip().startswith(_MEMBER):
@@ -161,7 +161,7 @@ def _members(baggage: bytes) -> Iterator[tuple[str, str]]:
             if not equals:
                 raise RequestError(400, "A baggage member of cotune has no value.", code="invalid_identity")
             field = _text(name, "baggage").strip()
-            yield field, _unquoted(_text(value.strip(), field), field)
+            yield field, _unquote_field(_text(value.strip(), field), field)
 
 
 def _text(value: bytes, field: str) -> str:
@@ -171,7 +171,7 @@ def _text(value: bytes, field: str) -> str:
         raise RequestError(400, f"The {field} is not UTF-8.", param=field, code="invalid_identity") from None
 
 
-def _unquoted(value: str, field: str) -> str:
+def _unquote_field(value: str, field: str) -> str:
     try:
         return unquote(value, errors="strict")
     except UnicodeDecodeError:

@@ -69,7 +69,7 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenedEpisode:
     """An open episode and its calls in flight."""
 
     live: LiveEpisode
@@ -92,21 +92,21 @@ class Episodes:
         """The open episodes of a gateway. Without a `sink`, only calls of episodes that a run opened are recorded."""
         self.sink = sink
         self.config = config
-        self.open: dict[str, _Open] = {}
+        self.open: dict[str, _OpenedEpisode] = {}
         self.counts: Counter[str] = Counter()
         """Numbers of recorded calls, `unattributed` calls, rewards, and ended episodes by status."""
         self.failures: Counter[str] = Counter()
         """Failed calls, by status."""
         self.warnings: Counter[str] = Counter()
-        self._sessions: dict[Hashable, _Open] = {}
-        self._gone: dict[str, None] = {}
+        self._sessions: dict[Hashable, _OpenedEpisode] = {}
+        self._ended_attached: dict[str, None] = {}
         """Latest ended episodes that were attached. Policies may have answered their calls, so a late call must be
         refused, not sent to the provider."""
 
     def live(self, episode_id: str | None) -> LiveEpisode | None:
         """An open episode; None if no episode with this id is open."""
-        place = self.open.get(episode_id or "")
-        return None if place is None else place.live
+        opened = self.open.get(episode_id or "")
+        return None if opened is None else opened.live
 
     def start(self, options: OpenEpisode, task: Task) -> LiveEpisode:
         """Open an episode of a task. Raises RequestError if too many are open, or if this gateway does not record."""
@@ -116,31 +116,31 @@ class Episodes:
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
-        return self._new(task, options).live
+        return self._open_new(task, options).live
 
     def attach(self, episode: LiveEpisode) -> None:
         """Accept calls of an episode that a workflow opened and will end."""
-        self.open[episode.id] = _Open(episode, attached=True)
+        self.open[episode.id] = _OpenedEpisode(episode, attached=True)
 
     async def detach(self, episode_id: str) -> None:
         """End the answered calls of an attached episode, and accept no more calls of it."""
-        await self._settle(episode_id)
+        await self._end_answered_calls(episode_id)
         if self.open.pop(episode_id, None) is not None:
-            self._gone[episode_id] = None
-            if len(self._gone) > MOST_OPEN:
-                del self._gone[next(iter(self._gone))]
+            self._ended_attached[episode_id] = None
+            if len(self._ended_attached) > MOST_OPEN:
+                del self._ended_attached[next(iter(self._ended_attached))]
 
     async def end(self, episode_id: str, ending: EndEpisode) -> Episode:
         """End an open episode. Raises RequestError (404, 409) if it is not open here."""
-        if (place := self.open.get(episode_id)) is not None and place.attached:
+        if (opened := self.open.get(episode_id)) is not None and opened.attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
-        await self._settle(episode_id)
+        await self._end_answered_calls(episode_id)
         if episode_id not in self.open:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
-        episode = self._leave(episode_id)
+        episode = self._remove(episode_id)
         # In a thread: it may wait for large calls that are being recorded.
-        record = await asyncio.to_thread(_end, episode, ending)
-        self._count(episode, ending)
+        record = await asyncio.to_thread(_end_episode, episode, ending)
+        self._count_episode(episode, ending)
         return record
 
     def reward(self, target: str, rewards: Mapping[str, float], feedback: str = "") -> None:
@@ -153,7 +153,7 @@ class Episodes:
         self.counts["rewards"] += len(rewards)
 
     async def exchange(
-        self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None, size: int
+        self, who: Identity, form: Form, body: dict[str, Any], session: tuple[Hashable, str] | None, size: int
     ) -> Exchange | None:
         """The exchange of a call, whose request has `size` bytes; None if the call cannot be recorded.
 
@@ -161,34 +161,34 @@ class Episodes:
         the episode gets the application's key from the call. Raises RequestError (409) if the episode has ended.
         """
         if session and self.sink is not None:
-            place: _Open | None = self._session(*session, who.key)
+            opened: _OpenedEpisode | None = self._session_of(*session, who.key)
         else:
-            place = self._place(who)
-        if place is None:
+            opened = self._episode_of_call(who)
+        if opened is None:
             return None
         call = await aside(
             size,
-            functools.partial(_start_call, place.live, who, form, asked),
+            functools.partial(_start_call, opened.live, who, form, body),
             lambda call: call.fail("cancelled", "the request ended before its call had started"),
         )
-        exchange = Exchange(call, form, asked, size, self.config.limits, functools.partial(self._ended, place))
+        exchange = Exchange(call, form, body, size, self.config.limits, functools.partial(self._call_ended, opened))
         # The episode may have ended while the call was started in a thread.
-        if place.live.id not in self.open:
+        if opened.live.id not in self.open:
             await exchange.fail("cancelled", "the episode ended before the call did")
-            raise RequestError(409, f"The episode {place.live.id} has ended.", code="episode_ended")
-        place.exchanges.add(exchange)
+            raise RequestError(409, f"The episode {opened.live.id} has ended.", code="episode_ended")
+        opened.exchanges.add(exchange)
         return exchange
 
     def health(self) -> dict[str, Any]:
         """Counts of open and ended episodes and calls."""
         warnings = self.warnings.copy()
         failures = self.failures.copy()
-        for place in self.open.values():
-            warnings.update(place.live.warnings)
-            failures.update(place.live.failures)
+        for opened in self.open.values():
+            warnings.update(opened.live.warnings)
+            failures.update(opened.live.failures)
         health: dict[str, Any] = {
             "open_episodes": len(self.open),
-            "open_calls": sum(len(place.exchanges) for place in self.open.values()),
+            "open_calls": sum(len(opened.exchanges) for opened in self.open.values()),
             "records": dict(self.counts),
             "failures": dict(failures),
             "warnings": dict(warnings),
@@ -200,13 +200,13 @@ class Episodes:
     async def close(self) -> None:
         """End all open episodes. Episodes that were opened over HTTP end as cancelled."""
         stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
-        for episode_id, place in list(self.open.items()):
-            if place.attached:
+        for episode_id, opened in list(self.open.items()):
+            if opened.attached:
                 await self.detach(episode_id)
             else:
                 # A session may end by itself meanwhile.
                 with contextlib.suppress(RequestError):
-                    await self.end(episode_id, stopped if place.key is None else EndEpisode())
+                    await self.end(episode_id, stopped if opened.key is None else EndEpisode())
 
     def warn(self, kind: str, text: str) -> None:
         """Count a warning; each kind is logged once."""
@@ -214,7 +214,7 @@ class Episodes:
         if self.warnings[kind] == 1:
             log.warning("%s", text)
 
-    def _place(self, who: Identity) -> _Open | None:
+    def _episode_of_call(self, who: Identity) -> _OpenedEpisode | None:
         """The episode that records a call; None if it is not recorded.
 
         A call that names no open episode gets an implicit one, and is counted. Raises RequestError (409) if its episode
@@ -222,7 +222,7 @@ class Episodes:
         """
         if who.episode is not None and who.episode in self.open:
             return self.open[who.episode]
-        if who.episode in self._gone:
+        if who.episode in self._ended_attached:
             raise RequestError(409, f"The episode {who.episode} has ended.", code="episode_ended")
         self.counts["unattributed"] += 1
         effect = "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
@@ -232,9 +232,9 @@ class Episodes:
             self.warn("no_episode", f"A call names no episode. {effect}")
         if self.sink is None:
             return None
-        return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
+        return self._session_of((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
-    def _new(self, task: Task, options: OpenEpisode) -> _Open:
+    def _open_new(self, task: Task, options: OpenEpisode) -> _OpenedEpisode:
         """Open an episode for a task, with the settings of the gateway."""
         assert self.sink is not None
         episode = LiveEpisode(
@@ -250,80 +250,83 @@ class Episodes:
             app=self.config.app,
             key=options.key,
         )
-        self.open[episode.id] = _Open(episode)
+        self.open[episode.id] = _OpenedEpisode(episode)
         return self.open[episode.id]
 
-    async def _settle(self, episode_id: str) -> None:
-        """End the answered calls of an episode one by one, to let other requests run. The rest end with the episode."""
-        place = self.open.get(episode_id)
-        if place is not None:
-            for exchange in list(place.exchanges):
-                await exchange.whole()
+    async def _end_answered_calls(self, episode_id: str) -> None:
+        """End the answered calls of an episode one by one, so that other requests run meanwhile. Calls without an
+        answer end with the episode."""
+        opened = self.open.get(episode_id)
+        if opened is not None:
+            for exchange in list(opened.exchanges):
+                await exchange.end_if_complete()
 
-    def _leave(self, episode_id: str) -> LiveEpisode:
+    def _remove(self, episode_id: str) -> LiveEpisode:
         """Remove an ended episode from the open ones."""
-        place = self.open.pop(episode_id)
-        if place.key is not None:
-            del self._sessions[place.key]
-            _stop_timer(place)
-        self.counts["calls"] += len(place.exchanges)
-        place.exchanges.clear()
-        return place.live
+        opened = self.open.pop(episode_id)
+        if opened.key is not None:
+            del self._sessions[opened.key]
+            _stop_timer(opened)
+        self.counts["calls"] += len(opened.exchanges)
+        opened.exchanges.clear()
+        return opened.live
 
-    def _count(self, episode: LiveEpisode, ending: EndEpisode) -> None:
+    def _count_episode(self, episode: LiveEpisode, ending: EndEpisode) -> None:
         self.warnings.update(episode.warnings)
         self.failures.update(episode.failures)
         self.counts[f"episodes_{ending.status}"] += 1
 
-    def _ended(self, place: _Open, exchange: Exchange) -> None:
-        if exchange in place.exchanges:
-            place.exchanges.discard(exchange)
+    def _call_ended(self, opened: _OpenedEpisode, exchange: Exchange) -> None:
+        """Remove a call from its episode. A session without other calls now waits for its next call."""
+        if exchange in opened.exchanges:
+            opened.exchanges.discard(exchange)
             self.counts["calls"] += 1
-            if not place.exchanges and place.live.id in self.open and place.key is not None:
-                self._begin_pause(place)
+            if not opened.exchanges and opened.live.id in self.open and opened.key is not None:
+                self._begin_pause(opened)
 
-    def _session(self, key: Hashable, task: str | None, episode_key: str = "") -> _Open:
+    def _session_of(self, key: Hashable, task: str | None, episode_key: str = "") -> _OpenedEpisode:
         """The open episode of a session key, or a new one with the application's key `episode_key`.
 
         Without a task, it is an implicit episode, which is opened even beyond the limit.
         """
-        place = self._sessions.get(key)
-        if place is None:
+        opened = self._sessions.get(key)
+        if opened is None:
             if task is not None:
-                place = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
+                opened = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
             else:
-                place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
-            self._sessions[key] = place
-            place.key = key
+                opened = self._open_new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key] = opened
+            opened.key = key
             if isinstance(key, asyncio.Future):
-                key.add_done_callback(functools.partial(self._pause_over, place))
-        self._begin_pause(place)
-        return place
+                key.add_done_callback(functools.partial(self._pause_over, opened))
+        self._begin_pause(opened)
+        return opened
 
-    def _begin_pause(self, place: _Open) -> None:
+    def _begin_pause(self, opened: _OpenedEpisode) -> None:
         """End a session after a pause without a call.
 
         The session of a connection ends with the connection; it ends after a pause only if the user has set one. Its
         key is a future that is done when the connection is closed.
         """
-        _stop_timer(place)
+        _stop_timer(opened)
         idle = self.config.split.idle
-        if isinstance(place.key, asyncio.Future) and place.key.done():
-            self._pause_over(place)
-        elif idle is not None or not isinstance(place.key, asyncio.Future):
-            place.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._pause_over, place)
+        if isinstance(opened.key, asyncio.Future) and opened.key.done():
+            self._pause_over(opened)
+        elif idle is not None or not isinstance(opened.key, asyncio.Future):
+            opened.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._pause_over, opened)
 
-    def _pause_over(self, place: _Open, _: object = None) -> None:
-        if place.live.id in self.open and not place.exchanges:
-            episode = self._leave(place.live.id)
-            _end(episode, EndEpisode())
-            self._count(episode, EndEpisode())
+    def _pause_over(self, opened: _OpenedEpisode, _: object = None) -> None:
+        """End a session that has no call in flight. The second argument is the future of a closed connection."""
+        if opened.live.id in self.open and not opened.exchanges:
+            episode = self._remove(opened.live.id)
+            _end_episode(episode, EndEpisode())
+            self._count_episode(episode, EndEpisode())
 
 
-def _stop_timer(place: _Open) -> None:
-    if place.timer is not None:
-        place.timer.cancel()
-        place.timer = None
+def _stop_timer(opened: _OpenedEpisode) -> None:
+    if opened.timer is not None:
+        opened.timer.cancel()
+        opened.timer = None
 
 
 def task_of(value: Any) -> Task:
@@ -333,17 +336,17 @@ def task_of(value: Any) -> Task:
     return Task(id=task_digest(value), input=value)
 
 
-def _end(episode: LiveEpisode, ending: EndEpisode) -> Episode:
+def _end_episode(episode: LiveEpisode, ending: EndEpisode) -> Episode:
     rewards = {name: float(value) for name, value in ending.rewards.items()}
     metrics = {name: float(value) for name, value in ending.metrics.items()}
     return episode.end(ending.status, rewards=rewards, metrics=metrics, feedback=ending.feedback, error=ending.error)
 
 
-def _start_call(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:
+def _start_call(episode: LiveEpisode, who: Identity, form: Form, body: dict[str, Any]) -> LiveCall:
     """Start the call of a request. Raises RequestError if it cannot be read, or if the episode has ended."""
     caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
     try:
-        chat, unsupported_reason = form.read(asked, episode)
+        chat, unsupported_reason = form.read(body, episode)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
     try:

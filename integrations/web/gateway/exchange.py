@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cotune.integrations.apps.openai.forms import Form, edited, finish, part_of
+from cotune.integrations.apps.openai.forms import Form, edited_body, end_with_body, part_of
 from cotune.integrations.web.http.bodies import aside, decoded, inflated, json_values
 from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
 from cotune.integrations.web.http.requests import RequestError, invalid_value
@@ -18,7 +18,8 @@ from cotune.records.structs import CallStatus
 from cotune.sampling.request_params import asks_logprobs
 
 T = TypeVar("T")
-_TOKEN, _SHOWN = 8, 10
+_BYTES_PER_TOKEN = 8
+_LOGPROB_FACTOR = 10
 """Approximate bytes of an answer per token, and the factor for a token that is shown with its log-probability."""
 _Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
@@ -61,10 +62,10 @@ class Exchange:
 
     call: LiveCall
     form: Form
-    asked: Mapping[str, Any]
-    asked_bytes: int
+    body: Mapping[str, Any]
+    body_bytes: int
     limits: Limits
-    _ended: Callable[[Exchange], None]
+    _on_end: Callable[[Exchange], None]
     _chunks: list[bytes] = field(default_factory=list)
     size: int = 0
     _kind: str = ""
@@ -78,15 +79,16 @@ class Exchange:
     async def outgoing(self, raw: bytes, coding: str) -> bytes:
         """The body to send for `raw`, with the edits of the call's prompts and without a content coding."""
 
-        def plain() -> bytes:
-            body = inflated(raw, coding, self.limits.max_body, "--max-body")
-            return edited(self.call, self.form, self.asked, body)
+        def edited() -> bytes:
+            raw_body = inflated(raw, coding, self.limits.max_body, "--max-body")
+            return edited_body(self.call, self.form, self.body, raw_body)
 
-        return await aside(self.asked_bytes, plain)
+        return await aside(self.body_bytes, edited)
 
     def begins(self, kind: str, coding: str) -> None:
         """Note that an answer begins that is no error, with its content type and content coding."""
-        self._kind, self._coding = kind, coding
+        self._kind = kind
+        self._coding = coding
         self.answering = True
 
     def add(self, chunk: bytes) -> None:
@@ -99,40 +101,42 @@ class Exchange:
 
     def refuse(self, cause: str, *, outage: bool) -> None:
         """Note that the provider answers with an error, which ends the call. The client gets it unchanged."""
-        self.refusal, self._outage = cause, outage
+        self.refusal = cause
+        self._outage = outage
 
     def over(self) -> None:
         """Note that the call has been ended elsewhere."""
-        self._ended(self)
+        self._on_end(self)
 
     async def fail(self, status: CallStatus, text: str, *, outage: bool = True) -> None:
         """End the call as failed."""
-        await self._aside(lambda: self.call.fail(status, text, outage=outage))
+        await self._in_thread_if_large(lambda: self.call.fail(status, text, outage=outage))
 
     async def answered(self, answer: Answer) -> tuple[bytes, str]:
         """End the call with a policy's answer. Returns the body and the content type of the response."""
-        shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.asked) else 0
-        tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens * (1 + _SHOWN * shown)
+        # An estimate of the size of the body, which decides whether it is encoded in a thread.
+        shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.body) else 0
+        tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens * (1 + _LOGPROB_FACTOR * shown)
 
         def encode_and_record() -> tuple[bytes, str]:
-            content = self.form.content(self.call, answer, self.asked)
+            content = self.form.content(self.call, answer, self.body)
             self.call.finish(answer)
             return content
 
-        return await self._aside(encode_and_record, _TOKEN * tokens)
+        return await self._in_thread_if_large(encode_and_record, _BYTES_PER_TOKEN * tokens)
 
     async def settle(self, status: CallStatus, text: str) -> None:
         """End the call with its answer. A call with an incomplete answer fails with `status` and the cause `text`."""
-        await self._aside(lambda: self._settle(status, text))
+        await self._in_thread_if_large(lambda: self._end_with_answer(status, text))
 
     def settle_now(self, status: CallStatus, text: str) -> None:
         """Like `settle`, but without a thread, however long it takes."""
-        self._settle(status, text)
-        self._ended(self)
+        self._end_with_answer(status, text)
+        self._on_end(self)
 
-    async def whole(self) -> None:
+    async def end_if_complete(self) -> None:
         """End the call if its answer is complete."""
-        await self._aside(self.finish)
+        await self._in_thread_if_large(self.finish)
 
     def finish(self) -> bool:
         """End the call if its answer is complete, even if it is malformed. Returns whether the call has ended."""
@@ -148,7 +152,7 @@ class Exchange:
             self.call.fail("malformed", text)
             return True
         try:
-            raw = self._raw(whole=not self._streamed)
+            raw = self._answer_bytes(whole=not self._streamed)
         except RequestError as broken:
             if broken.status != 400:
                 self.call.fail("malformed", broken.message)
@@ -159,30 +163,32 @@ class Exchange:
             text = f"the answer holds {values} JSON values; at most {self.limits.max_values} are read"
             self.call.fail("malformed", text)
             return True
-        return finish(self.call, self.form, self.asked, raw, self._streamed)
+        return end_with_body(self.call, self.form, self.body, raw, self._streamed)
 
-    def _settle(self, status: CallStatus, text: str) -> None:
+    def _end_with_answer(self, status: CallStatus, text: str) -> None:
+        """End the call with its answer. With an incomplete answer it fails with `status` and the cause `text`."""
         if not self.finish():
-            self.call.fail(status, text, self._part())
+            self.call.fail(status, text, self._partial_answer())
 
-    async def _aside(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
+    async def _in_thread_if_large(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
         """Do work that may end the call, in a thread if the call is large."""
-        result = await aside(self.asked_bytes + self.size + answer_bytes, work)
+        result = await aside(self.body_bytes + self.size + answer_bytes, work)
         if self.call.ended:
-            self._ended(self)
+            self._on_end(self)
         return result
 
     @property
     def _streamed(self) -> bool:
         return self.call.streamed and "text/event-stream" in self._kind
 
-    def _part(self) -> Answer | None:
+    def _partial_answer(self) -> Answer | None:
+        """The part of the answer that has arrived; None if it is too large or cannot be decoded."""
         if self.size > self.limits.max_answer:
             return None
         try:
-            return part_of(self.form, self._raw(whole=False), self._streamed)
+            return part_of(self.form, self._answer_bytes(whole=False), self._streamed)
         except RequestError:
             return None
 
-    def _raw(self, whole: bool) -> bytes:
+    def _answer_bytes(self, whole: bool) -> bytes:
         return inflated(b"".join(self._chunks), self._coding, self.limits.max_answer, "", whole)

@@ -16,7 +16,7 @@ from cotune.errors import error_text
 from cotune.integrations.apps.openai.chat_request import check_sampling
 from cotune.integrations.apps.openai.embeddings import count_embeddings, fixed_embeddings
 from cotune.integrations.apps.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
-from cotune.integrations.web.gateway.address import Address, identity
+from cotune.integrations.web.gateway.address import Address, caller_identity
 from cotune.integrations.web.gateway.episodes import Episodes
 from cotune.integrations.web.gateway.exchange import Exchange, read_call
 from cotune.integrations.web.gateway.settings import GatewayConfig
@@ -31,9 +31,9 @@ from cotune.integrations.web.http.requests import (
     read_body,
     unless_gone,
 )
-from cotune.recording.model_calls import answer, failed
+from cotune.recording.model_calls import answer, record_failure
 from cotune.recording.recorder import LiveEpisode
-from cotune.records.failure_cause import refusal
+from cotune.records.failure_cause import is_refusal_status
 from cotune.runtime.bounded_cache import INLINE
 
 KEYS = (b"authorization", b"x-api-key")
@@ -165,10 +165,10 @@ class Proxy:
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
-                named = identity(scope, address).episode
+                named = caller_identity(scope, address).episode
                 warned = self.episodes.live(named) or self.episodes
                 warned.warn(*TEXT_COMPLETION)
-            episode = self.episodes.live(identity(scope, address).episode)
+            episode = self.episodes.live(caller_identity(scope, address).episode)
             if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
                 await self._fixed_embeddings(passage, episode, raw)
                 return
@@ -195,7 +195,7 @@ class Proxy:
     async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
         """Open the call of a chat request in its episode. When the episode ends, it cancels this request."""
         scope = passage.scope
-        who = identity(scope, passage.address, self.role_header)
+        who = caller_identity(scope, passage.address, self.role_header)
         session = self.episodes.config.split.of(scope) if who.episode is None else None
         episode = self.episodes.live(who.episode)
         if episode is not None and episode.responder is not None:
@@ -222,7 +222,7 @@ class Proxy:
             content, kind = await exchange.answered(reply)
         except Exception as error:  # noqa: BLE001
             text = error_text(error)
-            status = failed(call, error)
+            status = record_failure(call, error)
             exchange.over()
             raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
         length = str(len(content)).encode()
@@ -250,7 +250,7 @@ class Proxy:
                     exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
                 else:
                     cause = f"HTTP {reply.status} {responses.get(reply.status, '')}".strip()
-                    exchange.refuse(cause, outage=not refusal(reply.status))
+                    exchange.refuse(cause, outage=not is_refusal_status(reply.status))
             await passage.start(reply.status, fields)
             async for chunk in reply.content.iter_any():
                 if exchange is not None and exchange.answering:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from cotune.integrations.web.viewer.calls import SEARCH_SECONDS, ListPage, Match, match_in_call, match_in_episode
 from cotune.integrations.web.viewer.viewer import Viewer, hues, whole
-from cotune.reading.exchange import Exchange, beginning, exchanges
+from cotune.reading.exchange import Exchange, exchanges, first_characters
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import ORDERS, EpisodeFilters
 from cotune.storage.sql.figures import EpisodeLine
@@ -143,8 +143,8 @@ def _rows(
                 error="" if line.status == "ok" else first_line(line.error),
                 success=line.solved,
                 rewards=rewards.get(line.id, {}),
-                question=beginning(exchange.question),
-                answer=beginning(exchange.answer),
+                question=first_characters(exchange.question),
+                answer=first_characters(exchange.answer),
                 match=matches.get(line.id),
             )
         )

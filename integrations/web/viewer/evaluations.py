@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cotune.integrations.web.viewer.viewer import Viewer, start
 from cotune.reading.by_task import KINDS, EvaluatedTask, by_task, episodes_of_modes, tasks_of_kind
-from cotune.reading.causes import causes, shortened
+from cotune.reading.causes import causes, shorten_causes
 from cotune.reading.evaluations import StoredEvaluation, most_telling
 from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun
@@ -118,7 +118,7 @@ def show_evaluation(
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:
     """The causes of a mode's failed episodes, a line for each of the most frequent ones."""
     ranked = sorted(failed.items(), key=lambda item: -item[1])
-    shown, others = shortened(causes((mode, reason, count) for reason, count in ranked), MOST_CAUSES)
+    shown, others = shorten_causes(causes((mode, reason, count) for reason, count in ranked), MOST_CAUSES)
     yield from (f"{plural(cause.count, 'episode')} {cause.text}" for cause in shown)
     if others:
         yield others

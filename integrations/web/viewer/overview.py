@@ -19,7 +19,7 @@ from cotune.integrations.web.viewer.rendering import address, doing, plain, rend
 from cotune.integrations.web.viewer.viewer import KnownField, Viewer, hues
 from cotune.reading.curves import charts, first_charts
 from cotune.reading.evaluations import IN_TRAINING
-from cotune.reading.facts import ending, facts, learned, troubles
+from cotune.reading.facts import ending, facts, find_troubles, learned_answers
 from cotune.reading.first_page import first_page
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import total_cost
@@ -64,10 +64,10 @@ def overview_page(viewer: Viewer, request: Request) -> Response:
         run,
         facts=facts(run),
         page=page,
-        troubles=troubles(run, of_calls=False),
+        troubles=find_troubles(run, of_calls=False),
         ending=ending(run),
         charts=first_charts(charts([run]), held_out=in_training),
-        learned=learned(run),
+        learned=learned_answers(run),
         latest=newest(run, EVERYTHING, 8),
     )
 

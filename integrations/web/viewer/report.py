@@ -15,7 +15,7 @@ from cotune.integrations.web.viewer.viewer import hues
 from cotune.reading.by_task import episodes_of_modes
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import StoredEvaluation, most_telling
-from cotune.reading.facts import ending, facts, learned, troubles
+from cotune.reading.facts import ending, facts, find_troubles, learned_answers
 from cotune.reading.find_runs import open_runs
 from cotune.reading.first_page import first_page
 from cotune.reading.headline import compared_modes
@@ -87,9 +87,9 @@ def report(run: OpenedRun, prices: Prices) -> str:
         styles=styles,
         facts=facts(run),
         page=page,
-        learned=learned(run),
+        learned=learned_answers(run),
         evaluated=show_evaluation(run, evaluation, kind="lost", size=TASKS) if evaluation else None,
-        troubles=troubles(run),
+        troubles=find_troubles(run),
         ending=ending(run),
         charts=charts([run]),
         pairs=pairs,

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-WIDTH, LABELS = 960, 130
+WIDTH = 960
+LABELS = 130
 """Width of the drawing, and of the roles' names on its left, in units of the drawing."""
-ROW, GAP = 26, 10
+ROW = 26
+GAP = 10
 """Height of a row, and the space between lanes."""
 _LEAST = 10.0
 """Width of the shortest call."""

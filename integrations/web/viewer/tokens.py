@@ -163,7 +163,8 @@ def _texts(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
         return None
     # The text of a token is the difference between the text with it and the text without it. All are decoded in one
     # batch, which is much faster than one by one.
-    without, with_token = [], []
+    without = []
+    with_token = []
     for place in range(len(ids)):
         first = max(0, place - _CONTEXT)
         without.append(list(ids[first:place]))

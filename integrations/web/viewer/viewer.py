@@ -24,7 +24,8 @@ from cotune.records.prices import Prices
 from cotune.records.structs import Episode
 from cotune.storage.token_figures import read_token_figures
 
-_KEPT_STEPS = 4
+_CACHED_STEPS = 4
+"""Training steps whose groups are kept in memory."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -94,13 +95,20 @@ class Viewer:
         return part
 
     def chosen(self, request: Request) -> tuple[OpenedRun | None, list[OpenedRun]]:
-        """The run in the path of an address, or None; and the runs to show, by `run` parameters, by default all."""
+        """The run in the path of an address, and the runs to show.
+
+        If the path has no run, the first value is None, and the address chooses runs by parameters `run=NAME` (without
+        any: all runs).
+        """
         if "run" in request.path_params:
-            return (run := self.run(request)), [run]
+            run = self.run(request)
+            return run, [run]
         names = request.query_params.getlist("run")
         if not names and any(run.gone for run in self.runs.values()):
             self.look_again()
-        return None, [self.named(name) for name in names] or list(self.runs.values())
+        if not names:
+            return None, list(self.runs.values())
+        return None, [self.named(name) for name in names]
 
     def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
         """The groups of a training step, counted from 0 as in records. The latest results are cached, as grouping takes
@@ -112,7 +120,7 @@ class Viewer:
                 self._steps.move_to_end(key)
                 return self._steps[key]
             groups = self._steps[key] = step_groups(run, step)
-            while len(self._steps) > _KEPT_STEPS:
+            while len(self._steps) > _CACHED_STEPS:
                 self._steps.popitem(last=False)
             return groups
 

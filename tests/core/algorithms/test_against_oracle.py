@@ -260,7 +260,7 @@ def test_evaluations_count_what_they_counted_in_the_frozen_code(name: str) -> No
         for on_failure in ("lowest", "exclude"):
             goals = product_goal.goal_of_policies(new, on_failure, players)
             old_goals = old_goal.goal_of_policies(old, on_failure, players)
-            found = product_goal.worth(played(product_goal, seed), goals)
+            found = product_goal.rewards_by_goal(played(product_goal, seed), goals)
             expected = old_goal.worth(played(old_goal, seed), old_goals)
             assert [x is None for x in found.reward] == [x is None for x in expected.reward]
             assert_near([x or 0.0 for x in found.reward], [x or 0.0 for x in expected.reward])

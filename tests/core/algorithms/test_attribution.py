@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cotune.algorithms.attribution import Length, attribute_siblings, overlong
+from cotune.algorithms.attribution import Length, attribute_siblings, overlong_penalties
 from cotune.algorithms.recipes import OUTCOME, Attribution
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import PolicyRef
@@ -168,7 +168,7 @@ def test_overlong_answers_lose_reward_as_in_dapo():
         msgspec.structs.replace(sample(f"c.{i}", rewards={"local": 1.0}), **more) for i, more in enumerate(fields)
     ]
     shaped = Attribution(overlong_buffer=4, overlong_penalty=2.0)
-    assert overlong(candidates, shaped).tolist() == [0.0, 0.5, 1.0, 2.0, 2.0, 0.0]
+    assert overlong_penalties(candidates, shaped).tolist() == [0.0, 0.5, 1.0, 2.0, 2.0, 0.0]
     assert attribute(candidates, shaped).tolist() == [1.0, 0.5, 0.0, -1.0, -1.0, 1.0]
     assert attribute_siblings([c.rewards for c in candidates], "a", shaped, lengths).tolist() == [
         1.0,

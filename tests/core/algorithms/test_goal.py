@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.goal import Goal, Played, goal_of, worth
+from cotune.algorithms.goal import Goal, Played, goal_of, rewards_by_goal
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import Episode, PolicyRef, Task
@@ -37,7 +37,9 @@ WRITER = ("writer", {})
 
 
 def test_without_a_recipe_the_outcome_is_summed() -> None:
-    found = worth([played(0, {"a": 1.0, "b": -0.5}, WRITER), played(1, {"a": 0.25}, WRITER), played(2, {})], Goal())
+    found = rewards_by_goal(
+        [played(0, {"a": 1.0, "b": -0.5}, WRITER), played(1, {"a": 0.25}, WRITER), played(2, {})], Goal()
+    )
     assert found.reward == [0.5, 0.25, None]
 
 
@@ -49,23 +51,25 @@ def test_the_reward_is_the_recipes_mix() -> None:
         played(0, {"correct": 1.0, "minutes": 3.0, "format": 1.0}, WRITER, ("reviewer", {})),
         played(1, {"correct": 1.0, "minutes": 1.0, "format": 0.0}, WRITER),
     ]
-    found = worth(episodes, goal_of(chosen, "lowest"))
+    found = rewards_by_goal(episodes, goal_of(chosen, "lowest"))
     assert found.by_role == [{"writer": -0.5, "reviewer": 1.0}, {"writer": 0.0}]
     assert found.reward == [0.25, 0.0]
-    alone = worth(episodes, goal_of(chosen, "lowest", ["reviewer"]))
+    alone = rewards_by_goal(episodes, goal_of(chosen, "lowest", ["reviewer"]))
     assert alone.reward == [1.0, None], "of the trained roles"
 
 
 def test_scorers_and_alpha_under_a_tree_plan() -> None:
     chosen = recipe("at_grpo", team_weight=0.5)
     calls = [("coder", {"team": 1.0, "local": 0.25}), ("coder", {"team": 0.0, "local": 0.75}), ("user", {})]
-    assert worth([played(0, {"team": 9.0}, *calls)], goal_of(chosen, "lowest")).by_role == [{"coder": 0.75}]
+    assert rewards_by_goal([played(0, {"team": 9.0}, *calls)], goal_of(chosen, "lowest")).by_role == [{"coder": 0.75}]
 
 
 def test_rewards_to_go_are_the_whole_return() -> None:
     chosen = ReturnsOfSiblings().replaced(gamma=0.5)
     calls = [("coder", {"local": 1.0}), ("coder", {"local": 2.0})]
-    assert worth([played(0, {"team": 4.0}, *calls)], goal_of(chosen, "lowest")).reward == [1.0 + 0.5 * (2.0 + 4.0)]
+    assert rewards_by_goal([played(0, {"team": 4.0}, *calls)], goal_of(chosen, "lowest")).reward == [
+        1.0 + 0.5 * (2.0 + 4.0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_a_failed_episode_counts_as_on_failure_says(on_failure: str, expected: f
         played(5, {}, WRITER, status="cancelled"),
     ]
     for goal in (goal_of(None, on_failure), goal_of(recipe("dr_mas"), on_failure)):
-        assert worth(episodes, goal).reward == [1.0, -2.0, expected, expected, None, None]
+        assert rewards_by_goal(episodes, goal).reward == [1.0, -2.0, expected, expected, None, None]
 
 
 def test_the_lowest_is_of_the_mixed_reward() -> None:
@@ -93,7 +97,7 @@ def test_the_lowest_is_of_the_mixed_reward() -> None:
         played(1, {"correct": 0.0, "minutes": 4.0}, WRITER),
         played(2, {}, WRITER, **FAILED),
     ]
-    found = worth(episodes, goal_of(chosen, "lowest"))
+    found = rewards_by_goal(episodes, goal_of(chosen, "lowest"))
     assert (found.reward, found.failed, found.floor) == ([0.5, -2.0, -2.0], [False, False, True], -2.0)
 
 
@@ -107,15 +111,15 @@ def test_a_failed_episode_with_an_outcome_of_its_own_counts_it() -> None:
             played(2, {"correct": -9.0}, **FAILED),
             played(3, {}, WRITER, **FAILED),
         ]
-        found = worth(episodes, goal)
+        found = rewards_by_goal(episodes, goal)
         assert found.reward == [-2.0, 0.5, -9.0, -2.0] and found.failed == [False, False, False, True]
-    excluded = worth(episodes, Goal(on_failure="exclude"))
+    excluded = rewards_by_goal(episodes, Goal(on_failure="exclude"))
     assert excluded.reward == [-2.0, None, None, None]
 
 
 def test_where_all_failed_each_counts_nothing_gained() -> None:
     chosen = recipe("dr_mas", weights={"correct": 1.0})
-    assert worth([played(0, {}, WRITER, **FAILED)], goal_of(chosen, "lowest")).reward == [0.0]
+    assert rewards_by_goal([played(0, {}, WRITER, **FAILED)], goal_of(chosen, "lowest")).reward == [0.0]
 
 
 def game(number: int, white: float, black: float) -> Played:
@@ -124,29 +128,34 @@ def game(number: int, white: float, black: float) -> Played:
 
 def test_one_gains_what_the_other_loses() -> None:
     spiral = goal_of(recipe("spiral"), "lowest")
-    assert worth([game(0, 1, -1), game(1, -1, 1), game(2, 0, 0)], spiral).opposed == ("black", "white")
+    assert rewards_by_goal([game(0, 1, -1), game(1, -1, 1), game(2, 0, 0)], spiral).opposed == ("black", "white")
     halves = [game(0, 0.5, 0.5), *(game(n, n % 2, 1 - n % 2) for n in range(1, 6))]
-    assert worth(halves, spiral).opposed == ("black", "white"), "a constant sum"
-    assert worth(halves[:5], spiral).opposed == (), "which may be chance"
-    assert worth([game(0, 1, -1)], spiral).opposed == ("black", "white")
-    assert worth([game(n, 1, 1) for n in range(6)], spiral).opposed == (), "both win"
-    assert worth([game(n, 0, 0) for n in range(6)], spiral).opposed == (), "nobody does yet"
-    assert worth([game(0, 1, -1), game(1, 1, 0.5)], spiral).opposed == ()
+    assert rewards_by_goal(halves, spiral).opposed == ("black", "white"), "a constant sum"
+    assert rewards_by_goal(halves[:5], spiral).opposed == (), "which may be chance"
+    assert rewards_by_goal([game(0, 1, -1)], spiral).opposed == ("black", "white")
+    assert rewards_by_goal([game(n, 1, 1) for n in range(6)], spiral).opposed == (), "both win"
+    assert rewards_by_goal([game(n, 0, 0) for n in range(6)], spiral).opposed == (), "nobody does yet"
+    assert rewards_by_goal([game(0, 1, -1), game(1, 1, 0.5)], spiral).opposed == ()
     one = goal_of(recipe("spiral"), "lowest", ["white"])
-    assert worth([game(0, 1, -1), game(1, -1, 1)], one).opposed == (), "the other is not trained"
+    assert rewards_by_goal([game(0, 1, -1), game(1, -1, 1)], one).opposed == (), "the other is not trained"
     weights = {"attacker/broke": 1.0, "defender/broke": -1.0}
     duel = [played(n, {"broke": float(n)}, ("attacker", {}), ("defender", {})) for n in range(2)]
-    assert worth(duel, goal_of(recipe("dr_mas", weights=weights), "lowest")).opposed == ("attacker", "defender")
-    assert worth(duel, goal_of(recipe("dr_mas"), "lowest")).opposed == (), "they share it"
+    assert rewards_by_goal(duel, goal_of(recipe("dr_mas", weights=weights), "lowest")).opposed == (
+        "attacker",
+        "defender",
+    )
+    assert rewards_by_goal(duel, goal_of(recipe("dr_mas"), "lowest")).opposed == (), "they share it"
 
 
 def test_a_game_that_a_seat_fails_counts_for_that_seat() -> None:
     spiral = goal_of(recipe("spiral"), "lowest")
     good = [game(0, 1, -1), game(1, -1, 1)]
     failed = played(2, {}, ("white", {}), ("black", {}), **FAILED)
-    found = worth([*good, msgspec.structs.replace(failed, last="black")], spiral)
+    found = rewards_by_goal([*good, msgspec.structs.replace(failed, last="black")], spiral)
     assert found.by_role[2] == {"black": -1.0} and found.failed == [False, False, True]
     unanswered = msgspec.structs.replace(played(2, {}, ("white", {}), **FAILED), last="black")
-    assert worth([*good, unanswered], spiral).by_role[2] == {"black": -1.0}
-    shared = worth([*good, msgspec.structs.replace(failed, last="black")], goal_of(recipe("dr_mas"), "lowest"))
+    assert rewards_by_goal([*good, unanswered], spiral).by_role[2] == {"black": -1.0}
+    shared = rewards_by_goal(
+        [*good, msgspec.structs.replace(failed, last="black")], goal_of(recipe("dr_mas"), "lowest")
+    )
     assert shared.by_role[2].keys() == {"white", "black"}, "a team fails together"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.goal import goal_of, goal_of_policies, worth
+from cotune.algorithms.goal import goal_of, goal_of_policies, rewards_by_goal
 from cotune.algorithms.policy_recipes import Recipes, check_together, prepare_each
 from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.recipes import Attribution
@@ -139,10 +139,10 @@ def test_each_role_is_judged_by_what_its_policy_is_trained_on() -> None:
         played(2, {}, ("b", {}), status="error", error="boom", blame="policy"),
     ]
     goal = goal_of_policies(recipes, "lowest", {"a": "a", "b": "b"})
-    found = worth(episodes, goal)
+    found = rewards_by_goal(episodes, goal)
     assert found.by_role == [{"a": 2.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"b": 0.0}]
     assert found.reward == [1.25, 0.5, 0.0] and found.failed == [False, False, True] and found.floor == 0.0
-    assert worth(episodes, goal.of_role("b")).reward == [0.5, 1.0, 0.0]
+    assert rewards_by_goal(episodes, goal.of_role("b")).reward == [0.5, 1.0, 0.0]
     assert goal_of_policies(Recipes(run=weighed), "lowest", {"a": "a"}) == goal_of(weighed, "lowest", ["a"])
 
 
@@ -156,10 +156,10 @@ def test_a_role_with_a_teacher_is_judged_by_the_rewards_of_the_others() -> None:
         played(2, {}, ("writer", {}), status="error", error="boom", blame="infrastructure"),
     ]
     goal = goal_of_policies(recipes, "lowest", {"solver": "s", "writer": "w"})
-    found = worth(episodes, goal)
+    found = rewards_by_goal(episodes, goal)
     assert found.by_role == [{"solver": -3.0, "writer": -3.0}, {"solver": 0.0, "writer": 0.0}, {}]
     assert found.reward == [-3.0, 0.0, None]
-    assert worth(episodes, goal.of_role("writer")) == found
+    assert rewards_by_goal(episodes, goal.of_role("writer")) == found
 
 
 def test_a_role_with_a_teacher_beside_two_recipes_counts_their_mean() -> None:
@@ -167,7 +167,7 @@ def test_a_role_with_a_teacher_beside_two_recipes_counts_their_mean() -> None:
     recipes = Recipes(run=recipe("dr_mas", weights={"correct": 2.0}), own=own)
     episode = played(0, {"correct": 1.0, "short": 0.5}, ("a", {}), ("b", {}), ("writer", {}))
     goal = goal_of_policies(recipes, "lowest", {"writer": "w", "a": "a", "b": "b"})
-    found = worth([episode], goal)
+    found = rewards_by_goal([episode], goal)
     assert found.by_role == [{"a": 2.0, "b": 0.5, "writer": 1.25}] and found.reward == [1.25]
 
 
@@ -176,7 +176,7 @@ def test_without_a_policy_that_learns_from_rewards_the_weights_of_the_run_count(
     recipes = Recipes(run=recipe("distill", **settings), own={"w": recipe("self_distill")})
     goal = goal_of_policies(recipes, "lowest", {"solver": "s", "writer": "w"})
     episode = played(0, {"correct": 1.0, "minutes": 6.0}, ("solver", {}), ("writer", {}))
-    assert worth([episode], goal).reward == [reward]
+    assert rewards_by_goal([episode], goal).reward == [reward]
 
 
 def test_players_of_one_game_are_opposed_also_if_their_recipes_differ_in_a_setting() -> None:
@@ -185,6 +185,6 @@ def test_players_of_one_game_are_opposed_also_if_their_recipes_differ_in_a_setti
     episodes = [
         played(i, {"white": won, "black": -won}, ("white", {}), ("black", {})) for i, won in enumerate([1.0, -1.0] * 4)
     ]
-    assert sorted(worth(episodes, goal).opposed) == ["black", "white"]
+    assert sorted(rewards_by_goal(episodes, goal).opposed) == ["black", "white"]
     shared = [played(i, {"team": float(i)}, ("white", {}), ("black", {})) for i in range(8)]
-    assert worth(shared, goal).opposed == ()
+    assert rewards_by_goal(shared, goal).opposed == ()

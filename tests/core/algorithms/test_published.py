@@ -9,7 +9,7 @@ import pytest
 
 from cotune.algorithms.attribution import attribute_siblings
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.filters import align
+from cotune.algorithms.filters import align_call_counts
 from cotune.algorithms.learning_signal import learns_from
 from cotune.algorithms.method import Method
 from cotune.algorithms.prepare import prepare
@@ -109,7 +109,7 @@ def test_m_grpo_gives_every_episode_as_many_calls():
     }  # fmt: skip
     assert made.left_out == {"beyond_alignment": 1}
     assert sum(len(group.samples) for group in made.groups) == 5
-    assert align(m_grpo_episodes(), 2) == align(m_grpo_episodes(), 2)
+    assert align_call_counts(m_grpo_episodes(), 2) == align_call_counts(m_grpo_episodes(), 2)
 
 
 def games() -> list[Sample]:

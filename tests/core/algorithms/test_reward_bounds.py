@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.goal import Goal, goal_of, worth
+from cotune.algorithms.goal import Goal, goal_of, rewards_by_goal
 from cotune.algorithms.reward_bounds import reward_bounds
 from tests.core.algorithms.test_goal import FAILED, played
 
@@ -56,7 +56,7 @@ def test_outcomes_count_as_shares_and_failures_as_they_do_in_training() -> None:
         now: Goal = replace(goal, on_failure=on_failure)
         found = reward_bounds(failed if on_failure != "exclude" else alone, now)
         assert found == expected
-        for reward in worth(failed, now).reward:
+        for reward in rewards_by_goal(failed, now).reward:
             assert reward is None or found[0] <= reward <= found[1]
     unlimited = [played(0, {"team": 7.0}, ("coder", {"local": 4.0}))]
     assert reward_bounds(unlimited, goal) is None, "nobody says how large an outcome can be"

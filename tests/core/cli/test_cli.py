@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotune.cli import main as cli
-from cotune.cli.command import prices
+from cotune.cli.command import parse_prices
 from cotune.cli.removed import REMOVED_FLAGS
 from cotune.config.train import TrainConfig
 from cotune.errors import ConfigError
@@ -265,13 +265,13 @@ def test_errors_are_status_1_and_one_line_on_stderr(arguments, said, capsys, tmp
 
 
 def test_prices_are_per_million_prompt_and_completion_tokens():
-    assert prices(["gpt-4o-mini=0.15/0.6", "own=2"]) == {"gpt-4o-mini": (0.15, 0.6), "own": (2.0, 2.0)}
+    assert parse_prices(["gpt-4o-mini=0.15/0.6", "own=2"]) == {"gpt-4o-mini": (0.15, 0.6), "own": (2.0, 2.0)}
 
 
 @pytest.mark.parametrize("given", ["gpt", "gpt=", "gpt=cheap", "gpt=1/2/3"])
 def test_a_price_that_is_none_is_named(given):
     with pytest.raises(ConfigError, match=r"--price = .*MODEL=PROMPT/COMPLETION, in money per million tokens"):
-        prices([given])
+        parse_prices([given])
 
 
 def test_interrupted_is_status_130(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run
 from cotune.cli.printing.runs import list_runs
 from cotune.cli.printing.steps import show_steps
-from cotune.cli.records.score import _table as score_table
+from cotune.cli.records.score import _rewards_table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
 from cotune.reading.find_runs import open_runs
@@ -35,7 +35,7 @@ from cotune.trainer.evaluation.report import render as evaluation
 from cotune.trainer.evaluation.statistics import Interval
 from cotune.trainer.replay.replay import EpisodeWithCalls, Repetition, ReplayReport
 from cotune.trainer.replay.report import render as replay
-from cotune.trainer.reporting.columns import explained, role_table
+from cotune.trainer.reporting.columns import explain_columns, role_table
 
 ROLES = ("research_supervisor", "quality_assurance_reviewer")
 SPAN = Interval(mean=-0.1234, low=-0.4234, high=0.1234, n=1000)
@@ -182,7 +182,7 @@ def step() -> StepMetrics:
 
 TABLES: dict[str, Callable[[Path], RenderableType]] = {
     "train": lambda run: role_table(step()),
-    "train --explain": lambda run: next(iter(explained())),
+    "train --explain": lambda run: next(iter(explain_columns())),
     "show": lambda run: show_run(run),
     "show --groups": lambda run: show_run(run, groups=True),
     "show --steps": lambda run: show_steps(run, 20, explain=True),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cotune.prompts import grouping
-from cotune.prompts.grouping import grouped
+from cotune.prompts.grouping import group_texts
 from cotune.prompts.recorded import SeenText
 
 WORDS = [f"word{number}" for number in range(60)]
@@ -31,12 +31,12 @@ def test_many_similar_inputs_are_not_compared_each_with_each(monkeypatch: pytest
         compared += 1
         return fit(a, b)
 
-    fit = grouping._fit
-    monkeypatch.setattr(grouping, "_fit", counted)
+    fit = grouping._fit_groups
+    monkeypatch.setattr(grouping, "_fit_groups", counted)
     counts = []
     for count in (1_000, 2_000, 4_000):
         compared = 0
-        assert len(grouped(similar_inputs(count))) == count
+        assert len(group_texts(similar_inputs(count))) == count
         counts.append(compared)
     assert counts[2] <= 1.2 * counts[1] <= 1.5 * counts[0] and counts[2] < 40_000
 
@@ -46,6 +46,6 @@ def test_a_prompt_among_many_inputs_is_found_with_all_of_its_texts() -> None:
     inputs = similar_inputs(2_000)
     prompts = [seen(10_000 + i, template.format(" ".join(WORDS[i % 40 : i % 40 + 5]))) for i in range(0, 3_000)]
     texts = [text for pair in zip(inputs, prompts, strict=False) for text in pair] + prompts[2_000:]
-    groups = grouped(texts)
+    groups = group_texts(texts)
     largest = max(groups, key=lambda group: len(group.texts))
     assert len(largest.texts) == 3_000 and len(groups) == 2_001

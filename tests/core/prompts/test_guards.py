@@ -5,7 +5,7 @@ import time
 import pytest
 
 from cotune.prompts.edits import PromptPart
-from cotune.prompts.guards import Known, longest, refusals
+from cotune.prompts.guards import ProtectedTexts, find_refusals, max_characters
 from cotune.prompts.templates import Template
 from cotune.prompts.wording import Wording
 from cotune.records.structs import Task
@@ -14,8 +14,8 @@ OLD = ("You answer mail for the shop, see https://shop.example/help. Use find_or
 PART = PromptPart(name="a.user", roles=("a",), kind="user", old=Template(OLD))
 
 
-def known() -> Known:
-    found = Known()
+def known() -> ProtectedTexts:
+    found = ProtectedTexts()
     for number, (text, label) in enumerate(
         [
             ("Where did my parcel AB-4821 go after it left Rome?", "shipping"),
@@ -56,14 +56,14 @@ def known() -> Known:
     ],
 )
 def test_rules(new: tuple, rules: list[str]) -> None:
-    assert [refusal.rule for refusal in refusals(PART, Template.of(new), known())] == rules
+    assert [refusal.rule for refusal in find_refusals(PART, Template.of(new), known())] == rules
 
 
 def test_growth_is_bounded_by_the_old_text() -> None:
-    most = longest(PART)
+    most = max_characters(PART)
     assert most == int(1.5 * PART.old.constant) + 500
-    assert refusals(PART, Template.of(["y" * most, 1])) == []
-    assert [one.rule for one in refusals(PART, Template.of(["y" * (most + 1), 1]))] == ["too_long"]
+    assert find_refusals(PART, Template.of(["y" * most, 1])) == []
+    assert [one.rule for one in find_refusals(PART, Template.of(["y" * (most + 1), 1]))] == ["too_long"]
 
 
 def test_slots_are_marks_that_no_part_holds() -> None:
@@ -76,15 +76,15 @@ def test_slots_are_marks_that_no_part_holds() -> None:
 
 @pytest.mark.parametrize("hidden", ["\u200b", "\u202e", "\U000e0041", "\x07"])
 def test_a_text_with_characters_that_nobody_sees_is_refused(hidden: str) -> None:
-    found = refusals(PART, Template((f"You answer{hidden} mail kindly. ", 1)), known())
+    found = find_refusals(PART, Template((f"You answer{hidden} mail kindly. ", 1)), known())
     assert [(one.rule, one.detail[:18]) for one in found] == [("invisible", f"the character U+{ord(hidden):04X}"[:18])]
     there = PromptPart(name="a.user", roles=("a",), kind="user", old=Template((f"Mail{hidden}: ", 1)))
-    assert refusals(there, Template((f"Read the mail{hidden}: ", 1)), known()) == []
+    assert find_refusals(there, Template((f"Read the mail{hidden}: ", 1)), known()) == []
 
 
 def test_a_text_that_is_too_long_is_looked_at_no_further() -> None:
     long = Template(("boss@evil.example " * 5000, 1))
-    assert [one.rule for one in refusals(PART, long, known())] == ["too_long"]
+    assert [one.rule for one in find_refusals(PART, long, known())] == ["too_long"]
 
 
 @pytest.mark.parametrize("piece", ["a", "a-", "a.", "a_", "1-", "/a", "a@", "www.", "`a", "http:", "A:\\"])
@@ -97,7 +97,7 @@ def test_the_time_for_a_text_grows_with_its_length_alone(piece: str) -> None:
         took = []
         for _ in range(3):
             begun = time.process_time()
-            refusals(part, new, known())
+            find_refusals(part, new, known())
             took.append(time.process_time() - begun)
         return min(took)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotune.reading.exchange import Exchange, answer_of, beginning, exchanges, expected_of, question_of
+from cotune.reading.exchange import Exchange, answer_of, exchanges, expected_of, first_characters, question_of
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.redaction import each_text
@@ -45,7 +45,7 @@ def test_an_answer_is_its_text_and_its_tool_calls() -> None:
 
 def test_a_beginning_has_80_characters_on_one_line_and_marks_what_nobody_sees() -> None:
     text = question_of("pay\u202epal\x1d now\n" + "x" * 100)
-    assert beginning(text) == "pay�pal␝ now " + "x" * 66 + "…" and len(beginning(text)) == 80
+    assert first_characters(text) == "pay�pal␝ now " + "x" * 66 + "…" and len(first_characters(text)) == 80
 
 
 def write(store: SqliteStore, id: str, *answers: tuple[str, str]) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cotune.reading.facts import _local
+from cotune.reading.facts import _local_time
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_time_of_another_zone_is_shown_in_this_one(written: str, shown: str, m
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
-        assert _local(written) == shown
+        assert _local_time(written) == shown
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -42,7 +42,7 @@ def test_a_run_that_could_not_be_read_yet_is_found_later(tmp_path: Path, caplog:
 def test_a_run_that_goes_while_it_is_looked_for_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "old")
     found = FoundRuns([tmp_path])
-    monkeypatch.setattr(find_runs, "_below", lambda *_: [tmp_path / "old", tmp_path / "gone"])
+    monkeypatch.setattr(find_runs, "_run_folders_below", lambda *_: [tmp_path / "old", tmp_path / "gone"])
     found.look_again()
     assert list(found.opened) == ["old"]
     found.close()

@@ -35,7 +35,7 @@ from cotune.storage.outcomes import failure_reward, success_counts
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.recorded import read_recorded
 from cotune.trainer.evaluation.run import share_floor
-from cotune.trainer.reporting.loggers import named
+from cotune.trainer.reporting.loggers import tracker_figures
 from cotune.trainer.reporting.metrics import outcome_means
 from tests.integrations.web.viewer.test_figures import MANIFEST
 
@@ -238,7 +238,7 @@ def test_a_run_is_the_same_wherever_it_is_shown(tmp_path: Path) -> None:
     }
     missing = {text: [who for who in whom.split() if text not in told[who]] for text, whom in expected.items()}
     assert {text: whom for text, whom in missing.items() if whom} == {}
-    tracked = named({**lines[-1], "held_out": {}})
+    tracked = tracker_figures({**lines[-1], "held_out": {}})
     with OpenedRun(folder) as run:
         curves = {chart.title: chart.series[0].values for chart in charts([run])}
     assert curves["Reward"] == [0.25, tracked["1_main/2_reward/writer"]] and curves["Entropy"][-1] == 0.5

@@ -9,7 +9,7 @@ import pytest
 
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
-from cotune.recording.edits import leave_format
+from cotune.recording.edits import keep_own_format
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.structs import CallRecord, Episode, Message, Segment, Task
 from cotune.storage.open_store import open_store
@@ -99,7 +99,7 @@ def test_a_schema_that_is_given_as_a_class(more: Any) -> None:
     episode = live(prompts(part("What.", "Why.", kind="format", key="out/"), *more))
     body = {"model": "m", "messages": [{"role": "system", "content": OLD}], "response_format": form}
     call = episode.start(CallerContext("app", "test"), body)
-    leave_format(call, episode.warn)
+    keep_own_format(call, episode.warn)
     call.finish(answer())
     sink: Any = episode.sink
     (record,) = sink.of(CallRecord)

@@ -8,7 +8,7 @@ import pytest
 
 import cotune
 from cotune.errors import EngineLost, RecordError, ReplayDiverged, RequestRefused, SampleTimeout, WorkflowError
-from cotune.records.failure_cause import failure_cause, refused
+from cotune.records.failure_cause import failure_cause, is_refused_request
 
 REQUEST = httpx.Request("POST", "http://tool.test")
 
@@ -49,13 +49,13 @@ def test_what_the_applications_code_raises_is_the_policys(error: Exception) -> N
 
 @pytest.mark.parametrize("error", OUTAGES)
 def test_the_same_from_a_call_to_a_model_is_the_infrastructures(error: Exception) -> None:
-    assert not refused(error)
+    assert not is_refused_request(error)
     assert [failure_cause(found, [error]) for found in wrappings(error)] == ["infrastructure"] * 3
 
 
 @pytest.mark.parametrize("error", [*REFUSED, ReplayDiverged("a", 0, "It asks something else.")])
 def test_a_request_that_is_refused_is_no_outage(error: Exception) -> None:
-    assert refused(error)
+    assert is_refused_request(error)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from cotune.replay.forks import (
     ForkRule,
     Place,
     budget,
+    can_repeat_before,
     choose_forks,
     fork_rule,
     mean_entropy,
     none_decides,
     parallel_blocks,
-    repeatable,
 )
 
 
@@ -119,9 +119,9 @@ def test_calls_that_overlap_are_one_block():
 
 def test_what_cannot_be_repeated_stops_later_forks():
     failed = [call(0), call(1, status="error", candidates=(), chosen=None), call(2)]
-    assert [repeatable(failed, c) for c in failed] == [True, True, False]
+    assert [can_repeat_before(failed, c) for c in failed] == [True, True, False]
     hidden = [call(0, redacted=True), call(1)]
-    assert [repeatable(hidden, c) for c in hidden] == [True, False]
+    assert [can_repeat_before(hidden, c) for c in hidden] == [True, False]
 
 
 SHORT_IS_RIGHT = 0.5

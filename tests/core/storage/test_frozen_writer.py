@@ -29,7 +29,7 @@ writer = store.PostgresDatabase(sys.argv[1], "writer")
 writer.begin()
 try:
     if sys.argv[2] == "copying":
-        writer.execute(tables.stage("messages"))
+        writer.execute(tables.staging_table("messages"))
         with writer._db.cursor().copy("COPY stage_messages FROM STDIN") as copy:
             copy.write("half a row")
             stand_still()

@@ -13,7 +13,7 @@ from cotune.cli.main import main
 from cotune.errors import UntrustedFolderError
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.structs import Task
-from cotune.storage.run_code import is_trusted, open_run_code, orders_of_run, remember
+from cotune.storage.run_code import is_trusted, open_run_code, orders_of_run, remember_orders
 from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
@@ -117,7 +117,7 @@ def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) ->
     orders = set(orders_of_run(sent, read_run_json(sent)).named) - {"modules from"}
     with pytest.raises(UntrustedFolderError) as caught:
         open_run_code(sent, orders - {"redact"})
-    assert caught.value.taken == {"redact": "sent_app:hide", "modules from": str(sent)}
+    assert caught.value.used_orders == {"redact": "sent_app:hide", "modules from": str(sent)}
     before = list(sys.path)
     assert open_run_code(sent, orders) is False
     assert sys.path == before
@@ -125,7 +125,7 @@ def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) ->
 
 def test_a_folder_that_was_agreed_to_stays_trusted_until_it_changes(sent: Path, monkeypatch: Any) -> None:
     orders = orders_of_run(sent, read_run_json(sent))
-    remember(orders)
+    remember_orders(orders)
     monkeypatch.setattr("cotune.storage.run_code._trusted_here", set())  # as in another process
     assert open_run_code(sent) and sys.path[0] == str(sent)
     described = json.loads((sent / "run.json").read_text())
@@ -146,13 +146,13 @@ def test_a_project_that_this_user_moved_is_still_trusted(tmp_path: Path, monkeyp
         return project / "run"
 
     run = write(tmp_path / "mine")
-    remember(orders_of_run(run, read_run_json(run)))
+    remember_orders(orders_of_run(run, read_run_json(run)))
     moved = (tmp_path / "mine").rename(tmp_path / "moved") / "run"
     orders = orders_of_run(moved, read_run_json(moved))
-    assert orders.named["workflow"] == str(tmp_path / "moved" / "app.py:solve") and is_trusted(orders)
+    assert orders.current["workflow"] == str(tmp_path / "moved" / "app.py:solve") and is_trusted(orders)
     theirs = write(tmp_path / "theirs")
     orders = orders_of_run(theirs, read_run_json(theirs))
-    assert orders.named["workflow"] == str(tmp_path / "theirs" / "app.py:solve") and not is_trusted(orders)
+    assert orders.current["workflow"] == str(tmp_path / "theirs" / "app.py:solve") and not is_trusted(orders)
 
 
 def test_folders_below_a_trusted_one_are_obeyed(sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.integrations.cluster.router.queue import BLOCK_TOKENS, SLACK, choose, prefix_blocks
+from cotune.integrations.cluster.router.queue import BLOCK_TOKENS, SLACK, choose_engine, prefix_blocks
 from cotune.integrations.cluster.router.validate import validate_completions
 from cotune.sampling.protocol import Completion
 
@@ -30,7 +30,7 @@ def test_the_chosen_engine_knows_the_longest_prefix_of_those_near_the_least_load
     engines: list[Option], cost: int, knowing: list[int]
 ) -> None:
     homes = {block: engines[number % len(engines)] for block, number in enumerate(knowing)}
-    chosen = choose(engines, homes, range(len(knowing) + 1), cost)
+    chosen = choose_engine(engines, homes, range(len(knowing) + 1), cost)
     least = min(engine.load for engine in engines)
     near = [block for block, engine in homes.items() if engine.load <= least + SLACK * cost]
     if near:
@@ -40,7 +40,7 @@ def test_the_chosen_engine_knows_the_longest_prefix_of_those_near_the_least_load
 
 
 def test_a_tie_goes_to_the_one_that_has_waited_longest() -> None:
-    assert choose([Option("a", 0, 5), Option("b", 0, 3), Option("c", 1, 0)], {}, [], 10).name == "b"
+    assert choose_engine([Option("a", 0, 5), Option("b", 0, 3), Option("c", 1, 0)], {}, [], 10).name == "b"
 
 
 @given(st.lists(st.integers(0, 3), max_size=160), st.lists(st.integers(0, 3), max_size=160))
@@ -70,7 +70,7 @@ class Place:
         blocks = prefix_blocks(prompt)
         engines = {name: Option(name, load, self.given[name]) for name, load in self.loads.items()}
         homes = {block: engines[name] for block, name in self.homes.items()}
-        chosen = choose(list(engines.values()), homes, blocks, cost).name
+        chosen = choose_engine(list(engines.values()), homes, blocks, cost).name
         self.given[chosen] = turn
         self.homes |= dict.fromkeys(blocks, chosen)
         return chosen

@@ -111,7 +111,7 @@ def of_the_application(disk: Disk, work: Path) -> None:
         while not dropped:
             told.append(record(made))
             dropped = made._opened().dropped
-        assert made._opened().loose > 3 << 20
+        assert made._opened().memory_bytes > 3 << 20
         collector.start(most=resource.RLIM_INFINITY)
         assert made.flush(WAIT), "what was kept is not sent"
         disk.free()

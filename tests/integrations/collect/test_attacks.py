@@ -19,7 +19,7 @@ import pytest
 from cotune.errors import ConfigError
 from cotune.integrations.collect.apps import Apps, read_tokens
 from cotune.integrations.collect.batch import MEDIA_TYPE, pack_batch
-from cotune.integrations.collect.checks import KeyUse, admitted
+from cotune.integrations.collect.checks import KeyUse, select_valid
 from cotune.integrations.collect.server import running_collector
 from cotune.records.ids import ROOT, address, canonical, key_target, message_id, new_id, pack_ids, segment_id
 from cotune.records.structs import (
@@ -357,14 +357,14 @@ def test_a_long_chain_of_segments_does_not_fill_the_memory() -> None:
     no_keys = KeyUse([], "desk", cast(Store, None))
     tracemalloc.start()
     try:
-        kept = admitted(chain, "desk", lambda id: None, no_keys, refused)
+        kept = select_valid(chain, "desk", lambda id: None, no_keys, refused)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (len(kept), refused) == (10_000, Counter())
     assert peak < 20 << 20  # the paths themselves are 200 MB
     more = Segment(segment_id([1, 2, 3]), segment_id([1, 2]), pack_ids([3]))
-    assert admitted([more], "desk", {segment_id([1, 2]): pack_ids([1, 2])}.get, no_keys, refused) == [more]
+    assert select_valid([more], "desk", {segment_id([1, 2]): pack_ids([1, 2])}.get, no_keys, refused) == [more]
 
 
 def test_tokens_that_protect_nothing_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cotune.errors import RecordError
 from cotune.integrations.collect import checks, counts
-from cotune.integrations.collect.checks import MOST_EPISODES, MOST_NAMES, KeyUse, admitted
+from cotune.integrations.collect.checks import MOST_EPISODES, MOST_NAMES, KeyUse, select_valid
 from cotune.integrations.collect.counts import Counts
 from cotune.integrations.exchange.otel import importer
 from cotune.integrations.exchange.otel.importer import import_spans
@@ -166,13 +166,13 @@ def test_times_that_no_clock_shows_are_refused_and_a_fast_clock_is_set_back() ->
     refused: Counter[str] = Counter()
     wrong = [episode(started=value) for value in (float("nan"), float("inf"), -1.0)]
     wrong.append(episode(latency=float("nan")))
-    assert admitted(wrong, "desk", lambda segment: None, NO_KEYS, refused) == []
+    assert select_valid(wrong, "desk", lambda segment: None, NO_KEYS, refused) == []
     assert refused == {"invalid_time": 4}
     now = time.time()
     ahead = [episode(started=value) for value in (1e300, 254_250_000_000.0, now + 86400)]
-    kept = admitted(ahead, "desk", lambda segment: None, NO_KEYS, refused)
+    kept = select_valid(ahead, "desk", lambda segment: None, NO_KEYS, refused)
     assert all(isinstance(one, Episode) and now <= one.started <= time.time() for one in kept) and len(kept) == 3
-    (near,) = admitted([episode(started=now + 60)], "desk", lambda segment: None, NO_KEYS, refused)
+    (near,) = select_valid([episode(started=now + 60)], "desk", lambda segment: None, NO_KEYS, refused)
     assert isinstance(near, Episode) and near.started == now + 60
 
 
@@ -241,5 +241,5 @@ def test_unknown_paths_are_no_error(store: Store) -> None:
 def test_keys_that_are_no_text_are_refused() -> None:
     refused: Counter[str] = Counter()
     odd: list[Record] = [Message("0" * 32, {1: "x", "a": 2}), Message("0" * 32, {"content": [{2: 3}]})]
-    assert admitted(odd, "desk", lambda segment: None, NO_KEYS, refused) == []
+    assert select_valid(odd, "desk", lambda segment: None, NO_KEYS, refused) == []
     assert refused == {"forged_id": 2}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import RunError
-from cotune.integrations.collect.spool import Spool, abandoned
+from cotune.integrations.collect.spool import Spool, abandoned_spools
 
 BOUND = 80_000
 
@@ -32,11 +32,11 @@ def test_frames_come_in_order_and_are_gone_once_acknowledged(spool: Spool, tmp_p
         spool.add(b"%d" % number, 1)
     assert spool.take(3) == [b"0", b"1", b"2"]
     assert spool.take(2) == [b"3", b"4"]
-    spool.again()
+    spool.take_again()
     assert spool.take(2) == [b"0", b"1"]
     spool.acknowledge()
     spool.take(100)
-    spool.again()  # what is acknowledged does not come again
+    spool.take_again()  # what is acknowledged does not come again
     assert spool.take(1) == [b"2"]
     assert len(spool.take(100)) == 7
     spool.acknowledge()
@@ -49,7 +49,7 @@ def test_frames_come_in_order_and_are_gone_once_acknowledged(spool: Spool, tmp_p
 def test_random_writes_and_outages_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     rng = random.Random(3)
     spool, sent, got = Spool(tmp_path, 1 << 30), 0, []
-    spool._part = 2000
+    spool._segment_bytes = 2000
     for _ in range(2000):
         if rng.random() < 0.7:
             spool.add(b"%06d" % sent + b"x" * rng.randrange(200), 1)
@@ -60,7 +60,7 @@ def test_random_writes_and_outages_lose_nothing_and_repeat_nothing(tmp_path: Pat
                 spool.acknowledge()
                 got += taken
             else:
-                spool.again()
+                spool.take_again()
     got += spool.take(1 << 30)
     spool.acknowledge()
     assert [int(body[:6]) for body in got] == list(range(sent))
@@ -84,7 +84,7 @@ def test_what_a_process_left_is_adopted_without_its_torn_end(tmp_path: Path) -> 
     (path,) = tmp_path.glob("*.frames")
     os.truncate(path, path.stat().st_size - 2)
     own = Spool(tmp_path, BOUND)
-    (found,) = abandoned(tmp_path, own.name, BOUND)
+    (found,) = abandoned_spools(tmp_path, own.name, BOUND)
     assert (found.take(100), found.dropped) == ([b"one", b"two"], 1)
     found.acknowledge()
     found.close()
@@ -123,11 +123,11 @@ def test_damage_costs_its_own_frames_alone(
     left._lock.release()
     (path,) = tmp_path.glob("*.frames")
     path.write_bytes(damage(path.read_bytes()))
-    (found,) = abandoned(tmp_path, "", BOUND)
+    (found,) = abandoned_spools(tmp_path, "", BOUND)
     expected = [body for number, body in enumerate(WRITTEN) if number not in kept]
     for _ in range(3):
         assert (found.take(1 << 20), found.dropped) == (expected, lost)
-        found.again()
+        found.take_again()
     found.take(1 << 20)
     found.acknowledge()
     assert found.waiting == 0
@@ -152,7 +152,7 @@ def test_random_damage_costs_few_frames(tmp_path: Path) -> None:
             text[at] ^= rng.randrange(1, 256)
             struck.add(bisect.bisect_right(ends, at))
         path.write_bytes(text)
-        (found,) = abandoned(tmp_path, "", 1 << 20)
+        (found,) = abandoned_spools(tmp_path, "", 1 << 20)
         untouched = [body for at, body in enumerate(bodies) if at not in struck]
         taken = found.take(1 << 20)
         assert [body for body in taken if body in untouched] == untouched and len(taken) <= len(bodies)
@@ -164,7 +164,7 @@ def test_random_damage_costs_few_frames(tmp_path: Path) -> None:
 
 def test_a_spool_whose_process_lives_is_left_alone(spool: Spool, tmp_path: Path) -> None:
     spool.add(b"one", 1)
-    assert list(abandoned(tmp_path, "", BOUND)) == []
+    assert list(abandoned_spools(tmp_path, "", BOUND)) == []
     with pytest.raises(RunError, match="is being written by process"):
         Spool(tmp_path, BOUND, spool.name)
 
@@ -178,24 +178,24 @@ def test_a_disk_that_takes_nothing_leaves_frames_in_memory(spool: Spool, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         assert spool.add(b"two", 1)
-        assert (spool.failure, spool.loose > 0) == ("No space left on device", True)
+        assert (spool.failure, spool.memory_bytes > 0) == ("No space left on device", True)
         assert not spool.add(b"x" * (5 << 20), 3)
     spool.add(b"three", 1)
     assert (spool.failure, spool.dropped) == ("", 3)
     assert spool.take(100) == [b"one", b"three", b"two"]
-    spool.again()
+    spool.take_again()
     assert spool.take(4) == [b"one", b"three"]
     spool.acknowledge()
     assert spool.take(100) == [b"two"]
     spool.acknowledge()
-    assert (spool.waiting, spool.loose) == (0, 0)
+    assert (spool.waiting, spool.memory_bytes) == (0, 0)
 
 
 def test_a_folder_that_cannot_be_made_leaves_frames_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     spool = Spool(tmp_path / "file" / "spool", BOUND)
     assert spool.add(b"one", 1)
-    assert (spool.failure, spool.take(100), spool.loose) == ("Not a directory", [b"one"], spool.waiting)
+    assert (spool.failure, spool.take(100), spool.memory_bytes) == ("Not a directory", [b"one"], spool.waiting)
     spool.acknowledge()
     assert spool.waiting == 0
     spool.close()
@@ -222,7 +222,7 @@ def test_a_new_spool_is_not_taken_for_an_abandoned_one(
     def late(fd: int, how: int) -> None:
         if not looked:
             looked.append(None)
-            looked[:] = abandoned(tmp_path, "", BOUND)
+            looked[:] = abandoned_spools(tmp_path, "", BOUND)
             assert len(looked) == 1
             if removes:
                 looked[0].close()
@@ -232,7 +232,7 @@ def test_a_new_spool_is_not_taken_for_an_abandoned_one(
     spool = Spool(tmp_path, BOUND)
     assert spool.name != looked[0].name
     assert (tmp_path / f"{spool.name}.lock").exists()
-    assert list(abandoned(tmp_path, "", BOUND)) == []
+    assert list(abandoned_spools(tmp_path, "", BOUND)) == []
     looked[0].close()
     spool.close()
     assert list(tmp_path.iterdir()) == []
@@ -257,8 +257,8 @@ def test_a_damaged_text_that_looks_like_heads_costs_bounded_time(
     content = bytearray(path.read_bytes())
     content[15 + 4] ^= 1  # the head of the second frame
     path.write_bytes(content)
-    monkeypatch.setattr("cotune.integrations.collect.spool._MOST_SUMMED", 10 << 20)
+    monkeypatch.setattr("cotune.integrations.collect.spool._MOST_CHECKED_BYTES", 10 << 20)
     monkeypatch.setattr("cotune.integrations.collect.spool.zlib.crc32", counted)
-    (found,) = abandoned(tmp_path, "", 1 << 30)
+    (found,) = abandoned_spools(tmp_path, "", 1 << 30)
     assert found.take(1 << 20)[0] == b"one" and found.dropped > 0
     assert summed[0] < 13 << 20

@@ -20,7 +20,7 @@ from cotune.recording.recorder import LiveEpisode, Nowhere
 from cotune.recording.redaction import Redaction, each_text
 from cotune.records.structs import Candidate, Task
 from cotune.runtime.run_context import RunContext, current_run
-from cotune.runtime.user_code import setting
+from cotune.runtime.user_code import context_value
 from cotune.storage.judge_ledger import FILE, Ledger
 from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, ranking, says
@@ -123,7 +123,7 @@ def test_a_reason_is_kept_as_the_redactors_of_the_application_leave_it(
     hide = each_text(lambda text: text.replace("1234", "[card]"))
     episode = LiveEpisode(Nowhere(), CALL.task, workflow="w", redactors=[hide])
     call = episode.start(CallerContext("writer", "test"), {"messages": CALL.messages})
-    with setting(judging, Judging(redaction=None if live else Redaction([hide]))):
+    with context_value(judging, Judging(redaction=None if live else Redaction([hide]))):
         first, *_ = told(judge(server), EIGHT[:3], call if live else CALL)
     assert first.text.endswith("card 1234 is named"), "the recorder redacts what it stores"
     ((kept,),) = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from cotune.integrations.models import bfloat16
-from cotune.integrations.models.siblings import Joint, siblings
+from cotune.integrations.models.siblings import Joint, group_siblings
 
 
 def test_names_are_joined_in_the_order_in_which_a_model_asks() -> None:
-    assert siblings(["up_proj", "gate_proj", "down_proj"]) == [["gate_proj", "up_proj"], ["down_proj"]]
-    assert siblings(["v_proj", "q_proj", "lm_head"]) == [["q_proj", "v_proj"], ["lm_head"]]
-    assert siblings([]) == []
-    assert siblings(["1.mlp.up_proj", "0.mlp.up_proj", "0.mlp.gate_proj", "0.attn.k_proj"]) == [
+    assert group_siblings(["up_proj", "gate_proj", "down_proj"]) == [["gate_proj", "up_proj"], ["down_proj"]]
+    assert group_siblings(["v_proj", "q_proj", "lm_head"]) == [["q_proj", "v_proj"], ["lm_head"]]
+    assert group_siblings([]) == []
+    assert group_siblings(["1.mlp.up_proj", "0.mlp.up_proj", "0.mlp.gate_proj", "0.attn.k_proj"]) == [
         ["0.mlp.gate_proj", "0.mlp.up_proj"],
         ["1.mlp.up_proj"],
         ["0.attn.k_proj"],

@@ -115,7 +115,7 @@ def test_a_fork_anywhere_repeats_all_before_it_and_nothing_else(lab: Lab, count:
         calls = lab.store.calls(branch.id)
         was = {call.id: call for call in lab.store.calls(branch.fork.trunk)}
         again = [call for call in calls if call.replayed is not None]
-        assert {call.replayed for call in again} >= scripts[branch.fork.trunk].before(fork.id)
+        assert {call.replayed for call in again} >= scripts[branch.fork.trunk].unaffected_calls(fork.id)
         for call in again:
             recorded = was[call.replayed]
             assert (call.role, call.messages, call.tools) == (recorded.role, recorded.messages, recorded.tools)

@@ -75,7 +75,7 @@ def main() -> None:
         network = build(name)
         assert attends_over_trees(network)
         expected = results(network)
-        replaced = fused_layers._replacements(network, kernels, torch.device("cpu"), torch.float32)
+        replaced = fused_layers.fused_forwards(network, kernels, torch.device("cpu"), torch.float32)
         for module, forward in replaced:
             module.forward = forward
         found = results(network)

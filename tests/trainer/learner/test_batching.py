@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.batching import PassPlan, conversations, micro_batches, mini_batches, pass_tokens, tokens_of
+from cotune.trainer.learner.batching import (
+    PassPlan,
+    conversation_numbers,
+    micro_batches,
+    mini_batches,
+    pass_tokens,
+    tokens_of,
+)
 
 
 def rows_of(shapes):
@@ -62,9 +69,9 @@ def test_turns_of_a_conversation_stay_in_one_step():
         for index in range(2)
     ]
     rows += [row(f"other.{index}", (9, 30 + index), (1, 2)) for index in range(8)]
-    assert conversations(rows) == [number for number in range(4) for _ in range(8)] + list(range(4, 12))
+    assert conversation_numbers(rows) == [number for number in range(4) for _ in range(8)] + list(range(4, 12))
     for batch in split(rows, 8):
-        assert len({conversations(rows)[i] for i in batch if i < 32}) <= 1
+        assert len({conversation_numbers(rows)[i] for i in batch if i < 32}) <= 1
     for batch in split(rows, 4):  # a conversation is too long for a step: its prompts stay whole
         assert all(any(rows[j].prompt_ids == rows[i].prompt_ids for j in batch if j != i) for i in batch if i < 32)
 
@@ -114,6 +121,6 @@ def test_rows_of_one_prompt_are_those_that_see_the_same_images():
         for number, row in enumerate(rows_of([(7, 5, 3)] * 32))
     ]
     later = msgspec.structs.replace(rows[4], prompt_ids=(7,) * 5 + (1, 2), images=(bytes([1]), b"another"))
-    assert conversations([*rows, later]) == [number // 4 for number in range(32)] + [1]
+    assert conversation_numbers([*rows, later]) == [number // 4 for number in range(32)] + [1]
     for batch in split(rows, 8):
         assert len(batch) == 8 and len({rows[i].images for i in batch}) == 2

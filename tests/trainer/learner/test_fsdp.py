@@ -19,7 +19,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
 from cotune.integrations.cluster import worker_group
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.trainer.learner.batching import passes, rank_parts
+from cotune.trainer.learner.batching import passes_of_rank, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.records.objectives import PreferenceLearner
@@ -60,7 +60,7 @@ def gradients(learner, policy, rows):
 def test_every_row_is_computed_once_and_ranks_pass_equally_often(size, shared):
     rows = make_rows(groups=5, k=3)
     indices = [0, 2, 3, 4, 7, 8, 9, 10, 12, 13, 14]
-    found = [passes(rows, indices, 40, shared=shared, rank=rank, size=size) for rank in range(size)]
+    found = [passes_of_rank(rows, indices, 40, shared=shared, rank=rank, size=size) for rank in range(size)]
     assert len({len(micros) for micros in found}) == 1
     assert sorted(i for micros in found for micro in micros for i in micro) == indices
 

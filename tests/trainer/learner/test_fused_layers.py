@@ -67,7 +67,7 @@ def test_kernels_that_compute_the_same_are_taken(network, dtype):
     network = network.to(dtype)
     ids = torch.tensor([[1, 2, 3, 4]])
     expected = network(input_ids=ids).logits
-    replaced = fused_layers._replacements(network, PLAIN, torch.device("cpu"), dtype)
+    replaced = fused_layers.fused_forwards(network, PLAIN, torch.device("cpu"), dtype)
     for module, forward in replaced:
         module.forward = forward
     assert len(replaced) == 1 + 4 * LAYERS
@@ -77,21 +77,21 @@ def test_kernels_that_compute_the_same_are_taken(network, dtype):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_kernel_that_computes_other_values_is_refused(network, name):
     kernels = PLAIN._replace(**{name: WRONG[name]})
-    with pytest.raises(fused_layers._DoesNotFit, match="other values"):
-        fused_layers._replacements(network, kernels, torch.device("cpu"), torch.float32)
+    with pytest.raises(fused_layers.KernelDiffers, match="other values"):
+        fused_layers.fused_forwards(network, kernels, torch.device("cpu"), torch.float32)
 
 
 def test_layers_of_another_form_stay_as_they_are(network):
     for layer in network.model.layers:
         layer.mlp.act_fn = torch.nn.GELU()
-    replaced = [module for module, _ in fused_layers._replacements(network, PLAIN, torch.device("cpu"), torch.float32)]
+    replaced = [module for module, _ in fused_layers.fused_forwards(network, PLAIN, torch.device("cpu"), torch.float32)]
     assert not any(layer.mlp in replaced for layer in network.model.layers)
     assert len(replaced) == 1 + 3 * LAYERS
 
 
 def test_networks_without_storage_have_kernels_too(network):
     """Ranks that divide a model get its weights after its layers."""
-    replaced = fused_layers._replacements(network.to("meta"), PLAIN, torch.device("cpu"), torch.float32)
+    replaced = fused_layers.fused_forwards(network.to("meta"), PLAIN, torch.device("cpu"), torch.float32)
     assert len(replaced) == 1 + 4 * LAYERS
 
 
@@ -100,7 +100,7 @@ def test_heads_that_are_rotated_in_part_are_left_to_transformers():
     ids = torch.tensor([[1, 2, 3, 4]])
     expected = network(input_ids=ids).logits
     attentions = 0
-    for module, forward in fused_layers._replacements(network, PLAIN, torch.device("cpu"), torch.float32):
+    for module, forward in fused_layers.fused_forwards(network, PLAIN, torch.device("cpu"), torch.float32):
         module.forward = forward
         attentions += hasattr(module, "head_dim")
     assert attentions == LAYERS

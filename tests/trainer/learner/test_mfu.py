@@ -9,13 +9,13 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.records.policies import policies_for
 from cotune.trainer.learner.gpu_rates import rates_of
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.mfu import model_utilization, operations
+from cotune.trainer.learner.mfu import floating_point_operations, model_utilization
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 
 
 def test_operations_of_a_step_in_numbers() -> None:
-    assert operations(100, 10, all_trained=True) == 6000
-    assert operations(100, 10, all_trained=False) == 4000
+    assert floating_point_operations(100, 10, all_trained=True) == 6000
+    assert floating_point_operations(100, 10, all_trained=False) == 4000
 
 
 @pytest.mark.parametrize(

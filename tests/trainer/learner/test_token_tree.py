@@ -14,7 +14,7 @@ from cotune.trainer.learner.token_tree import (
     cuts_within,
     even_cuts,
     hidden_keys,
-    in_order,
+    sort_sequences,
     token_tree,
 )
 
@@ -115,7 +115,7 @@ def sizes(sequences, order, cuts):
 
 @given(st.one_of(SEQUENCES, LONG), st.integers(1, 80))
 def test_cuts_keep_to_the_budget(sequences, budget):
-    order, common = in_order(sequences)
+    order, common = sort_sequences(sequences)
     lengths = np.array([len(sequences[at]) for at in order])
     cuts = cuts_within(lengths, common, budget)
     assert cuts[0] == 0 and cuts[-1] == len(sequences) and cuts == sorted(set(cuts))
@@ -126,7 +126,7 @@ def test_cuts_keep_to_the_budget(sequences, budget):
 def test_a_cut_goes_where_least_is_computed_twice():
     one = [[1] * 20 + [number] * 4 for number in range(2, 5)]
     other = [[9] * 20 + [number] * 4 for number in range(2, 5)]
-    common = in_order([*one, *other])[1]
+    common = sort_sequences([*one, *other])[1]
     lengths = np.full(6, 24)
     assert cuts_within(lengths, common, 58) == [0, 3, 6]  # four rows would fit in by budget alone: 32 + 24
     assert even_cuts(lengths, common, 2) == [0, 3, 6]
@@ -147,7 +147,7 @@ def test_the_rows_of_a_large_step_are_cut_in_little_memory():
 
 @given(SEQUENCES, st.integers(1, 5))
 def test_even_cuts_make_the_largest_part_as_small_as_can_be(sequences, parts):
-    order, common = in_order(sequences)
+    order, common = sort_sequences(sequences)
     cuts = even_cuts(np.array([len(sequences[at]) for at in order]), common, parts)
     assert len(cuts) == parts + 1 and cuts[0] == 0 and cuts[-1] == len(sequences) and cuts == sorted(cuts)
     largest = max(sizes(sequences, order, cuts))

@@ -29,7 +29,7 @@ from cotune.records.answers import Answer
 from cotune.records.ids import candidate_id
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
-from cotune.trainer.prompts.by_hand import compare
+from cotune.trainer.prompts.by_hand import compare_prompts
 from cotune.trainer.prompts.improve import improve
 from cotune.trainer.prompts.options import ImproveOptions, load_options, read_search
 from cotune.trainer.prompts.outcome import ImproveReport, verdict_text
@@ -45,7 +45,7 @@ def searched(out: Path, app: Any = None, options: ImproveOptions = ROUNDS, **giv
 
 
 def compared(app: Any, out: Path) -> None:
-    compare(app, travel.tasks(4), Prompts(parts=()), Prompts(parts=()), out)
+    compare_prompts(app, travel.tasks(4), Prompts(parts=()), Prompts(parts=()), out)
 
 
 def single(outcome: Callable[[Any, str], Any]) -> Any:

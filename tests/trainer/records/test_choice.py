@@ -19,7 +19,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.sql.upkeep import delete
 from cotune.trainer.config.from_records import check_records
-from cotune.trainer.records.choice import choose
+from cotune.trainer.records.choice import choose_episodes
 from tests.trainer.conftest import Trainer
 from tests.trainer.records.records import asked, record, said
 from tests.trainer.tiny_app import application, converse
@@ -54,7 +54,7 @@ def end(store: Store, **fields: Any) -> str:
 
 
 def chosen(folder: Folder, store: Store, **settings: Any) -> list[str]:
-    found, _ = choose(folder, RecordsConfig(path="x", **settings), store)  # type: ignore[arg-type]
+    found, _ = choose_episodes(folder, RecordsConfig(path="x", **settings), store)  # type: ignore[arg-type]
     return [episode.id for episode in found.episodes()]
 
 
@@ -108,7 +108,7 @@ def learn_from(name: str, path: str) -> str:
     """A run in `runs` that learns what is new in the records at a path, and finishes; what it says of them."""
     folder = Folder(Path("runs").absolute() / name)
     with open_store(path, read_only=True) as store:
-        _, said = choose(folder, RecordsConfig(path=path, since="last"), store)  # type: ignore[arg-type]
+        _, said = choose_episodes(folder, RecordsConfig(path=path, since="last"), store)  # type: ignore[arg-type]
     config = {"recipe": "sft", "steps": 1, "records": {"path": path}}
     (folder.path / "run.json").write_bytes(msgspec.json.encode({**folder.described, "config": config}))
     (folder.path / "end.json").write_text('{"kind": "ended", "cause": "its last step"}')

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotune.algorithms.from_records import FROM_RECORDS, preferences
+from cotune.algorithms.from_records import FROM_RECORDS, preference_losses
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RecordError
 from cotune.integrations.models.chat.template import ChatTemplate
@@ -98,7 +98,7 @@ def test_without_pairs_there_is_a_clear_error(trainer: Trainer, tmp_path: Path) 
 
 @pytest.mark.parametrize("margin", [-800.0, -2.0, 0.0, 0.3, 800.0])
 def test_a_pair_by_hand(margin: float) -> None:
-    (found,) = preferences([margin + 5.0], [5.0], beta=0.5)
+    (found,) = preference_losses([margin + 5.0], [5.0], beta=0.5)
     assert found.margin == pytest.approx(margin / 2)
     assert found.loss == pytest.approx(float(-torch.nn.functional.logsigmoid(torch.tensor(margin / 2))), abs=1e-6)
     assert found.advantage == pytest.approx(2 * 0.5 / (1 + math.exp(min(margin / 2, 700.0))))

@@ -27,7 +27,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.pass_size import PassSize
 from cotune.trainer.records.answers import join_turns, read_answers
-from cotune.trainer.records.lessons import Recorded, split
+from cotune.trainer.records.lessons import Recorded, split_episodes
 from cotune.trainer.records.objectives import Likelihood
 from cotune.trainer.records.run import split_for
 from cotune.trainer.train import train
@@ -147,11 +147,11 @@ def test_turns_that_go_on_from_each_other_are_one_row_with_the_same_loss(base: s
 def test_held_out_are_whole_tasks(records: Path, tiny_base: Path) -> None:
     with SqliteStore.open(records, read_only=True) as store:
         found = read(store, tiny_base)
-    episodes, held_out, note = split(found, seed=0)
+    episodes, held_out, note = split_episodes(found, seed=0)
     tasks = [{found.tasks[episode] for episode in part} for part in (episodes, held_out)]
     assert (len(tasks[0]), len(tasks[1]), note) == (11, 1, "")
     assert not tasks[0] & tasks[1]
-    assert split(found, seed=0) == (episodes, held_out, note) != split(found, seed=1)
+    assert split_episodes(found, seed=0) == (episodes, held_out, note) != split_episodes(found, seed=1)
 
 
 def test_nothing_is_held_out_if_a_policy_would_learn_nothing(tmp_path: Path, tiny_base: Path) -> None:

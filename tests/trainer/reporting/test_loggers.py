@@ -13,7 +13,7 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.trainer.reporting.loggers import named, public
+from cotune.trainer.reporting.loggers import tracker_figures, without_secrets
 from tests.trainer.conftest import Trainer
 from tests.trainer.rollout.test_workers import wait_until
 from tests.trainer.tiny_app import application, letters
@@ -138,16 +138,20 @@ def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytes
 
 def test_the_figures_that_say_most_stand_first_and_a_setting_tells_no_path_or_password() -> None:
     roles = {"planner": {"reward": 0.5, "entropy": 1.0, "sampler_gap_mean": 0.01}}
-    found = named({"calls": 3, "held_out": {"success": 0.25}, "roles": roles, "seconds": {"update": 2.0}})
+    found = tracker_figures({"calls": 3, "held_out": {"success": 0.25}, "roles": roles, "seconds": {"update": 2.0}})
     assert sorted(found)[:4] == [
         "1_main/1_held_out_success", "1_main/2_reward/planner", "1_main/3_entropy/planner",
         "1_main/4_sampler_gap/planner",
     ]  # fmt: skip
     assert (found["step/calls"], found["seconds/update"], found["held_out/success"]) == (3.0, 2.0, 0.25)
-    assert public("/home/me/models/base") == "base" and public(3) == 3 and public("org/model") == "org/model"
+    assert (
+        without_secrets("/home/me/models/base") == "base"
+        and without_secrets(3) == 3
+        and without_secrets("org/model") == "org/model"
+    )
     listed = [{"name": "a", "model": "/home/me/other", "loss": "/home/me/own.py:loss"}]
-    assert public(listed) == [{"name": "a", "model": "other", "loss": "own.py:loss"}]
-    assert public("http://me:secret@host:8000/v1") == "http://host:8000/v1"
-    assert public("postgresql://host/db?sslmode=on&password=x&ApiKey=y") == (
+    assert without_secrets(listed) == [{"name": "a", "model": "other", "loss": "own.py:loss"}]
+    assert without_secrets("http://me:secret@host:8000/v1") == "http://host:8000/v1"
+    assert without_secrets("postgresql://host/db?sslmode=on&password=x&ApiKey=y") == (
         "postgresql://host/db?sslmode=on&password=***&ApiKey=***"
     )

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from cotune.config.train import TrainConfig
 from cotune.errors import GapError
 from cotune.integrations.models import bfloat16
-from cotune.reading.facts import troubles
+from cotune.reading.facts import find_troubles
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import PolicyRef
 from cotune.storage.episode_filters import EpisodeFilters
@@ -21,7 +21,7 @@ from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer import publish
 from cotune.trainer.config.load import convert
 from cotune.trainer.opening import open_run
-from cotune.trainer.opening.restore import LOST
+from cotune.trainer.opening.restore import LOST_WEIGHTS_ERROR
 from cotune.trainer.publish import sampled_gaps
 from cotune.trainer.run import precision
 from cotune.trainer.run.checkpoint import load_checkpoint
@@ -80,7 +80,7 @@ def test_in_float32_where_the_gap_is_above_its_bound(trainer: Trainer, monkeypat
     assert trainer.metrics()[0]["policies"]["first"]["sampler_gap_mean"] < 1e-5
     assert trainer.metrics()[0]["policies"]["first"]["probe_gap_mean"] < 1e-5
     with OpenedRun(trainer.folder / "run") as run:
-        found = [(one.text, one.count) for one in troubles(run) if one.kind == "precision"]
+        found = [(one.text, one.count) for one in find_troubles(run) if one.kind == "precision"]
     assert found == [("in float32, as sampler and learner differed in bfloat16 by 0.2 nats a token", 1)]
     trainer.resume(app, steps=2)  # the gap is not asked again
     assert "matrix products in float32, as when the run began" in " ".join(trainer.said.split())
@@ -130,7 +130,7 @@ def test_auto_goes_on_in_float32_where_both_come_apart_later(trainer: Trainer, m
     assert served == ["bfloat16", "float32"]
     assert read_run(trainer.folder / "run").precision == Precision(dtype="float32", gap=GAP, fell_back=True)
     with OpenedRun(trainer.folder / "run") as run:
-        assert [one.kind for one in troubles(run) if one.kind == "precision"] == ["precision"]
+        assert [one.kind for one in find_troubles(run) if one.kind == "precision"] == ["precision"]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_after_the_change_to_float32_no_answers_of_lost_versions_are_trained_on(
         episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=1)))
     assert [episode.status for episode in episodes].count("cancelled") == 3
     assert [episode.status for episode in episodes].count("ok") == 3
-    assert {episode.error for episode in episodes} == {None, LOST}
+    assert {episode.error for episode in episodes} == {None, LOST_WEIGHTS_ERROR}
     assert "3 episodes are run again, as the weights that answered are lost" in " ".join(trainer.said.split())

@@ -18,7 +18,7 @@ from cotune.reading.run import OpenedRun
 from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.trainer import train
 from cotune.trainer.config.load import convert
-from cotune.trainer.config.withheld import with_values, written
+from cotune.trainer.config.withheld import with_values, without_variables
 from cotune.trainer.reporting import loggers
 from cotune.trainer.run.run_folder import RunFolder
 from tests.trainer.tiny_app import application, letters
@@ -99,11 +99,11 @@ def test_resume_takes_them_from_the_environment_or_from_what_is_given(monkeypatc
     config = convert(CONFIG)
     monkeypatch.setenv("FIRST_KEY", "sk-1")
     monkeypatch.setenv("OTHER_KEY", "sk-2")
-    filled = convert(with_values(written(config), {"cluster": {"env": {"FIRST_KEY": "sk-given"}}}))
+    filled = convert(with_values(without_variables(config), {"cluster": {"env": {"FIRST_KEY": "sk-given"}}}))
     assert filled.cluster.env == {"FIRST_KEY": "sk-given"}
     assert filled.cluster.runtime_env["env_vars"] == {"OTHER_KEY": "sk-2"}
     before = msgspec.structs.replace(config, cluster=convert({"model": "m"}).cluster)
-    assert convert(with_values(written(before), {})) == before
+    assert convert(with_values(without_variables(before), {})) == before
 
 
 def test_a_key_that_is_changed_is_recorded_by_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from cotune.algorithms.collect import Collected
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.samples import Sample
-from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
+from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, task_chances, with_step
 from cotune.config.rollouts import CurriculumConfig
 from cotune.records.structs import PolicyRef, Task
 from cotune.storage.checkpoints import newest_checkpoint
@@ -50,7 +50,7 @@ def places(ids: list[str]) -> dict[str, int]:
 
 @given(names, knowns, st.floats(0.01, 1.0))
 def test_every_task_keeps_its_share_of_the_floor(ids, known, floor):
-    found = chances(places(ids), known, ["a", "b"], floor)
+    found = task_chances(places(ids), known, ["a", "b"], floor)
     assert found.sum() == pytest.approx(1.0)
     assert (found >= floor / len(ids) * (1 - 1e-9)).all()
 
@@ -69,7 +69,7 @@ def test_a_draw_takes_no_task_twice_and_is_the_same_again_from_a_checkpoint(ids,
 
 def test_a_task_is_drawn_by_its_expected_variance():
     known = {"flat": of(0.0), "even": of(0.25)}
-    flat, even, new = chances(places(["flat", "even", "new"]), known, ["a"], 0.0)
+    flat, even, new = task_chances(places(["flat", "even", "new"]), known, ["a"], 0.0)
     average = 0.125
     assert [flat / new, even / new] == pytest.approx(
         [PRIOR * average / (8 + PRIOR) / average, (8 * 0.25 + PRIOR * average) / (8 + PRIOR) / average]
@@ -77,14 +77,14 @@ def test_a_task_is_drawn_by_its_expected_variance():
 
 
 def test_nothing_known_or_nothing_ever_different_draws_evenly():
-    assert chances(places(["x", "y"]), {}, ["a"], 0.1).tolist() == [0.5, 0.5]
-    assert chances(places(["x", "y"]), {"x": of(0.0)}, ["a"], 0.1).tolist() == [0.5, 0.5]
+    assert task_chances(places(["x", "y"]), {}, ["a"], 0.1).tolist() == [0.5, 0.5]
+    assert task_chances(places(["x", "y"]), {"x": of(0.0)}, ["a"], 0.1).tolist() == [0.5, 0.5]
 
 
 def test_each_role_has_an_equal_share_also_one_that_seldom_acts():
     ids = [f"t{i}" for i in range(10)]
     known = {name: of(0.25) for name in ids[:9]} | {"t9": of(0.01, role="b")}
-    found = chances(places(ids), known, ["a", "b", "never"], 0.0)
+    found = task_chances(places(ids), known, ["a", "b", "never"], 0.0)
     assert found[9] > 0.3  # b knows this task alone, whatever the size of its rewards
     assert found[9] < 0.5
 

@@ -110,11 +110,11 @@ def shown_form(prompt: str) -> str | None:
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): ?['\"`]( [^\n.]{0,60})", prompt)
     for label, placeholder in dict.fromkeys(labels):
-        parts.append(f"{label}: {filled(label, placeholder)}")
+        parts.append(f"{label}: {fill_placeholder(label, placeholder)}")
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
         if contents or re.search(rf"<{tag}> tags?\b", prompt):
-            parts.append(f"<{tag}>{filled(tag, contents[-1] if contents else '')}</{tag}>")
+            parts.append(f"<{tag}>{fill_placeholder(tag, contents[-1] if contents else '')}</{tag}>")
     if fence := re.search(r"```(\w*)", prompt):
         code = typical_texts(fence[1]) or ["print(1)"]
         parts.append(f"```{fence[1]}\n{code[0]}\n```")
@@ -123,7 +123,7 @@ def shown_form(prompt: str) -> str | None:
     return "\n".join(parts) or None
 
 
-def filled(label: str, placeholder: str) -> str:
+def fill_placeholder(label: str, placeholder: str) -> str:
     """A text to write behind a label, from the placeholder that a prompt shows there: the upper bound of a range, the
     first of several options, 1 for a number, an example as it is, else a text that is typical for the label.
     """

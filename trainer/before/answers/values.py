@@ -88,7 +88,7 @@ class ValueDrawer:
             return None
         if "$ref" in schema:
             inner = replace(self, references=self.references | {schema["$ref"]})
-            return inner.value(resolve(schema["$ref"], self.root), path)
+            return inner.value(resolve_reference(schema["$ref"], self.root), path)
         if "const" in schema:
             return schema["const"]
         if schema.get("enum"):
@@ -219,7 +219,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def resolve(reference: str, root: Any) -> Any:
+def resolve_reference(reference: str, root: Any) -> Any:
     """The part of a schema that `#/$defs/Name` refers to; all of it for a reference to the whole."""
     target = root
     for part in reference.removeprefix("#").strip("/").split("/"):

@@ -38,7 +38,7 @@ from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
 from cotune.trainer.before.check.watch import watched
-from cotune.trainer.before.findings import Finding, blocking, named_roles, rewards_by_role, roles_of
+from cotune.trainer.before.findings import Finding, blocking_finding, named_roles, rewards_by_role, roles_of
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.policy import shared_tool_format
 from cotune.trainer.config.resolve import resolve_plan, resolve_policies
@@ -122,14 +122,14 @@ def check(
                 all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
                 policies = resolve_policies(config, all_roles, scored=able, workflow=flow.name)
         except ConfigError as error:
-            misfits = [blocking(error, "policies")]
+            misfits = [blocking_finding(error, "policies")]
         roles = list(roles_of(calls, policies, flow, able))
         trained = [role.role for role in roles if role.trained]
         plans = config.plans_of(plan, config.named_roles)
         groups, left_out = groups_of(store, runs, calls, trained, plan, plans, recipes)
 
         # 4. Findings: first the blocking ones, in the order of training.
-        errors = shared.faults(flow, [task.shown.outcome for task in ran], calls, local, plan, rare)
+        errors = shared.find_faults(flow, [task.shown.outcome for task in ran], calls, local, plan, rare)
         findings = [*own.fault_findings(errors, ran), *own.pair_findings(ran, store), *misfits]
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
         calls_of_policies = [call for call in calls if call.role in templates]

@@ -12,7 +12,7 @@ from cotune.integrations.models.chat.reply_grammar import unenforceable
 from cotune.integrations.models.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
 from cotune.records.images import holds_images, images_of
 from cotune.records.structs import CallRecord
-from cotune.runtime.user_code import origin, phrase
+from cotune.runtime.user_code import error_origin, error_phrase
 from cotune.sampling.request_params import function_of
 from cotune.storage.protocol import Store
 from cotune.tables import plural, snippet
@@ -20,7 +20,7 @@ from cotune.trainer.before.check.bases import CheckedBase
 from cotune.trainer.before.check.report import IdleCheck
 from cotune.trainer.before.check.runs import PAIRS, Run, TaskRuns
 from cotune.trainer.before.check.watch import Watch
-from cotune.trainer.before.findings import Finding, RoleCheck, blocking
+from cotune.trainer.before.findings import Finding, RoleCheck, blocking_finding
 
 NAME_THEM = "Name them with cotune.role(...), or set roles_by=caller (the calling function): docs/how-to/roles.md."
 DECIDE = (
@@ -58,7 +58,7 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
         may_be_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
         misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
         if misspelt or not (may_be_answers or (ended and may_be_scorer)):
-            yield blocking(fault)
+            yield blocking_finding(fault)
             continue
         text = shorten(fault.cause)
         remedy = DECIDE
@@ -162,7 +162,7 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     runs_of_error: dict[str, list[Run]] = {}
     for run in all_runs:
         if run.ended and run.calls:
-            for error_text in {f"{shorten(phrase(error))}{origin(error)}" for error in run.logged}:
+            for error_text in {f"{shorten(error_phrase(error))}{error_origin(error)}" for error in run.logged}:
                 runs_of_error.setdefault(error_text, []).append(run)
     for error_text, with_error in runs_of_error.items():
         text = f"swallowed in {len(with_error)} of {plural(len(all_runs), 'run')} by the application or its framework: "

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from cotune.recording.app_parts import Parts
 from cotune.recording.context import current_episode
-from cotune.runtime.user_code import is_library_file, place
+from cotune.runtime.user_code import is_library_file, thread_place
 
 _LOOKED_UP, _CONNECTED, _ASKED = _EVENTS = ("socket.getaddrinfo", "socket.connect", "builtins.input")
 
@@ -113,7 +113,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == _ASKED:  # Python's event of input(), with the prompt as its argument
         prompt = arguments[0]
         # Frame 0 is this hook, and frame 1 the code that called input().
-        where = place(sys._getframe(1)).partition(": ")[0]
+        where = thread_place(sys._getframe(1)).partition(": ")[0]
         where = "" if is_library_file(where) else f" at {where}"
         watch.asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){where}")
         return

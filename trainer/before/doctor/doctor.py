@@ -17,7 +17,7 @@ from cotune.integrations.models.devices import untried_gpu, unused_gpu
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.vllm.installed import build_of
 from cotune.tables import cells, grid, plural
-from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, nodes_of
+from cotune.trainer.before.doctor.machine import Machine, Node, examine_machine, gpu_of, nodes_of
 from cotune.trainer.before.doctor.memory import (
     ProcessMemory,
     learns_on_gpu,
@@ -31,11 +31,11 @@ from cotune.trainer.before.doctor.memory import (
 from cotune.trainer.before.doctor.step_time import (
     NoEstimateError,
     StepTime,
-    duration,
+    duration_text,
     estimate_step,
     render_step,
 )
-from cotune.trainer.before.findings import STYLES, Finding, blocking
+from cotune.trainer.before.findings import STYLES, Finding, blocking_finding
 from cotune.trainer.config.engine import engine_kind
 from cotune.trainer.run.division import Resources, describe_division, divide, resources_of, resources_of_cluster
 from cotune.trainer.run.engines import first_sets
@@ -86,7 +86,7 @@ def examine(
     The forecasts are for prompts of `prompt` tokens and episodes of `calls` calls (0: one for each role that `config`
     names), on a GPU of `gpu` GB if that is not None. `say` is called with what the doctor does next.
     """
-    machine = look(Path("runs"))
+    machine = examine_machine(Path("runs"))
     if gpu is not None:
         machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
     cluster = ClusterConfig()
@@ -99,11 +99,11 @@ def examine(
         if all(finding.level != "blocks" for finding in models):
             try:
                 nodes = _nodes(config.cluster.address, machine)
-                config, notes = divide(config, _resources(config, machine, nodes))
+                config, notes = divide(config, _usable_resources(config, machine, nodes))
                 divided.append(Finding("ok", "division", describe_division(config)))
                 divided += [Finding("warns", "division", note) for note in notes]
             except CotuneError as error:
-                divided.append(blocking(error, "division"))
+                divided.append(blocking_finding(error, "division"))
         cluster = config.cluster
         extra = engine_kind(config).extra
     findings = [*judge_machine(machine, cluster, extra), *models, *divided]
@@ -114,9 +114,9 @@ def examine(
         findings += [*judged, *judge_precision(config, machine)]
     if nodes and config is not None and cluster.on_ray:
         try:
-            findings += judge_placement(nodes, cluster, samplers=_samplers(config))
+            findings += judge_placement(nodes, cluster, samplers=_sampler_sets(config))
         except ConfigError as error:
-            findings.append(blocking(error, "engines"))
+            findings.append(blocking_finding(error, "engines"))
     return Report(machine, tuple(nodes) if cluster.on_ray else (), tuple(findings), forecast.memory, forecast.step)
 
 
@@ -129,18 +129,19 @@ def _judge_models(config: TrainConfig) -> Iterator[Finding]:
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             yield Finding("ok", about, f"{folder}, {size / 1e9:.2f} GB on disk")
         except CotuneError as error:
-            yield blocking(error, about)
+            yield blocking_finding(error, about)
 
 
 def _nodes(address: str, machine: Machine) -> list[Node]:
     """The machines that Ray would use: this one, or those of the cluster at `address`. Raises ConfigError."""
     if address in ("", NO_RAY, "local"):
-        cores, gpus = float(machine.cores), float(len(machine.gpus))
+        cores = float(machine.cores)
+        gpus = float(len(machine.gpus))
         return [Node(address="local", cpus=cores, gpus=gpus, free_cpus=cores, free_gpus=gpus)]
     return nodes_of(address) if "ray" in machine.versions else []
 
 
-def _resources(config: TrainConfig, machine: Machine, nodes: Sequence[Node]) -> Resources:
+def _usable_resources(config: TrainConfig, machine: Machine, nodes: Sequence[Node]) -> Resources:
     """What a run can use of this machine, or of the cluster that it names."""
     if config.cluster.address not in ("", NO_RAY, "local"):
         return resources_of_cluster(int(sum(node.gpus for node in nodes)))
@@ -154,7 +155,7 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
     yield Finding("ok", "python", f"{machine.python} on {machine.system}")
     yield Finding("ok", "processor", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
                   f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
-    yield from _packages(machine, cluster, extra)
+    yield from _package_findings(machine, cluster, extra)
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
             yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
@@ -164,25 +165,25 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
         unused = unused_gpu() if "torch" in machine.versions else ""
         text = "none that torch can use: everything runs on the CPU"
         yield Finding("warns", "GPU", text, unused) if unused else Finding("ok", "GPU", text)
-    yield _needed(
+    yield _resource_finding(
         "shared memory",
         f"{machine.shared_gb:.1f} GB free",
         not cluster.on_ray or machine.shared_gb >= _SHARED_GB,
         "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.",
     )
-    yield _needed(
+    yield _resource_finding(
         "disk for runs",
         f"{machine.disk_gb:.1f} GB free",
         machine.disk_gb >= _DISK_GB,
         "Free some, or write runs elsewhere with --out.",
     )
-    yield _needed(
+    yield _resource_finding(
         "temporary files",
         f"{machine.temporary_gb:.1f} GB free",
         machine.temporary_gb >= _DISK_GB,
         "Free some, or set TMPDIR.",
     )
-    yield _needed(
+    yield _resource_finding(
         "open files",
         f"limit {machine.open_files}",
         machine.open_files >= _FILES,
@@ -194,7 +195,7 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
         yield Finding("ok", "ports", "can be opened on 127.0.0.1")
 
 
-def _needed(about: str, text: str, enough: bool, remedy: str) -> Finding:
+def _resource_finding(about: str, text: str, enough: bool, remedy: str) -> Finding:
     return Finding("ok", about, text) if enough else Finding("warns", about, text, remedy)
 
 
@@ -230,7 +231,7 @@ def judge_forecast(
     except NoEstimateError as reason:
         return Forecast(plan), [memory, Finding("ok", "time", f"no seconds can be estimated: {reason}")]
     text = (
-        f"estimated: {duration(step.seconds)} for a step, {duration(step.steps * step.seconds)} for the "
+        f"estimated: {duration_text(step.seconds)} for a step, {duration_text(step.steps * step.seconds)} for the "
         f"{plural(step.steps, 'step')} of the run ({step.basis})"
     )
     return Forecast(plan, step), [memory, Finding("ok", "time", text)]
@@ -267,10 +268,10 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
     if local and cores_needed > cores_free:
         text = f"{sum(d.count for d in demands)} processes ask for {cores_needed:g} cores and share {cores_free:g}"
         yield Finding("warns", "placement", text, "Slower, not wrong: ask for fewer processes where speed matters.")
-    # Cores and GPUs of each machine, from which `_place` takes. Local processes share cores, so these never run out.
+    # Cores and GPUs of each machine; `_place_demand` reduces them. Local processes share cores, so cores never run out.
     free_resources = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
     for demand in sorted(demands, key=lambda d: -d.gpus):
-        n_placed = sum(_place(demand, free_resources) for _ in range(demand.count))
+        n_placed = sum(_place_demand(demand, free_resources) for _ in range(demand.count))
         gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
         text = f"{demand.count} x {demand.part} with {CPUS:g} core{gpus}"
         if n_placed == demand.count:
@@ -297,20 +298,20 @@ def render(report: Report) -> Group:
     return Group(*parts)
 
 
-def _samplers(config: TrainConfig) -> int:
+def _sampler_sets(config: TrainConfig) -> int:
     """Sets of engines: one for each base model, and in vLLM for each policy of full weights."""
     sets = first_sets(config)
     return trained_policies(config, config.specs) if sets[0].weights == "full" and not config.policy else len(sets)
 
 
-def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
+def _package_findings(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
     """Yield a finding for each installed package whose version matters, and for each missing package that the run
     needs. `extra` is the extra of the engine, or empty."""
     for name, installed_version in machine.versions.items():
-        refused = versions.refusal(name, installed_version)
+        refused = versions.version_refusal(name, installed_version)
         if refused:
-            yield blocking(refused, name)
-        elif name in versions.SUPPORTED and versions.untested(name, installed_version):
+            yield blocking_finding(refused, name)
+        elif name in versions.SUPPORTED and versions.is_untested(name, installed_version):
             tested = versions.SUPPORTED[name]
             yield Finding(
                 "warns", name, f"{installed_version}, tested is {tested}", "If it fails, install a tested version."
@@ -326,7 +327,7 @@ def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[
             yield Finding("blocks", name, "not installed", install_extra(extra))
 
 
-def _place(demand: Demand, rooms: list[list[float]]) -> bool:
+def _place_demand(demand: Demand, rooms: list[list[float]]) -> bool:
     for room in rooms:
         if room[0] >= CPUS and room[1] >= demand.gpus:
             room[0] -= CPUS

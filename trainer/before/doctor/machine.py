@@ -18,12 +18,13 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.memory import machine_memory
-from cotune.integrations.versions import installed
+from cotune.integrations.versions import versions_of_installed
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
 
 
-LEAST_GB, MOST_GB = 1.0, 1024.0
+LEAST_GB = 1.0
+MOST_GB = 1024.0
 """Bounds of the size of a GPU that somebody may ask about."""
 FREE = 0.97
 """Of a GPU's nominal memory, what is free where nothing runs on it."""
@@ -68,7 +69,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Why no port could be opened on 127.0.0.1; empty where one could."""
 
 
-def look(runs: Path) -> Machine:
+def examine_machine(runs: Path) -> Machine:
     """Look at this machine; `runs` is where a run would be written."""
     free, total = (size / 2**30 for size in machine_memory())
     return Machine(
@@ -77,12 +78,12 @@ def look(runs: Path) -> Machine:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_gb=total,
         free_memory_gb=free,
-        shared_gb=_free(Path("/dev/shm")),
-        disk_gb=_free(runs),
-        temporary_gb=_free(Path(tempfile.gettempdir())),
+        shared_gb=_free_disk_gb(Path("/dev/shm")),
+        disk_gb=_free_disk_gb(runs),
+        temporary_gb=_free_disk_gb(Path(tempfile.gettempdir())),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
-        versions=installed(("cotune", *PACKAGES)),
+        versions=versions_of_installed(("cotune", *PACKAGES)),
         bfloat16=_bfloat16(),
         loopback=_loopback(),
     )
@@ -113,7 +114,7 @@ def nodes_of(address: str) -> list[Node]:
         ]
 
 
-def _free(path: Path) -> float:
+def _free_disk_gb(path: Path) -> float:
     """Free space in GB of the file system that `path` is on, or will be."""
     while not path.exists() and path != path.parent:
         path = path.parent

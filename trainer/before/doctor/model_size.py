@@ -78,10 +78,12 @@ def measure_folder(
     in `measure`. Raises ConfigError."""
     from transformers import AutoConfig
 
-    from cotune.integrations.models.folder.folder import loading, reading
+    from cotune.integrations.models.folder.folder import errors_of_model, loading_options
 
-    with reading(folder):
-        return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype, joined=joined, device=device)
+    with errors_of_model(folder):
+        return measure(
+            AutoConfig.from_pretrained(folder, **loading_options()), lora, dtype, joined=joined, device=device
+        )
 
 
 def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu") -> ModelSize:
@@ -138,7 +140,8 @@ class EmptyPolicy:
         self.mode = mode
         self.parameters = parameters
         self.adapter = adapter
-        self._layers, self._copies = layers, copies
+        self._layers = layers
+        self._copies = copies
         self._adapted = [] if copies is None else list(copies.layers)
 
     def kept_bytes(self, *, checkpointed: bool) -> KeptBytes:
@@ -234,7 +237,7 @@ def empty_policy(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cotune.config.learner import LearnerSettings
-    from cotune.integrations.models.folder.folder import loading
+    from cotune.integrations.models.folder.folder import loading_options
     from cotune.integrations.models.folder.kinds import auto_class
     from cotune.trainer.learner.load import add_adapter
     from cotune.trainer.learner.logprob_model import LogprobModel
@@ -252,14 +255,14 @@ def empty_policy(
     held = getattr(torch, loaded) if lora else torch.float32
     config = deepcopy(config)  # it is told of the attention that the network gets
     with torch.device("meta"):
-        network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
+        network = auto_class(config).from_config(config, dtype=held, **loading_options()).eval()
     parameters = sum(p.numel() for p in network.parameters())
     layers = RepeatedLayers(network, whole=whole)
     spec = PolicySpec(name="policy", kind="lora" if lora else "full", lora=lora or LoraSpec())
     adapted = add_adapter(network, spec, "policy") if lora else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        _fill(network)
+        _use_fake_cpu_tensors(network)
         logprob_model = LogprobModel(network, msgspec.convert({"dtype": loaded}, WithoutTrial))
         logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
         copies = compute_joined(logprob_model, dtype) if joined else None
@@ -296,7 +299,7 @@ def _image_factor(sight: Any) -> float:
     return PIXELS + (2 * width + 3 * inner) / (3 * patch**2 * frames)
 
 
-def _fill(network: Any) -> None:
+def _use_fake_cpu_tensors(network: Any) -> None:
     """Replace the tensors of a network on the meta device with tensors of the CPU, still without storage (fake
     tensors). Tied weights remain tied.
     """

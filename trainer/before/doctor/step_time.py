@@ -73,7 +73,7 @@ def estimate_step(
     `bases` and `plan` are those of its forecast of memory. All answers have the most tokens that they may have. Raises
     NoEstimateError.
     """
-    obstacle = _obstacle(config)
+    obstacle = _estimate_obstacle(config)
     if obstacle:
         raise NoEstimateError(obstacle)
     sampling_rates, learning_rates = _find_rates(config, machine, max(size.parameters for size, _ in bases.values()))
@@ -117,7 +117,7 @@ def count_calls(config: TrainConfig) -> int:
     return max(1, len(roles))
 
 
-def _obstacle(config: TrainConfig) -> str:
+def _estimate_obstacle(config: TrainConfig) -> str:
     """Why no seconds can be estimated for any machine; empty if they can."""
     if config.from_records:
         return f"recipe {config.recipe} trains on records, whose lengths are not known here"
@@ -280,7 +280,7 @@ def _layer_parameters(size: ModelSize) -> int:
     return size.parameters - (size.head if size.tied else 2 * size.head)
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Seconds as a reader says them, with two digits."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * length:

@@ -25,20 +25,20 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
     weights, and sends them one tensor after the other. If `load` fails on any rank, all ranks raise its error.
     """
     is_source = dist.get_rank() == 0
-    models = _together(lambda: load(not is_source))
+    models = _on_all_ranks(lambda: load(not is_source))
     layouts: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(layouts, _layout(models))
+    dist.all_gather_object(layouts, _state_layout(models))
     if any(layout != layouts[0] for layout in layouts):
         # Some models keep a few layers in another precision than asked for, which only shows when they are read.
-        models = _together(lambda: models if is_source else load(False))
+        models = _on_all_ranks(lambda: models if is_source else load(False))
 
     _share_attention(models)
     weights = _take_tensors(models)
     divide(models.values())
-    for module in _modules(models):
+    for module in _distinct_networks(models):
         module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     with torch.no_grad():
-        for name, target in _tensors(models):
+        for name, target in _named_tensors(models):
             if is_source:
                 whole = weights.pop(name).to(device)
             else:
@@ -48,7 +48,7 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
     return models
 
 
-def _together(work: Callable[[], Models]) -> Models:
+def _on_all_ranks(work: Callable[[], Models]) -> Models:
     """Return the result of `work` on this rank. If it fails on any rank, all ranks raise its error, so that none waits
     forever."""
     models: Models = {}
@@ -67,16 +67,17 @@ def _together(work: Callable[[], Models]) -> Models:
 
 def _share_attention(models: Models) -> None:
     """Give all ranks the attention that rank 0 has tried with real weights."""
-    modules = _modules(models)
+    modules = _distinct_networks(models)
     tried: list[Any] = [(m.shares, m._flex, m.network.config._attn_implementation) for m in modules]
     dist.broadcast_object_list(tried, 0)
     for module, (shares, flex, attention) in zip(modules, tried, strict=True):
-        module.shares, module._flex = shares, flex
+        module.shares = shares
+        module._flex = flex
         if module.network.config._attn_implementation != attention:
             module.network.set_attn_implementation(attention)
 
 
-def _modules(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
+def _distinct_networks(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
     """The networks of all policies, each once."""
     modules: dict[int, LogprobModel] = {}
     for policy in models.values():
@@ -86,20 +87,20 @@ def _modules(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
     return list(modules.values())
 
 
-def _tensors(models: Mapping[str, PolicyModel]) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(models: Mapping[str, PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, in the same order on all ranks; one that several modules share once."""
-    for number, module in enumerate(_modules(models)):
+    for number, module in enumerate(_distinct_networks(models)):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             yield f"{number}.{name}", tensor
 
 
-def _layout(models: Mapping[str, PolicyModel]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(models)]
+def _state_layout(models: Mapping[str, PolicyModel]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _named_tensors(models)]
 
 
 def _take_tensors(models: Mapping[str, PolicyModel]) -> dict[str, Tensor]:
     """Take parameters and buffers out of the models, which keep empty ones on the meta device, shared as before."""
-    taken = {name: tensor.detach() for name, tensor in _tensors(models)}
+    taken = {name: tensor.detach() for name, tensor in _named_tensors(models)}
     empty: dict[int, Tensor] = {}
 
     def emptied(tensor: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def _take_tensors(models: Mapping[str, PolicyModel]) -> dict[str, Tensor]:
             empty[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
         return empty[id(tensor)]
 
-    for module in _modules(models):
+    for module in _distinct_networks(models):
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
                 for name, tensor in tensors.items():

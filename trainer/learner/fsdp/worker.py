@@ -56,24 +56,24 @@ class TorchProcessGroup:
         return values
 
 
-def shard(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None:
+def shard_policies(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None:
     """Divide every network of the policies over `mesh`, layer by layer, and move the parts to its device.
 
     Gradients are summed over ranks, in fp32. With `dtype` other than float32 weights are gathered in it.
     """
     models = {id(m): m for policy in policies for m in (policy.logprob_model, policy.frozen_copy) if m is not None}
     for model in models.values():
-        _shard(model, mesh, dtype)
+        _shard_network(model, mesh, dtype)
 
 
-def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
+def _shard_network(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     """Divide one network over `mesh`, layer by layer and then the remainder, with sums of gradients over ranks."""
     precision = MixedPrecisionPolicy()
     if dtype != "float32":
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     model.fuse_layers(torch.device(mesh.device_type))
     # Layers before the whole model: FSDP gives each call the tensors that no earlier call has taken.
-    for layer in _layers(model.network):
+    for layer in _repeated_blocks(model.network):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     register_fsdp_forward_method(model, "states")
@@ -87,7 +87,7 @@ def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     model.sharded = True
 
 
-def _layers(network: Any) -> list[Any]:
+def _repeated_blocks(network: Any) -> list[Any]:
     """Return the repeated blocks of a transformer. If it does not name them, all its weights are one group.
 
     A transformer with images is one group too: ranks may need different numbers of passes over images of different
@@ -146,7 +146,7 @@ class FsdpWorker:
             )
 
         mesh = init_device_mesh(self._device, (self._size,))
-        opened = open_divided(load, lambda models: shard(models, mesh, settings.precision), self._device)
+        opened = open_divided(load, lambda models: shard_policies(models, mesh, settings.precision), self._device)
         use_threads_for(opened, settings)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from cotune.errors import ConfigError, expected, field_and_fault
+from cotune.errors import ConfigError, expectation_clause, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from tests.core.algorithms.oracle.published import METHODS, PUBLISHED
 from tests.core.algorithms.oracle.recipes import PROMPT_KEY, USUAL, Attribution, Filters, LossSpec, Recipe, Shaping
@@ -115,5 +115,9 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
         path, message = field_and_fault(error)
         field = re.split(r"\W", path)[0]
         options = get_args(get_type_hints(type(struct)).get(field))
-        fault = f"is not one of {', '.join(options)}" if options and isinstance(options[0], str) else expected(message)
+        fault = (
+            f"is not one of {', '.join(options)}"
+            if options and isinstance(options[0], str)
+            else expectation_clause(message)
+        )
         raise ConfigError(field, fields.get(field), fault) from None

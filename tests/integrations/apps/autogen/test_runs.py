@@ -21,7 +21,7 @@ import cotune
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.errors import WorkflowError
 from cotune.integrations.apps.activation import activate
-from cotune.integrations.apps.autogen.copies import fresh
+from cotune.integrations.apps.autogen.copies import copy_application
 from cotune.recording.recorder import LiveCall
 from cotune.records.plans import Plan
 from cotune.records.structs import Message, RewardRecord, Task
@@ -153,14 +153,14 @@ def test_episodes_of_a_run_that_share_an_agent_are_told(nowhere: None):
 def test_a_team_that_cannot_be_copied_says_so(nowhere: None):
     keeps = agent("a")
     with Path(__file__).open() as keeps.opened, pytest.raises(WorkflowError, match="TextIOWrapper cannot be copied"):
-        fresh(keeps)
+        copy_application(keeps)
 
 
 def test_a_copy_shares_clients_and_nothing_else():
     model = autogen_client(api_key="k")
     first = AssistantAgent("a", model, tools=[print_it], memory=[ListMemory()])
     team = RoundRobinGroupChat([first, AssistantAgent("b", model)], max_turns=2)
-    again = fresh(team)
+    again = copy_application(team)
     mine = again._participants[0]
     assert mine._model_client is model
     assert mine is not first and mine._memory[0] is not first._memory[0]

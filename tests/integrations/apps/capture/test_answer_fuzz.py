@@ -30,7 +30,7 @@ from cotune.episodes.workflows import workflow_of
 from cotune.integrations.apps.autogen import messages as autogen_messages
 from cotune.integrations.apps.crewai import messages as crewai_values
 from cotune.integrations.apps.openai.completions import to_stream
-from cotune.integrations.apps.openai.forms import FORMS, finish
+from cotune.integrations.apps.openai.forms import FORMS, end_with_body
 from cotune.integrations.apps.openai.response_body import to_events
 from cotune.integrations.exchange.otel.exporter import export_file
 from cotune.integrations.exchange.otel.spans import Detail
@@ -180,7 +180,7 @@ def test_as_bodies(records: Readable, count: int) -> None:
         form, streamed = rng.choice(FORMS), rng.random() < 0.5
         call = open_call(lambda: {"messages": [{"role": "user", "content": "x"}], "stream": streamed})
         assert call is not None
-        if not finish(call, form, {}, answers(rng, form.name, streamed), streamed):
+        if not end_with_body(call, form, {}, answers(rng, form.name, streamed), streamed):
             call.fail("malformed", "cut short")
 
     for _ in range(count):

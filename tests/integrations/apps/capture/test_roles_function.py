@@ -215,7 +215,7 @@ def test_what_is_not_there_is_refused_by_name(spec: str) -> None:
 
 
 def test_a_call_costs_no_walk_when_no_function_is_given(nowhere, record: Recorded, monkeypatch) -> None:
-    monkeypatch.setattr("cotune.recording.recorder.named", None)
+    monkeypatch.setattr("cotune.recording.recorder.context_of_role", None)
     monkeypatch.setattr("cotune.runtime.callers.functions_around", None)
     record(lambda task: float(bool(ask("one"))), lambda call: "done")
     assert record.roles == ["app"]

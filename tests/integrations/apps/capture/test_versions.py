@@ -16,7 +16,14 @@ from cotune.errors import CotuneError
 from cotune.integrations import versions
 from cotune.integrations.apps import activation
 from cotune.integrations.apps.activation import INTEGRATIONS
-from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, VersionRange, installed, require, untested
+from cotune.integrations.versions import (
+    SUPPORTED,
+    UnsupportedVersion,
+    VersionRange,
+    is_untested,
+    require_version,
+    versions_of_installed,
+)
 from cotune.runtime import warn_once
 from tests.integrations.recorded import Recorded
 
@@ -24,8 +31,8 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_the_installed_versions_are_supported():
-    assert require("openai").startswith("2.")
-    assert require("langgraph").startswith("1.")
+    assert require_version("openai").startswith("2.")
+    assert require_version("langgraph").startswith("1.")
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def test_an_older_version_is_refused_by_name_range_and_remedy(
     monkeypatch.setenv("COTUNE_UNTESTED", "1")
     openai_version(older)
     with pytest.raises(UnsupportedVersion) as error:
-        require("openai")
+        require_version("openai")
     assert str(error.value) == (
         f"openai {older} cannot be recorded: tested is 2.45 to 3.57.x. "
         "Install a supported version: pip install 'openai>=2.45,<4'."
@@ -60,9 +67,9 @@ def test_a_newer_major_version_is_refused_unless_it_is_allowed(
 ):
     openai_version(newer)
     with pytest.raises(UnsupportedVersion, match="or try this one with COTUNE_UNTESTED=1"):
-        require("openai")
+        require_version("openai")
     monkeypatch.setenv("COTUNE_UNTESTED", "1")
-    assert require("openai") == newer
+    assert require_version("openai") == newer
     assert f"openai {newer} is newer than the versions that cotune is tested with (2.45 to 3.57.x)" in caplog.text
 
 
@@ -71,7 +78,7 @@ def test_a_tested_version_passes_without_a_word(
     tested: str, openai_version: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ):
     openai_version(tested)
-    assert require("openai") == tested
+    assert require_version("openai") == tested
     assert caplog.text == ""
 
 
@@ -80,13 +87,13 @@ def test_a_newer_version_is_used_with_one_warning(
     newer: str, openai_version: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ):
     openai_version(newer)
-    assert require("openai") == require("openai") == newer
+    assert require_version("openai") == require_version("openai") == newer
     (warning,) = caplog.messages
     assert warning.startswith(f"openai {newer} is newer than the versions that cotune is tested with (2.45 to 3.57.x).")
 
 
 def test_the_installed_versions_are_not_newer_than_the_tested_ones():
-    assert [name for name, found in installed(SUPPORTED).items() if untested(name, found)] == []
+    assert [name for name, found in versions_of_installed(SUPPORTED).items() if is_untested(name, found)] == []
 
 
 def test_an_episode_fails_when_a_loaded_framework_cannot_be_recorded(record: Recorded, monkeypatch: pytest.MonkeyPatch):

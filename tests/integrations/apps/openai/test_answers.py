@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cotune.integrations.apps.openai.forms import FORMS, finish, part_of
+from cotune.integrations.apps.openai.forms import FORMS, end_with_body, part_of
 from cotune.recording.model_calls import open_call
 from tests.integrations.provider import completion, event
 from tests.integrations.recorded import Recorded
@@ -35,7 +35,7 @@ def test_a_body_ends_the_call_unless_it_is_cut_short(form, raw, streamed, ends, 
 
     def run(task):
         call = open_call(lambda: {"messages": [{"role": "user", "content": "x"}], "stream": streamed})
-        assert finish(call, form, {}, raw, streamed) is (ends is not None)
+        assert end_with_body(call, form, {}, raw, streamed) is (ends is not None)
         assert call.ended is (ends is not None)
         return 1
 

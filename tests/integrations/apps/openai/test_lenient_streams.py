@@ -12,7 +12,7 @@ from cotune.integrations.apps.anthropic.messages import MESSAGES
 from cotune.integrations.apps.anthropic.messages import answer_of as answer_of_message
 from cotune.integrations.apps.openai.completions import answer_of as answer_of_completion
 from cotune.integrations.apps.openai.completions import events
-from cotune.integrations.apps.openai.forms import CHAT, RESPONSES, body_of_stream, finish
+from cotune.integrations.apps.openai.forms import CHAT, RESPONSES, body_of_stream, end_with_body
 from cotune.integrations.apps.openai.response_body import answer_of, to_events
 from cotune.recording.model_calls import open_call
 from tests.integrations.apps.openai.test_responses import create
@@ -142,7 +142,7 @@ def test_json_that_only_python_reads_is_recorded(raw: bytes, text: str) -> None:
 
     def run(task: Any) -> int:
         call = open_call(lambda: {"messages": [{"role": "user", "content": "x"}], "stream": True})
-        assert finish(call, CHAT, {}, raw, True)
+        assert end_with_body(call, CHAT, {}, raw, True)
         return 1
 
     record(run)
@@ -157,7 +157,7 @@ def test_a_body_that_ends_with_half_of_a_pair_is_not_cut_short() -> None:
 
     def run(task: Any) -> int:
         call = open_call(lambda: {"messages": [{"role": "user", "content": "x"}]})
-        assert finish(call, CHAT, {}, raw, False)
+        assert end_with_body(call, CHAT, {}, raw, False)
         return 1
 
     record(run)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cotune
-from cotune.integrations.apps.openai.splice import spliced
+from cotune.integrations.apps.openai.splice import replace_values
 from tests.integrations.edits import part, prompts
 from tests.integrations.provider import completion
 
@@ -36,7 +36,7 @@ def test_one_value_is_replaced_and_the_rest_stays(other: Any, old: str, new: str
     except (msgspec.DecodeError, UnicodeDecodeError):  # a half of a character, which no client sends
         return
     changed = {**read, "messages": [{"content": [read["messages"][0]["content"][0], new]}, read["messages"][1]]}
-    found = spliced(raw, read, changed)
+    found = replace_values(raw, read, changed)
     assert msgspec.json.decode(found) == changed
     if new == old:
         assert found is raw
@@ -51,8 +51,8 @@ def test_one_value_is_replaced_and_the_rest_stays(other: Any, old: str, new: str
 
 def test_a_value_of_another_shape() -> None:
     raw = b'{ "a" : [1, {"b": 2.50}],\n"c": "x" }'
-    assert spliced(raw, {"a": [1, {"b": 2.5}], "c": "x"}, {"a": [1], "c": "x"}) == b'{ "a" : [1],\n"c": "x" }'
-    assert spliced(b'{"a": 1}', {"a": 1}, {"a": 1, "b": 2}) == b'{"a":1,"b":2}'
+    assert replace_values(raw, {"a": [1, {"b": 2.5}], "c": "x"}, {"a": [1], "c": "x"}) == b'{ "a" : [1],\n"c": "x" }'
+    assert replace_values(b'{"a": 1}', {"a": 1}, {"a": 1, "b": 2}) == b'{"a":1,"b":2}'
 
 
 ODD = [

@@ -72,7 +72,7 @@ def waits_of_steps(model: Any, steps: int) -> list[str]:
     """Where the host waits for the GPU in so many decode steps of six rows with two adapters and the base."""
     engine = load(ModelSource(model, None, None, 1, 1024, 1 << 22, None, (), 0), lambda answers: None)
     batch = engine._base
-    kinds = [engine._open(PolicyRef("a", version), adapter(), LoraSpec(rank=4))[1] for version in (1, 2)]
+    kinds = [engine._place_weights(PolicyRef("a", version), adapter(), LoraSpec(rank=4))[1] for version in (1, 2)]
     how = SamplingParams(max_tokens=40)
     batch.admit([Job(i, (5, 6, 7 + i), 2, how, kind, 40, i) for i, kind in enumerate([-1, *kinds])])
     batch.step()  # the random numbers of these steps go to the device with the first

@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.transformers.prefill import WORTH, joined, like_lengths, stems
+from cotune.integrations.models.transformers.prefill import (
+    LEAST_SAVED_TOKENS,
+    find_shared_stems,
+    group_by_length,
+    join_states,
+)
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
@@ -45,7 +50,7 @@ def test_a_match_is_the_longest_known_beginning_within_the_bound(requests: list[
         assert whole.length == max((end for end in range(len(ids)) if (key, ids[:end]) in known), default=0)
         for prefix in (found, whole):
             if prefix.length:
-                for part, expected in zip(joined([prefix], [prefix.length]), states(ids), strict=True):
+                for part, expected in zip(join_states([prefix], [prefix.length]), states(ids), strict=True):
                     torch.testing.assert_close(part[0], expected[:, : prefix.length])
         for one in (cache, roomy):
             put(one, key, ids)
@@ -70,29 +75,29 @@ def test_the_one_used_longest_ago_goes_first() -> None:
 
 
 def test_prompts_with_much_to_compute_go_apart_from_those_with_little() -> None:
-    assert like_lengths([900, 1, 30, 34, 35, 102, 103]) == [[1, 2, 3], [4, 5], [6], [0]]
+    assert group_by_length([900, 1, 30, 34, 35, 102, 103]) == [[1, 2, 3], [4, 5], [6], [0]]
 
 
 @given(st.lists(IDS.map(lambda ids: ids * 30), min_size=1, max_size=12, unique=True))
 def test_stems_are_begun_with_by_several_and_worth_it(prompts: list[tuple[int, ...]]) -> None:
-    found = stems(prompts, [0] * len(prompts))
+    found = find_shared_stems(prompts, [0] * len(prompts))
     taken = [[ids for ids in prompts if ids[: len(stem)] == stem] for stem in found]
     for stem, members in zip(found, taken, strict=True):
-        assert len(members) > 1 and (len(members) - 1) * len(stem) >= WORTH
+        assert len(members) > 1 and (len(members) - 1) * len(stem) >= LEAST_SAVED_TOKENS
         assert not any(other[: len(stem)] == stem for other in found if other is not stem)
     rest = [ids for ids in prompts if not any(ids in members for members in taken)]
     for one in rest:
         for other in rest:
             alike = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-            assert one == other or min(alike, len(other)) < WORTH
+            assert one == other or min(alike, len(other)) < LEAST_SAVED_TOKENS
 
 
 def test_what_is_known_is_no_stem_and_what_fewer_share_comes_next() -> None:
     system, task = tuple(range(100)), tuple(range(200, 500))
     prompts = [(*system, *task, 1), (*system, *task, 2), *((*system, number) for number in range(600, 604))]
-    assert stems(prompts, [0] * 6) == [system]
-    assert stems(prompts, [100] * 6) == [(*system, *task)]
-    assert stems(prompts, [400, 400, 100, 100, 100, 100]) == []
+    assert find_shared_stems(prompts, [0] * 6) == [system]
+    assert find_shared_stems(prompts, [100] * 6) == [(*system, *task)]
+    assert find_shared_stems(prompts, [400, 400, 100, 100, 100, 100]) == []
 
 
 @pytest.mark.parametrize("room", [None, 150_000])

@@ -35,7 +35,7 @@ def test_a_sum_that_is_rounded_up_where_nothing_weighs_is_not_drawn(monkeypatch:
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda weight, dim: sums.clone())
     weight = torch.tensor([[0.25, 0.0, 0.0, 0.5, 0.25, 0.0]])
     for threshold in (0.0, 0.2, 0.25, 0.25 + 2**-25, 0.5, 0.75, 0.9, 1.0):
-        column, _ = draw._search(weight, torch.tensor([[threshold]], dtype=torch.float32))
+        column, _ = draw._find_column(weight, torch.tensor([[threshold]], dtype=torch.float32))
         assert weight[0, column.item()] > 0, threshold
 
 
@@ -77,4 +77,4 @@ def test_a_gpu_that_is_not_there_is_an_error_of_the_configuration() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=r"device = 'cuda' is not a torch device of this machine"):
-        engine._moved(torch.nn.Linear(1, 1), "cuda")
+        engine._move_to_device(torch.nn.Linear(1, 1), "cuda")

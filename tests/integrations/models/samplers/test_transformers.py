@@ -25,8 +25,8 @@ from cotune.integrations.models.transformers import attention
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
-from cotune.integrations.models.transformers.draw import RowParams, draw, streams, truncate, uniforms
-from cotune.integrations.models.transformers.rows import Job, arrange
+from cotune.integrations.models.transformers.draw import RowParams, draw, random_streams, truncate, uniforms
+from cotune.integrations.models.transformers.rows import Job, arrange_rows
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -323,7 +323,7 @@ def test_rows_are_arranged_by_kind_without_gaps_and_few_move(rows: list[tuple[in
     rows.sort(key=lambda row: row[0])
     live = np.flatnonzero([alive for _, alive in rows])
     live_kinds = np.array([rows[i][0] for i in live], np.int64)
-    to, at = arrange(live, live_kinds, np.array(new, np.int64))
+    to, at = arrange_rows(live, live_kinds, np.array(new, np.int64))
     layout = dict(zip([*to, *at], [*live_kinds, *new], strict=True))
     assert sorted(layout) == list(range(len(live) + len(new)))
     assert [layout[i] for i in sorted(layout)] == sorted(layout.values())
@@ -386,10 +386,10 @@ def test_a_temperature_close_to_zero_draws_the_likeliest_token(qwen: Any) -> Non
 
 
 def test_random_numbers_depend_on_seed_candidate_and_position_only() -> None:
-    first, second = streams(7, 3), streams(7, 5)
+    first, second = random_streams(7, 3), random_streams(7, 5)
     assert (first == second[:3]).all()
-    assert len({int(s) for seed in range(50) for s in streams(seed, 8)}) == 400
-    u = np.concatenate([uniforms(streams(seed, 100), np.full(100, p)) for seed in range(20) for p in range(10)])
+    assert len({int(s) for seed in range(50) for s in random_streams(seed, 8)}) == 400
+    u = np.concatenate([uniforms(random_streams(seed, 100), np.full(100, p)) for seed in range(20) for p in range(10)])
     assert u.min() >= 0.0
     assert u.max() < 1.0
     assert abs(u.mean() - 0.5) < 0.01

@@ -19,7 +19,7 @@ from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations import versions
 from cotune.integrations.cluster.sampler import RaySampler
 from cotune.integrations.models.vllm.adapters import SHARED_MEMORY, SharedFolders
-from cotune.integrations.models.vllm.engine import VllmSampler, slots
+from cotune.integrations.models.vllm.engine import VllmSampler, adapter_slots
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records.policies import LoraSpec
@@ -167,8 +167,8 @@ def test_a_full_engine_refuses_by_name_and_waits_for_a_version_that_drains(
 
     async def scenario() -> None:
         refs: list[PolicyRef] = []
-        with pytest.raises(RequestRefused, match=rf"room for {slots(3, 1)} adapters, and serves .*many@1"):
-            for version in range(1, slots(3, 1) + 2):
+        with pytest.raises(RequestRefused, match=rf"room for {adapter_slots(3, 1)} adapters, and serves .*many@1"):
+            for version in range(1, adapter_slots(3, 1) + 2):
                 await vllm_in_ray.publish(PolicyRef("many", version), weights, LORA)
                 refs.append(PolicyRef("many", version))
         running = asyncio.create_task(vllm_in_ray.sample(PROMPTS[0], 4, params(max_tokens=200), refs[0]))
@@ -188,7 +188,7 @@ def test_the_base_is_the_base_beside_adapters_in_a_full_engine(
     engine: str, roles: Reference, request: pytest.FixtureRequest
 ) -> None:
     sampler: Sampler = request.getfixturevalue(engine)
-    many = [PolicyRef("filling", version) for version in range(1, slots(3, 1) + 1)]
+    many = [PolicyRef("filling", version) for version in range(1, adapter_slots(3, 1) + 1)]
 
     async def scenario() -> Any:
         for ref in many:

@@ -19,7 +19,7 @@ from cotune.config.cluster import ClusterConfig, DividedCluster
 from cotune.errors import ConfigError
 from cotune.runtime import warn_once
 from cotune.trainer.before.doctor.doctor import (
-    _samplers,
+    _sampler_sets,
     examine,
     judge_machine,
     judge_placement,
@@ -170,8 +170,8 @@ def test_policies_of_full_weights_count_engines_of_their_own() -> None:
     config = convert(
         {"model": "m", "policy": [*full, frozen], "engine": "vllm", "cluster": {"engines": 1, "gpus_per_engine": 1}}
     )
-    assert blocking(judge_placement([node(8, 2)], config.cluster, samplers=_samplers(config)))
-    assert not blocking(judge_placement([node(8, 3)], config.cluster, samplers=_samplers(config)))
+    assert blocking(judge_placement([node(8, 2)], config.cluster, samplers=_sampler_sets(config)))
+    assert not blocking(judge_placement([node(8, 3)], config.cluster, samplers=_sampler_sets(config)))
 
 
 def test_more_processes_than_cores_warns_on_a_local_ray() -> None:

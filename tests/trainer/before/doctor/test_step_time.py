@@ -18,7 +18,7 @@ from cotune.trainer.before.doctor.step_time import (
     Rates,
     StepTime,
     count_calls,
-    duration,
+    duration_text,
     estimate_step,
     measure_cpu,
 )
@@ -134,7 +134,9 @@ def test_the_doctor_says_that_seconds_are_estimated_and_from_what(tiny_base: Any
     forecast, findings = judge_forecast(config, on_gpu(), 100)
     assert forecast.step is not None
     seconds = forecast.step.seconds
-    assert findings[1].text.startswith(f"estimated: {duration(seconds)} for a step, {duration(3 * seconds)} for the 3 ")
+    assert findings[1].text.startswith(
+        f"estimated: {duration_text(seconds)} for a step, {duration_text(3 * seconds)} for the 3 "
+    )
     assert "2 calls a task" in findings[1].text and "not measured" in findings[1].text
     _, findings = judge_forecast(config, on_gpu(), 100, calls=5)
     assert "5 calls a task" in findings[1].text
@@ -150,4 +152,4 @@ def test_an_episode_has_a_call_for_each_role_that_is_named() -> None:
     [(0.31, "0.31 s"), (41.2, "41 s"), (89.0, "89 s"), (300.0, "5 min"), (17_000.0, "4.7 h"), (1e6, "12 days")],
 )
 def test_durations_are_said_with_two_digits(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert duration_text(seconds) == text
