@@ -16,7 +16,7 @@ from cotune.config.rollouts import SamplingConfig
 from cotune.config.train import TrainConfig
 from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, CotuneError, TooManyCalls, WorkflowError
+from cotune.errors import ConfigError, CotuneError, Outage, TooManyCalls, WorkflowError
 from cotune.near_names import did_you_mean, near_names
 from cotune.records.failure_cause import error_chain
 from cotune.records.ids import candidate_id
@@ -267,6 +267,9 @@ def _every_time(
     It names the call that failed, unseen clients if no call was made, and the limit of tokens if most answers were cut.
     """
     first = errors[0]
+    # The application itself knows what is down. Neither its calls nor its clients are the cause.
+    if isinstance(first, Outage):
+        return first
     raised_by = first.__cause__
     cause = first.cause
     remedy = first.remedy

@@ -11,8 +11,8 @@ from typing import Any
 import cotune
 from cotune.types import Call, Candidate
 from examples.workloads.code.app import asked, graph, single_graph
-from examples.workloads.code.programs import sandbox
 from examples.workloads.code.verifier import Problem, coder_reward, solved, tester_reward
+from examples.workloads.sandbox.required import sandbox_required
 
 
 @cotune.workflow
@@ -29,10 +29,10 @@ async def alone(task: Problem) -> dict[str, float]:
 
 async def outcome(task: Problem, graph: Any) -> dict[str, float]:
     """What the last program is worth."""
-    await asyncio.to_thread(sandbox)  # where there is none, the first episode says so
-    state = await graph.ainvoke(asked(task))
-    found = await asyncio.to_thread(solved, state["program"], task)
-    return {"team": found, "success": float(found == 1)}
+    async with sandbox_required():
+        state = await graph.ainvoke(asked(task))
+        passed = await asyncio.to_thread(solved, state["program"], task)
+    return {"team": passed, "success": float(passed == 1)}
 
 
 @alone.scorer("agent")

@@ -5,23 +5,22 @@ cotune train examples/workloads/code_team/train.py:solve --config examples/workl
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import cotune
 from cotune.types import Call, Candidate
-from examples.workloads.code.programs import sandbox
 from examples.workloads.code_team.app import FLOWS, REJECT, State, decided, program_called, run_on_puzzle, start
 from examples.workloads.code_team.puzzles import Puzzle, answer_in
 from examples.workloads.code_team.verifier import answer_reward, rejection_reward, solved
+from examples.workloads.sandbox.required import sandbox_required
 
 
 async def outcome(task: Puzzle, flow: str) -> bool:
     """Play a task to its end. Returns whether the puzzle is solved."""
-    await asyncio.to_thread(sandbox)  # if there is none, the first episode says so
-    state = await FLOWS[flow].ainvoke(start(task), {"recursion_limit": 100})
+    async with sandbox_required():
+        state = await FLOWS[flow].ainvoke(start(task), {"recursion_limit": 100})
     return solved(task, state["answers"])
 
 

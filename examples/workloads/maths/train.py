@@ -10,26 +10,27 @@ import asyncio
 
 import cotune
 from cotune.types import Call, Candidate
-from examples.workloads.code.programs import program_in, run, sandbox
+from examples.workloads.code.programs import program_in, run
 from examples.workloads.maths.answers import answer_in
 from examples.workloads.maths.app import TURNS, Attempt
 from examples.workloads.maths.verifier import Problem, agent_reward, judge_reward, reasoner_reward, right, tool_reward
 from examples.workloads.sandbox.bubblewrap import Ran
+from examples.workloads.sandbox.required import sandbox_required
 
 
 @cotune.workflow
 async def solve(task: Problem) -> bool:
     """Solve one problem; what the judge says counts."""
-    await asyncio.to_thread(sandbox)  # where there is none, the first episode says so
-    attempt = await Attempt(task["question"]).solve()
+    async with sandbox_required():
+        attempt = await Attempt(task["question"]).solve()
     return await asyncio.to_thread(right, answer_in(attempt.verdict), task)
 
 
 @cotune.workflow
 async def alone(task: Problem) -> bool:
     """The same with a single agent, which has the sandbox too."""
-    await asyncio.to_thread(sandbox)
-    attempt = await Attempt(task["question"]).solve_alone()
+    async with sandbox_required():
+        attempt = await Attempt(task["question"]).solve_alone()
     return await asyncio.to_thread(right, answer_in(attempt.verdict), task)
 
 

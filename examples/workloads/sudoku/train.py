@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cotune
 from cotune.types import Call, Candidate
+from examples.workloads.sandbox.required import sandbox_required
 from examples.workloads.sudoku.app import board_of, graph, graph_without_tool, single_graph
 from examples.workloads.sudoku.board import fills_in, fills_of
 from examples.workloads.sudoku.verifier import Puzzle, filler_reward, planner_reward, solved
@@ -16,14 +17,16 @@ from examples.workloads.sudoku.verifier import Puzzle, filler_reward, planner_re
 @cotune.workflow
 async def solve(task: Puzzle) -> bool:
     """Solve one puzzle."""
-    state = await graph.ainvoke({"puzzle": task["puzzle"]})
+    async with sandbox_required():
+        state = await graph.ainvoke({"puzzle": task["puzzle"]})
     return solved(task["puzzle"], state["board"])
 
 
 @cotune.workflow
 async def alone(task: Puzzle) -> bool:
     """The same with a single agent."""
-    state = await single_graph.ainvoke({"puzzle": task["puzzle"]})
+    async with sandbox_required():
+        state = await single_graph.ainvoke({"puzzle": task["puzzle"]})
     return solved(task["puzzle"], state["board"])
 
 

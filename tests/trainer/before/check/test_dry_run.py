@@ -315,6 +315,13 @@ def test_a_workflow_without_calls_blocks(provider: Provider) -> None:
     assert "made no LLM call that cotune can see" in text and "httpx, the address of `with cotune.gateway()`" in text
 
 
+def test_an_outage_that_the_application_reports_is_the_only_finding() -> None:
+    async def closed(task):
+        raise cotune.Outage("The search service is down.", "Start it.")
+
+    assert texts(dry(application(closed, first=letters))) == "blocks : The search service is down. Start it."
+
+
 def test_recorded_answers_are_given_again(provider: Provider, tmp_path: Path) -> None:
     async def counts(task: Any) -> float:
         return float(len(await ask("first", "how many?")) + len(await ask("first", "and now?")))
