@@ -1,4 +1,4 @@
-"""The public data sets as problems, from files that the user has downloaded: JSON lines or Parquet.
+"""The public data sets as problems, from files of JSON lines or Parquet, which `tasks.py --download` fetches.
 
 | data set | Hugging Face id | files |
 |---|---|---|
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 from examples.workloads.code.mutants import wrong_programs
 from examples.workloads.code.programs import Test
 from examples.workloads.code.verifier import Problem
+from examples.workloads.data_files import DatasetError, rows
 
 PYTHON3 = 3
 """`language` of a solution in CodeContests: 0 unknown, 1 Python 2, 2 C++, 3 Python 3, 4 Java."""
@@ -29,55 +29,21 @@ WRONG = 4
 """Most wrong programs of a problem."""
 
 
-class DatasetError(ValueError):
-    """A file is not what it should be: which one, which field, and what is expected."""
-
-
-def rows(file: Path, *fields: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON lines or of Parquet. Raises DatasetError if one lacks a field, or there is no file."""
-    if not file.is_file():
-        raise DatasetError(f"{file} is no file; download the data set by its Hugging Face id")
-    for number, row in enumerate(_parquet(file) if file.suffix == ".parquet" else _json_lines(file), 1):
-        if missing := [name for name in fields if name not in row]:
-            raise DatasetError(f"{file}, row {number}: no field {', '.join(missing)}; it has {', '.join(row)}")
-        yield row
-
-
-def add_files(parser: argparse.ArgumentParser, loaders: Mapping[str, Callable[..., Any]]) -> None:
-    """Add a flag for the files of each data set; the loader's docstring is its help."""
-    for name, loader in loaders.items():
-        about = " ".join((loader.__doc__ or "").split())
-        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="FILE", help=about)
-
-
-def _parquet(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as parquet  # only for this form
-
-    return (row for batch in parquet.ParquetFile(file).iter_batches(64) for row in batch.to_pylist())
-
-
-def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DatasetError(f"{file}, line {number}: not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise DatasetError(f"{file}, line {number}: not an object, but {line[:40]!r}")
-            yield row
-
-
 def apps(file: Path, most: int) -> Iterator[Problem | None]:
     """APPS, codeparrot/apps. Fields problem_id (or id), question, solutions, input_output, starter_code; the third and
     fourth are JSON. Its wrong programs are changed right ones that fail a hidden test."""
     for row in rows(file, "question", "solutions", "input_output"):
-        cases = json.loads(row["input_output"] or "{}")
-        function = cases.get("fn_name") or ""
-        pairs = list(zip(cases.get("inputs", []), cases.get("outputs", []), strict=True))[:most]
+        try:
+            cases = json.loads(row["input_output"] or "{}")
+            pairs = list(zip(cases.get("inputs", []), cases.get("outputs", []), strict=True))[:most]
+        except ValueError:
+            # Some rows have integers of more than 4,300 digits, which Python refuses to read, also in the sandbox.
+            yield None
+            continue
         if not pairs:
             yield None
             continue
+        function = cases.get("fn_name") or ""
         tests = [_apps_call(*pair) if function else Test(input=_text(pair[0]), output=_text(pair[1])) for pair in pairs]
         reference = next(iter(json.loads(row["solutions"] or "[]")), "")
         starter = row.get("starter_code")

@@ -1,6 +1,7 @@
 """Problems with hidden tests, a right program, and wrong ones: of our own, or of the public data sets.
 
 python -m examples.workloads.code.tasks --tasks 512 --seed 0 > tasks.jsonl
+python -m examples.workloads.code.tasks --download apps --tasks 2000
 python -m examples.workloads.code.tasks --apps train.jsonl --tasks 2000 > tasks.jsonl
 """
 
@@ -16,16 +17,20 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from examples.workloads.code.datasets import LOADERS, DatasetError, add_files
+from examples.workloads.code.datasets import LOADERS
 from examples.workloads.code.families import FAMILIES, SMALL_FAMILIES, Family
 from examples.workloads.code.programs import Test, sandbox
 from examples.workloads.code.verifier import Problem
+from examples.workloads.data_files import DatasetError, add_files
+from examples.workloads.downloads import Reader, add_download, download_tasks
 from examples.workloads.sandbox.permission import SandboxUnavailable
 
 HIDDEN = 5
 """Hidden tests of a problem of our own; one more is the example in its question."""
 SLICE = 150
 """Programs of ours that run in one process: few enough for the limits of one."""
+SETS = ("apps", "codecontests", "livecodebench")
+"""Public data sets of this workload."""
 SMALL: Mapping[str, Any] = {"families": SMALL_FAMILIES, "problems": 32}
 """What `make_tasks` takes for tasks that a model of 0.3M parameters can learn."""
 BATCH = """
@@ -102,15 +107,24 @@ def _loaded(options: argparse.Namespace) -> Iterator[Problem | None]:
 
 
 def main() -> None:
-    """Print problems, one line of JSON each; of what is left out, or lacks a right program, the count."""
+    """Print problems, one line of JSON each, or download public data sets and write a file for each split.
+
+    Prints how many rows are left out, and how many problems lack a right program."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="32 problems with small numbers, again and again")
     add_files(parser, LOADERS)
     parser.add_argument("--tests", type=int, default=16, help="most hidden tests of a problem (default: %(default)s)")
+    add_download(parser, SETS, "code")
     options = parser.parse_args()
     try:
+        if options.download is not None:
+            readers: dict[str, Reader] = {
+                name: functools.partial(loader, most=options.tests) for name, loader in LOADERS.items()
+            }
+            download_tasks(options, options.download or SETS, readers)
+            return
         public = any(getattr(options, name) for name in LOADERS)
         generated = functools.partial(make_tasks, options.tasks, options.seed, **(SMALL if options.small else {}))
         _print(_loaded(options) if public else generated(), options.tasks)

@@ -1,4 +1,4 @@
-"""The public data sets as problems, from files that the user has downloaded: JSON lines or Parquet.
+"""The public data sets as problems, from files of JSON lines or Parquet, which `tasks.py --download` fetches.
 
 | data set | Hugging Face id | files |
 |---|---|---|
@@ -7,7 +7,8 @@
 | AIME 2024 | Maxwell-Jia/AIME_2024 | aime_2024_problems.parquet |
 | AIME 2025 | math-ai/aime25 | test.jsonl |
 | AIME 2025 | opencompass/AIME2025 | aime2025-I.jsonl, aime2025-II.jsonl |
-| OlympiadBench | Hothan/OlympiadBench | OE_TO_maths_en_COMP/OE_TO_maths_en_COMP.parquet |
+| OlympiadBench | Hothan/OlympiadBench | OlympiadBench/OE_TO_maths_en_COMP/OE_TO_maths_en_COMP.parquet |
+| POLARIS | POLARIS-Project/Polaris-Dataset-53K | polaris-data-53K.jsonl |
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from examples.workloads.code.datasets import DatasetError, rows
+from examples.workloads.data_files import DatasetError, rows, text_id
 from examples.workloads.maths.answers import number, plain
 from examples.workloads.maths.verifier import Problem, readable
 
@@ -60,10 +61,25 @@ def olympiadbench(file: Path) -> Iterator[Problem | None]:
         yield _problem("olympiadbench", row["id"], question, answer, str(tolerance))
 
 
+def polaris(file: Path) -> Iterator[Problem | None]:
+    """POLARIS, POLARIS-Project/Polaris-Dataset-53K. Fields problem, answer (a number or LaTeX). Left out are rows whose
+    answer math-verify cannot read, and problems that come again."""
+    names: set[str] = set()
+    for row in rows(file, "problem", "answer"):
+        answer = plain(str(row["answer"]).replace("$", ""))
+        name = text_id(row["problem"])
+        if answer is None or name in names or not readable(answer):
+            yield None
+            continue
+        names.add(name)
+        yield _problem("polaris", name, row["problem"], answer)
+
+
 LOADERS: Mapping[str, Callable[[Path], Iterator[Problem | None]]] = {
     "gsm8k": gsm8k,
     "aime": aime,
     "olympiadbench": olympiadbench,
+    "polaris": polaris,
 }
 """By name: a function of a file; None for a row that is left out."""
 

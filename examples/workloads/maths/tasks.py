@@ -1,6 +1,7 @@
 """Problems with right answers: of reasoning-gym's generators, or of the public data sets.
 
 python -m examples.workloads.maths.tasks --tasks 512 --seed 0 > tasks.jsonl
+python -m examples.workloads.maths.tasks --download polaris aime24 aime25 --tasks 8000
 python -m examples.workloads.maths.tasks --gsm8k train.parquet --tasks 8000 > tasks.jsonl
 """
 
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from examples.word_problems import tasks as word_problems
-from examples.workloads.code.datasets import DatasetError, add_files
+from examples.workloads.data_files import DatasetError, add_files
+from examples.workloads.downloads import add_download, download_tasks
 from examples.workloads.maths.answers import number, plain
 from examples.workloads.maths.datasets import LOADERS
 from examples.workloads.maths.verifier import Problem
@@ -32,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
 """Generators and their settings; tasks take turns between them."""
 SUMS: dict[str, dict[str, Any]] = {"chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}}
 """For a model of 0.3M parameters: three numbers of two digits, with + and - between them."""
+SETS = ("polaris", "aime24", "aime25", "olympiadbench")
+"""Public data sets of this workload that can be downloaded."""
 APART = 10**6
 """A generator's problem is drawn by its seed plus its number: neighbouring seeds would share nearly all problems."""
 
@@ -52,15 +56,21 @@ def _loaded(options: argparse.Namespace) -> Iterator[Problem | None]:
 
 
 def main() -> None:
-    """Print problems, one line of JSON each; of what is left out, or has no number as its answer, the count."""
+    """Print problems, one line of JSON each, or download public data sets and write a file for each split.
+
+    Prints how many rows are left out, and how many answers are expressions."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tasks", type=int, default=512, help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sums", action="store_true", help="sums of three numbers alone, for a small model")
     add_files(parser, LOADERS)
+    add_download(parser, SETS, "maths")
     options = parser.parse_args()
     public = any(getattr(options, name) for name in LOADERS)
     try:
+        if options.download is not None:
+            download_tasks(options, options.download or SETS, LOADERS)
+            return
         generated = functools.partial(make_tasks, options.tasks, options.seed, kinds=SUMS if options.sums else KINDS)
         _print(_loaded(options) if public else generated(), options.tasks)
     except DatasetError as error:

@@ -1,7 +1,7 @@
 """A LangGraph application that answers questions from documents: a query writer, a reader, an answerer.
 
-The writer says what to search for, the reader notes what the best document has to do with the question, up to three
-times; the answerer answers from the notes alone.
+The writer says what to search for, the reader notes what the best document has to do with the question, three times, or
+as often as the question says; the answerer answers from the notes alone.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python -m examples.workloads.search.app --tasks 3
 """
@@ -20,7 +20,7 @@ from examples.workloads.search.index import Index, last_line
 from examples.workloads.search.tasks import Document, Question, make_tasks
 
 TURNS = 3
-"""Searches for a question."""
+"""Searches for a question that does not say how many it takes."""
 WRITER, READER, ANSWERER = "Write a query.", "Note what helps.", "Answer from the notes."
 ALONE = "Search or answer."
 TEMPERATURE = float(os.environ.get("SEARCH_TEMPERATURE", "1"))
@@ -36,6 +36,7 @@ class State(TypedDict, total=False):
     retrieved: list[str]
     notes: list[str]
     searches: int
+    most_searches: int
     answer: str
 
 
@@ -71,7 +72,7 @@ async def answerer(state: State) -> State:
 
 def onward(state: State) -> str:
     """Another search, until the searches are over."""
-    return "answerer" if state["searches"] >= TURNS else "writer"
+    return "answerer" if state["searches"] >= state["most_searches"] else "writer"
 
 
 async def agent(state: State) -> State:
@@ -90,7 +91,7 @@ async def agent(state: State) -> State:
 
 def again(state: State) -> str:
     """Until it has answered, or its turns are over."""
-    return END if "answer" in state or state["searches"] > TURNS else "agent"
+    return END if "answer" in state or state["searches"] > state["most_searches"] else "agent"
 
 
 def notes(state: State) -> str:
@@ -127,6 +128,7 @@ async def solve(task: Question, graph: Any = graph) -> State:
         "retrieved": [],
         "notes": [],
         "searches": 0,
+        "most_searches": task.get("searches", TURNS),
     }
     end: State = await graph.ainvoke(begin)
     return end

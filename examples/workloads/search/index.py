@@ -28,11 +28,18 @@ class Index:
 
     def best(self, query: str) -> Document | None:
         """The document that fits the first words of a query best; its title weighs most. None where none has any."""
-        words = re.findall(r"\w+", query)[:MAX_WORDS]
+        documents = self._search(re.findall(r"\w+", query)[:MAX_WORDS], 1)
+        return documents[0] if documents else None
+
+    def best_documents(self, text: str, most: int) -> list[Document]:
+        """At most `most` documents that fit all words of a text best."""
+        return self._search(re.findall(r"\w+", text), most)
+
+    def _search(self, words: Sequence[str], most: int) -> list[Document]:
         if not words:
-            return None
-        found = self._database.execute(
-            "select title, text from corpus where corpus match ? order by bm25(corpus, 4.0, 1.0), title limit 1",
-            (" OR ".join(f'"{word}"' for word in words),),
-        ).fetchone()
-        return None if found is None else {"title": found[0], "text": found[1]}
+            return []
+        matches = self._database.execute(
+            "select title, text from corpus where corpus match ? order by bm25(corpus, 4.0, 1.0), title limit ?",
+            (" OR ".join(f'"{word}"' for word in words), most),
+        )
+        return [{"title": title, "text": text} for title, text in matches]

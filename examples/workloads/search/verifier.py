@@ -31,8 +31,16 @@ def f1(answer: str, right: str) -> float:
     return 2 * common / (said.total() + wanted.total()) if common else 0.0
 
 
+def right_answers(task: Question) -> list[str]:
+    """All answers that are right."""
+    return [task["answer"], *task.get("also", [])]
+
+
 def evidence_found(task: Question, retrieved: Sequence[str]) -> float:
-    """The share of the documents that say the answer which is among the titles that were retrieved."""
+    """The share of the documents that say the answer which is among the titles that were retrieved; 1 if the data set
+    does not say which they are."""
+    if not task["evidence"]:
+        return 1.0
     return len(set(task["evidence"]) & set(retrieved)) / len(task["evidence"])
 
 
@@ -43,7 +51,7 @@ def supported(task: Question, retrieved: Sequence[str]) -> bool:
 
 def solved(task: Question, answer: str, retrieved: Sequence[str]) -> bool:
     """Whether the answer is right and rests on what was retrieved: one that is only guessed is wrong."""
-    return exact(answer, task["answer"]) and supported(task, retrieved)
+    return any(exact(answer, right) for right in right_answers(task)) and supported(task, retrieved)
 
 
 def query_reward(task: Question, index: Index, retrieved: Sequence[str], text: str) -> dict[str, float]:
@@ -80,4 +88,5 @@ def answer_reward(task: Question, retrieved: Sequence[str], text: str) -> dict[s
     if not supported(task, retrieved):
         return {"team": 0.0, "local": 0.0}
     answer = last_line(text)
-    return {"team": f1(answer, task["answer"]) + exact(answer, task["answer"]), "local": 0.0}
+    best = max(f1(answer, right) + exact(answer, right) for right in right_answers(task))
+    return {"team": best, "local": 0.0}

@@ -143,6 +143,32 @@ def test_a_perfect_team_is_recorded_by_role_and_earns_the_outcome() -> None:
     assert rewards == {"team": 2.0}
 
 
+def test_a_question_may_say_how_many_searches_it_takes_and_have_several_right_answers() -> None:
+    task: Question = {**TASK, "searches": 4, "also": ["sea salt"]}
+    record = Recorded()
+
+    async def solve(_: Any) -> Any:
+        return await train.solve(task)
+
+    def reply(call: Any) -> str:
+        hop = len(call.state["retrieved"])
+        if call.role == "answerer":
+            return "sea salt"
+        return TASK["evidence"][min(hop, 2)] if call.role == "writer" else TASK["facts"][min(hop, 3) - 1]
+
+    assert record(solve, reply).rewards == {"team": 2.0}
+    assert record.roles == ["writer", "reader"] * 4 + ["answerer"]
+    assert answer_reward(task, TASK["evidence"], "sea salt") == {"team": 2.0, "local": 0.0}
+    assert answer_reward(TASK, TASK["evidence"], "sea salt")["team"] == pytest.approx(2 / 3)
+
+
+def test_where_no_document_is_known_to_be_needed_the_answer_alone_counts() -> None:
+    task: Question = {**TASK, "evidence": [], "facts": []}
+    assert solved(task, "salt", []) and not solved(task, "wine", [])
+    assert query_reward(task, INDEX, [], "Ada") == {"team": 0.0, "local": 0.0}
+    assert reader_reward(task, "Ada", TASK["documents"][0]["text"], "Coral") == {"team": 0.0, "local": 0.0}
+
+
 def test_the_words_of_the_demonstrations_are_all_in_the_vocabulary() -> None:
     tokenizer, rng = word_tokenizer(base.WORDS), random.Random(0)
     for number, task in enumerate(TASKS):
