@@ -53,6 +53,7 @@ def test_a_role_by_the_models_name_a_header_or_a_function(tmp_path: Path) -> Non
         ask_as(gate, "m", default_headers={"X-Agent": "writer"})
         ask_as(gate, "m", default_headers={"X-Agent": "writer", "X-Cotune-Role": "judge"})
         ask(gate.client(f"{gate.url}/r/critic/v1"))
+        gate.when_idle()  # a call is recorded after its answer was sent
         (episode,) = gate.running.opened.episodes.open
         assert [call.role for call in gate.calls(episode)] == ["planner-model", "writer", "judge", "critic"]
     with bench(tmp_path / "other", roles=lambda call: call.messages[-1]["content"]) as gate:
