@@ -23,15 +23,15 @@ def load_object(
     example: str,
     *,
     kind: str = "functions",
-    is_one: Callable[[Any], bool] = inspect.isfunction,
+    is_wanted: Callable[[Any], bool] = inspect.isfunction,
     remedy: str = "",
 ) -> Any:
     """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
 
     A file in a package (a folder with `__init__.py`) is imported as a module of the package, from the folder that holds
     the package. Raises ConfigError for `field` if the module, file or name does not exist or cannot be imported. The
-    error lists objects of this `kind` in the module (`is_one` recognizes them) and the `remedy`, in which `{source}` is
-    the module.
+    error lists objects of this `kind` in the module (`is_wanted` recognizes them) and the `remedy`, in which `{source}`
+    is     the module.
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:
@@ -41,7 +41,7 @@ def load_object(
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            names = [name for name, member in vars(module).items() if is_one(member)]
+            names = [name for name, member in vars(module).items() if is_wanted(member)]
             fault = f"must be a name in {source}; {kind} there: {', '.join(names) or 'none'}"
             similar = [f"{source}:{near}" for near in near_names(part, names or vars(module), most=1)]
             raise ConfigError(field, spec, fault, f"{did_you_mean(similar)} {remedy.format(source=source)}".strip())

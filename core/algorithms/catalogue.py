@@ -140,7 +140,7 @@ def recipe_class(name: str) -> type[Method]:
         if nearest := did_you_mean(near_names(name, RECIPES)):
             remedy = f"{nearest} {remedy}"
         raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(RECIPES))}", remedy)
-    loaded = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_one=_is_own_method)
+    loaded = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_wanted=_is_own_method)
     if not _is_method(loaded):
         raise ConfigError("recipe", name, "is not a class that derives from cotune.methods.Method")
     method: type[Method] = loaded

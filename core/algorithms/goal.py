@@ -147,7 +147,7 @@ def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
 
 
 def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
-    """The rewards of episodes.
+    """The rewards of episodes and their roles under a goal.
 
     Episodes that the infrastructure failed, that were cancelled, or that failed under `on_failure = "exclude"` have no
     reward. A role's reward in an episode is the mean over its calls, or the return of its first call if the recipe sums
@@ -166,8 +166,9 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     rewards = _rewards_by_role(step, goal)
 
     # A failed episode never has a higher reward than the worst one that ended well.
-    sound = [rewards[run.episode.id] for run in played if run.episode.status == "ok" and run.episode.id in rewards]
-    floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
+    finished = [run.episode.id for run in played if run.episode.status == "ok"]
+    finished_rewards = [rewards[id] for id in finished if id in rewards]
+    floor = min([0.0, *(fmean(by_role.values()) for by_role in finished_rewards)])
 
     # An episode counts as failed if no role that counts has an outcome for it.
     failed: set[str] = set()
@@ -192,7 +193,9 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
         by_role=[rewards.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
-        opposed=_opposed_roles(sound, dict.fromkeys(_names(sound), goal.method), _components(played)),
+        opposed=_opposed_roles(
+            finished_rewards, dict.fromkeys(_names(finished_rewards), goal.method), _components(played)
+        ),
     )
 
 

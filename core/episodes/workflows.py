@@ -264,11 +264,11 @@ def load_workflow(spec: str) -> Workflow:
     """
     remedy = "Decorate a function in {source} with @cotune.workflow."
 
-    def is_one(value: Any) -> bool:
+    def is_workflow(value: Any) -> bool:
         return isinstance(getattr(value, "cotune", None), Workflow)
 
     return workflow_of(
-        load_object("app", spec, "cotune train app:solve", kind="workflows", is_one=is_one, remedy=remedy)
+        load_object("app", spec, "cotune train app:solve", kind="workflows", is_wanted=is_workflow, remedy=remedy)
     )
 
 

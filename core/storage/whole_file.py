@@ -46,8 +46,11 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def rewriting(path: Path) -> Iterator[None]:
-    """Read a file, change it and write it again inside: other threads and processes that do so wait. Without a lock, a
-    change that another writes meanwhile would be lost. Raises OSError if the folder does not exist."""
+    """Lock a file within the block, to read it, change it and write it again. Others that lock it wait.
+
+    Without the lock, the change of another thread or process could be lost. Raises OSError if the folder does not
+    exist.
+    """
     handle = os.open(path.parent, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: two writers at once are rare

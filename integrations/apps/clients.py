@@ -111,8 +111,9 @@ class Client:
         """Wrap `original`, an asynchronous method that returns the whole answer."""
 
         async def run(*args: Any, **options: Any) -> Any:
-            """The same as `run` of a blocking call, for an awaited one: record it, and let the responder answer in
-            place of the provider.
+            """Make an awaited call of the client, recorded if it is inside an episode.
+
+            The responder of the episode may answer instead of the provider. Both see the edited prompts.
             """
             call = open_call(lambda: self.request(*args, **options))
             if call is None:

@@ -90,7 +90,7 @@ class Endpoint:
         self._max_cost = max_cost
         self._concurrency = settings.concurrency
         self._timeout = settings.timeout
-        self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient] = weakref.WeakKeyDictionary()
 
     async def ask(self, body: Mapping[str, Any], ledger: Ledger) -> str:
         """Send a chat request to the judge's model, and return the text of its answer.
@@ -98,31 +98,32 @@ class Endpoint:
         Requests wait for a place among the concurrent ones, and reserve their cost before they are sent. Raises Passing
         if another try may succeed, otherwise JudgeError.
         """
-        lane = self._lane_of_loop()
-        async with lane.gate:
-            request = await self._reserve(body, ledger, lane)
-            with lane.asking():
+        loop_client = self._client_of_loop()
+        async with loop_client.gate:
+            request = await self._reserve(body, ledger, loop_client)
+            with loop_client.counting_request():
                 try:
-                    return await self._send_request(lane.client, body, ledger, request)
+                    return await self._send_request(loop_client.client, body, ledger, request)
                 finally:
-                    lane.settled.set()
-                    lane.settled = asyncio.Event()
+                    loop_client.request_ended.set()
+                    loop_client.request_ended = asyncio.Event()
 
-    async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, lane: _Lane) -> int:
+    async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, loop_client: _LoopClient) -> int:
         """Enter a request in the ledger and return its number.
 
         If the highest possible cost would pass the cap, it waits for requests in progress, which may cost less than was
         reserved for them. Raises JudgeError for a request over the cap.
         """
-        written = body.get("max_completion_tokens") or body["max_tokens"]
-        # The most that it can cost: a token has at least one byte.
-        most = money(self._price, len(canonical(body)), int(written))
+        max_tokens = body.get("max_completion_tokens") or body["max_tokens"]
+        # A token has at least one byte, so the prompt has at most as many tokens as bytes.
+        most_cost = money(self._price, len(canonical(body)), int(max_tokens))
         while True:
-            entered = ledger.reserve(self._judge, most, max_calls=self._max_calls, max_cost=self._max_cost)
+            entered = ledger.reserve(self._judge, most_cost, max_calls=self._max_calls, max_cost=self._max_cost)
             if isinstance(entered, int):
                 return entered
-            if entered == "max_cost" and lane.open:
-                await lane.settled.wait()
+            # The cap is passed. Requests in progress may end cheaper than what was reserved for them.
+            if entered == "max_cost" and loop_client.open_requests:
+                await loop_client.request_ended.wait()
                 continue
             ledger.count(self._judge, "over_budget")
             cap = self._max_cost if entered == "max_cost" else self._max_calls
@@ -177,13 +178,13 @@ class Endpoint:
         except (AttributeError, IndexError, TypeError):
             return ""
 
-    def _lane_of_loop(self) -> _Lane:
+    def _client_of_loop(self) -> _LoopClient:
         """The client of this event loop, and its limit of concurrent requests: a client cannot be shared between
         loops.
         """
         loop = asyncio.get_running_loop()
-        if loop in self._lanes:
-            return self._lanes[loop]
+        if loop in self._clients:
+            return self._clients[loop]
         try:
             import openai
         except ModuleNotFoundError:
@@ -192,24 +193,24 @@ class Endpoint:
             client = openai.AsyncOpenAI(base_url=self._base_url, api_key=self._api_key, max_retries=0)
         except openai.OpenAIError as error:
             raise JudgeError(f"{self._name} has no client: {error}", "Pass api_key, or set OPENAI_API_KEY.") from None
-        self._lanes[loop] = _Lane(client, self._concurrency)
-        return self._lanes[loop]
+        self._clients[loop] = _LoopClient(client, self._concurrency)
+        return self._clients[loop]
 
 
-class _Lane:
+class _LoopClient:
     """The client and the gate of one event loop."""
 
     def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
         self.client = client
         self.gate = asyncio.Semaphore(concurrency)
-        self.settled = asyncio.Event()
+        self.request_ended = asyncio.Event()
         """Set, and replaced, whenever a request has ended."""
-        self.open = 0
+        self.open_requests = 0
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        self.open += 1
+    def counting_request(self) -> Iterator[None]:
+        self.open_requests += 1
         try:
             yield
         finally:
-            self.open -= 1
+            self.open_requests -= 1

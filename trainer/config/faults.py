@@ -101,14 +101,13 @@ def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struc
 
 
 def _other_place_hint(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """For a setting that does not exist, a hint: where a setting of the same name belongs, or which one has a similar
-    name. Yields nothing if there is none.
-    """
+    """A hint for a setting that does not exist: the table in which a setting of this name belongs, or settings with
+    similar names. Yields at most one sentence."""
     name = field.rpartition(".")[2]
     settings = list(_field_names(kind))
     if field in _ARGUMENTS:
         yield f"It is {_ARGUMENTS[field]}."
-    elif same_name := [place for place in settings if place.rpartition(".")[2] == name]:
+    elif same_name := [other for other in settings if other.rpartition(".")[2] == name]:
         above = " (at the top of the file, above the first [table])" if name in same_name else ""
         yield f"It belongs elsewhere: {' or '.join(same_name)}{above}."
     elif similar_names := _similar_fields(field, settings):

@@ -149,9 +149,10 @@ class LocalLearner:
         own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> LocalLearner:
-        """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError.
+        """Load the networks of all trained policies. `model` is the base of policies that name no other one.
 
-        `seed` decides the adapters' initial weights and the order of rows.
+        `own` has settings and loss of the policies that differ from `settings` and `loss`. `seed` decides the adapters'
+        initial weights and the order of rows. Raises ConfigError.
         """
         check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)

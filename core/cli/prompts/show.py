@@ -63,6 +63,7 @@ def run(a: argparse.Namespace) -> int:
         file = write_prompts(a.out, found.prompts(**provenance(records)))
         if not a.json:
             tell(f"written: {file}")
+    # The first part that can be edited: the next command suggests to edit it.
     a.result = next((item.part.name for item in found.parts if not item.why), "")
     return 0 if found.editable else 1
 

@@ -235,7 +235,8 @@ def copy(source: Store, target: Store, progress: Callable[[str, int], None], lim
 
 
 def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
-    """Copy these episodes with their calls, rewards and all that they name; what is there is left out.
+    """Copy episodes with their calls, rewards, and the messages and segments that these use. Rows that the target has
+    already are left out.
 
     Raises RunError if one of the stores is not in SQL, RecordError if a message is not what its id says, or if the
     target cannot store a record.
@@ -246,13 +247,13 @@ def copy_episodes(source: Store, target: Store, ids: Sequence[str]) -> None:
     targets = list(ids)
     for call, drawn in among(sql_source.rows, "SELECT id, drawn FROM calls", "episode", ids):
         targets += [candidate_id(call, index) for index in range(drawn)]
-    named = _used_by(sql_source.rows, ids)
-    messages = _rows_of(sql_source, "messages", named["messages"])
+    used = _used_by(sql_source.rows, ids)
+    messages = _rows_of(sql_source, "messages", used["messages"])
     images = {image for row in messages for value in row for image in _IMAGE.findall(str(value))}
     by_table = {
         "images": _rows_of(sql_source, "images", images),
         "messages": messages,
-        "segments": _rows_of(sql_source, "segments", named["segments"]),
+        "segments": _rows_of(sql_source, "segments", used["segments"]),
         "calls": _rows_of(sql_source, "calls", ids, "episode"),
         "episodes": _rows_of(sql_source, "episodes", ids),
         "rewards": _rows_of(sql_source, "rewards", targets),

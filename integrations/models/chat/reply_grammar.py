@@ -245,7 +245,9 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     )
     try:
         error = fault(reply_grammar(body, tools, plain))
-        error = (error and refused_place(body, tools, fault)) or error
+        if error:
+            # Name the part of the schema that is refused, if it can be found.
+            error = refused_place(body, tools, fault) or error
     except RequestRefused as refused:
         return refused.cause
     return f"The form that the request asks for cannot be enforced: {error}." if error else ""

@@ -157,18 +157,17 @@ class Proxy:
             coding = header(scope, b"content-encoding").decode("latin-1")
             # A compressed body may be much larger than its bytes: it counts as too large for the event loop.
             size = len(raw) + (INLINE if coding else 0)
-            asked = await aside(size, functools.partial(read_call, address.form, raw, coding, self.limits))
-            await self._open(passage, address.form, asked, size)
+            call_body = await aside(size, functools.partial(read_call, address.form, raw, coding, self.limits))
+            await self._open(passage, address.form, call_body, size)
             if (exchange := passage.exchange) is not None and exchange.call.edits is not None:
                 raw = await exchange.outgoing(raw, coding)
                 headers.popall("content-encoding", None)
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
-            if address.tail == TEXT_COMPLETIONS.strip("/"):
-                named = caller_identity(scope, address).episode
-                warned = self.episodes.live(named) or self.episodes
-                warned.warn(*TEXT_COMPLETION)
             episode = self.episodes.live(caller_identity(scope, address).episode)
+            if address.tail == TEXT_COMPLETIONS.strip("/"):
+                # The episode counts the warning; without one, the gateway does.
+                (episode or self.episodes).warn(*TEXT_COMPLETION)
             if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
                 await self._fixed_embeddings(passage, episode, raw)
                 return
