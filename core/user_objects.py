@@ -31,7 +31,7 @@ def load_object(
     A file in a package (a folder with `__init__.py`) is imported as a module of the package, from the folder that holds
     the package. Raises ConfigError for `field` if the module, file or name does not exist or cannot be imported. The
     error lists objects of this `kind` in the module (`is_wanted` recognizes them) and the `remedy`, in which `{source}`
-    is     the module.
+    is the module.
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:

@@ -67,7 +67,7 @@ def sent(tmp_path: Path) -> Path:
 
 
 def test_all_that_a_run_decides_is_named(sent: Path) -> None:
-    assert orders_of_run(sent, read_run_json(sent)).named == {
+    assert orders_of_run(sent, read_run_json(sent)).current == {
         "workflow": "sent_app:solve",
         "redact": "sent_app:hide",
         "distill.teacher": "http://elsewhere:8000",
@@ -114,7 +114,7 @@ class _Anything:
 
 
 def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) -> None:
-    orders = set(orders_of_run(sent, read_run_json(sent)).named) - {"modules from"}
+    orders = set(orders_of_run(sent, read_run_json(sent)).current) - {"modules from"}
     with pytest.raises(UntrustedFolderError) as caught:
         open_run_code(sent, orders - {"redact"})
     assert caught.value.used_orders == {"redact": "sent_app:hide", "modules from": str(sent)}
