@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,25 +202,53 @@ def scoring_sentence(blame: Blame) -> str:
 
 def loss_points(loss: Interval) -> str:
     """A loss in points: how many more of 100 runs succeed from before a call than from after it."""
-    if loss.low is None or loss.high is None:
-        return f"{100 * loss.mean:.0f}"
-    return f"{100 * loss.mean:.0f} ({100 * loss.low:.0f} to {100 * loss.high:.0f})"
+    return _with_interval(loss, lambda value: _fixed(100 * value, 0))
 
 
 def shown_points(blame: Blame, interval: Interval, *, signed: bool = False) -> str:
     """A difference in points with its interval, `31 (22 to 40)`."""
-    form = "+.0f" if signed else ".0f"
-    mean = f"{_whole(blame.points(interval.mean)):{form}}"
+    return _with_interval(interval, lambda value: _fixed(blame.points(value), 0, signed=signed))
+
+
+def noise_points(noise: ScoringNoise, blame: Blame) -> str:
+    """The standard deviation of a score in points, `± 22`."""
+    return f"± {_fixed(blame.points(noise.deviation), 0)}"
+
+
+def shown_outcome(blame: Blame, outcome: float | Interval) -> str:
+    """An outcome, with its interval if it has one: `0.50 (0.40 to 0.60)`. The last digit is about a hundredth of the
+    span of outcomes."""
+    decimals = min(max(2 - math.floor(math.log10(blame.span)), 0), 9) if blame.span > 0 else 2
+    if isinstance(outcome, Interval):
+        return _with_interval(outcome, lambda value: _fixed(value, decimals))
+    return _fixed(outcome, decimals)
+
+
+def shown_money(money: float, *, signed: bool = False) -> str:
+    """An amount of money: two decimals, or two significant digits if it is small."""
+    decimals = 2
+    if 0 < abs(money) < 0.1:
+        decimals = min(1 - math.floor(math.log10(abs(money))), 9)
+    return _fixed(money, decimals, signed=signed)
+
+
+def shown_seconds(seconds: float) -> str:
+    """A difference in seconds, with its sign."""
+    return _fixed(seconds, 1, signed=True)
+
+
+def _with_interval(interval: Interval, show: Callable[[float], str]) -> str:
+    """A figure, followed by its interval if it is known."""
     if interval.low is None or interval.high is None:
-        return mean
-    low = _whole(blame.points(interval.low))
-    high = _whole(blame.points(interval.high))
-    return f"{mean} ({low:{form}} to {high:{form}})"
+        return show(interval.mean)
+    return f"{show(interval.mean)} ({show(interval.low)} to {show(interval.high)})"
 
 
-def _whole(points: float) -> float:
-    # Without -0.
-    return round(points) + 0.0
+def _fixed(value: float, decimals: int, *, signed: bool = False) -> str:
+    """A number with so many decimals and separated thousands."""
+    # Adding 0 turns -0.0 into 0.0.
+    rounded = round(value, decimals) + 0.0
+    return f"{rounded:+,.{decimals}f}" if signed else f"{rounded:,.{decimals}f}"
 
 
 def _fault(blame: Blame) -> str:
@@ -244,7 +273,8 @@ def _fault(blame: Blame) -> str:
             return f"Nobody is at fault: no role costs {100 * LEAST_EFFECT:.0f} points or more."
         case "reference":
             gain = "" if blame.swapped is None or blame.outcome is None else (
-                f" ({blame.outcome.mean:.2f} as it is, {blame.swapped.mean:.2f} with all roles swapped)"
+                f" ({shown_outcome(blame, blame.outcome.mean)} as it is, "
+                f"{shown_outcome(blame, blame.swapped.mean)} with all roles swapped)"
             )  # fmt: skip
             return f"The reference does not help{gain}. Look at the prompts, the tasks or the scorer."
         case "undecided":

@@ -115,7 +115,8 @@ def planned(tasks: int, options: BlameOptions) -> str:
     if options.max_calls is not None:
         text += f", and at most {plural(options.max_calls, 'call')} of models"
     if options.episodes is not None:
-        return f"{text}; then up to {options.runs} runs for each of {plural(MOST_EPISODES, 'failed episode')}."
+        episodes = plural(MOST_EPISODES, "failed episode")
+        return f"{text}; then forks of up to {episodes}, each with the calls of at most {plural(options.runs, 'run')}."
     if not options.references:
         return f"{text}."
     effect = nameable_effect(tasks, runs)
@@ -467,7 +468,13 @@ class Analysis:
 
     def _run_notes(self, priced: bool) -> list[str]:
         """Notes on the runs."""
-        return [*self._late_roles(), *self._lost_forks(), *self._failed_calls(), *self._unpriced(priced)]
+        return [
+            *self._late_roles(),
+            *self._lost_forks(),
+            *self._failed_calls(),
+            *self._judge_calls(),
+            *self._unpriced(priced),
+        ]
 
     def _late_roles(self) -> list[str]:
         """A note on roles that acted for the first time after the roles were listed."""
@@ -503,8 +510,13 @@ class Analysis:
             f"application still returned an outcome, which counts. First error: {affected[0].failed_call}"
         ]
 
+    def _judge_calls(self) -> list[str]:
+        """A note on the calls of the workflow's judge."""
+        calls = self.runs.judge.calls
+        return [f"The judge made {calls:,} of the {self.runs.calls:,} calls."] if calls else []
+
     def _unpriced(self, priced: bool) -> list[str]:
-        unpriced = sum(run.unpriced for run in self.runs.runs.values())
+        unpriced = sum(run.unpriced for run in self.runs.runs.values()) + self.runs.judge.unpriced
         if not priced or not unpriced:
             return []
         return [f"{plural(unpriced, 'call')} count as no money: their model has no --price, or told no tokens."]

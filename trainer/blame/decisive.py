@@ -74,26 +74,30 @@ def draw_curves(counts: ForkCounts, rng: np.random.Generator, curves: int = CURV
     log_joint = np.full((calls, calls), -np.inf)
     evidence = np.zeros(calls + 1)
     for end in range(calls):
-        for start in range(end + 1):
-            won = successes[end + 1] - successes[start]
-            lost = forks[end + 1] - forks[start] - won
-            segment = betaln(LEVEL_PRIOR + won, LEVEL_PRIOR + lost) - betaln(LEVEL_PRIOR, LEVEL_PRIOR)
-            jump = math.log(JUMP) if start else 0.0
-            stays = (end - start) * math.log(1 - JUMP)
-            log_joint[start, end] = evidence[start] + segment + jump + stays
+        starts = np.arange(end + 1)
+        won = successes[end + 1] - successes[starts]
+        lost = forks[end + 1] - forks[starts] - won
+        segments = betaln(LEVEL_PRIOR + won, LEVEL_PRIOR + lost) - betaln(LEVEL_PRIOR, LEVEL_PRIOR)
+        jumps = np.where(starts > 0, math.log(JUMP), 0.0)
+        stays = (end - starts) * math.log(1 - JUMP)
+        log_joint[: end + 1, end] = evidence[starts] + segments + jumps + stays
         evidence[end + 1] = np.logaddexp.reduce(log_joint[: end + 1, end])
 
-    # 2. Draw the segments from the last call backward, and their levels.
+    # 2. Draw the segments from the last call backward, and their levels. `ends` has the last call of each curve whose
+    # segment is not drawn yet. Curves with the same one are drawn together.
     values = np.full((curves, calls + 1), counts.recorded)
-    for curve in range(curves):
-        end = calls - 1
-        while end >= 0:
-            shares = np.exp(log_joint[: end + 1, end] - evidence[end + 1])
-            start = int(rng.choice(end + 1, p=shares / shares.sum()))
+    ends = np.full(curves, calls - 1)
+    for end in reversed(range(calls)):
+        with_end = np.flatnonzero(ends == end)
+        shares = np.exp(log_joint[: end + 1, end] - evidence[end + 1])
+        starts = rng.choice(end + 1, size=len(with_end), p=shares / shares.sum())
+        ends[with_end] = starts - 1
+        for start in np.unique(starts):
             won = successes[end + 1] - successes[start]
             lost = forks[end + 1] - forks[start] - won
-            values[curve, start : end + 1] = rng.beta(LEVEL_PRIOR + won, LEVEL_PRIOR + lost)
-            end = start - 1
+            in_segment = with_end[starts == start]
+            levels = rng.beta(LEVEL_PRIOR + won, LEVEL_PRIOR + lost, size=len(in_segment))
+            values[in_segment, start : end + 1] = levels[:, None]
     return values
 
 
@@ -135,8 +139,9 @@ def consider(counts: ForkCounts, rng: np.random.Generator) -> Decision:
 
 @dataclass
 class ForkSearch:
-    """Spends the forks of one episode: first one at each call, then where they tell most. It ends when a call is
-    decisive, when none is, or when the budget is down to the fresh forks that measure the loss.
+    """Spends the forks of one episode: first one at each call, or at every few calls of a long episode, then where they
+    tell most. It ends when a call is decisive, when none is, or when the budget is down to the fresh forks that measure
+    the loss. It never spends more than the budget.
 
     `forkable` are the calls that can be repeated; `budget` is in calls of the application.
     """
@@ -162,10 +167,8 @@ class ForkSearch:
 
     def next_forks(self) -> list[int]:
         """The calls at which to fork next; empty when the search is over."""
-        # One fork at each call, before any of them has told anything.
-        first = [call for call in self.forkable if not self.counts.forks[call]]
-        if first and self.spent == 0:
-            return first
+        if self.spent == 0:
+            return self._first_forks()
         if sum(self.counts.forks) == 0:
             return []
         self.decision = consider(self.counts, self.rng)
@@ -180,6 +183,16 @@ class ForkSearch:
         if enough or self.spent + reserve + BATCH * (self.calls - call) > self.budget:
             return []
         return [call] * BATCH
+
+    def _first_forks(self) -> list[int]:
+        """One fork at each call, before any of them has told anything. In a long episode that would take more than half
+        of the budget. Then only every second call is forked, or every third one, and so on."""
+        for stride in range(1, len(self.forkable) + 1):
+            # Each fork stands for the calls around it, so it is in the middle of them.
+            places = self.forkable[stride // 2 :: stride]
+            if sum(self.calls - call for call in places) <= self.budget / 2:
+                return list(places)
+        return list(self.forkable[-1:])
 
 
 def fresh_forks(search: ForkSearch, call: int) -> int:

@@ -7,8 +7,18 @@ from collections import Counter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.intervals import Interval
-from cotune.reading.blame import LEAST_TASKS, Blame, loss_points, luck_sentence, scoring_sentence, shown_points
+from cotune.reading.blame import (
+    LEAST_TASKS,
+    Blame,
+    loss_points,
+    luck_sentence,
+    noise_points,
+    scoring_sentence,
+    shown_money,
+    shown_outcome,
+    shown_points,
+    shown_seconds,
+)
 from cotune.tables import BAD, QUIET, Grid, cells, grid, plural
 
 _REFERENCES = (
@@ -76,17 +86,11 @@ def _head(blame: Blame) -> str:
     """The first lines of the report: the size and cost of the analysis, and the outcome with and without references."""
     parts = [blame.workflow, plural(blame.tasks, "task"), plural(blame.runs, "run"), plural(blame.calls, "call")]
     if blame.cost is not None:
-        parts.append(f"{blame.cost:.4g} of money")
-    outcome = "" if blame.outcome is None else f"outcome {_value(blame.outcome)}"
+        parts.append(f"{shown_money(blame.cost)} of money")
+    outcome = "" if blame.outcome is None else f"outcome {shown_outcome(blame, blame.outcome)}"
     if blame.swapped is not None:
-        outcome += f", {_value(blame.swapped)} with all roles swapped"
+        outcome += f", {shown_outcome(blame, blame.swapped)} with all roles swapped"
     return "\n".join(filter(None, [" · ".join(parts), outcome]))
-
-
-def _value(interval: Interval) -> str:
-    if interval.low is None or interval.high is None:
-        return f"{interval.mean:.2f}"
-    return f"{interval.mean:.2f} ({interval.low:.2f} to {interval.high:.2f})"
 
 
 def _roles(blame: Blame) -> Grid:
@@ -98,11 +102,10 @@ def _roles(blame: Blame) -> Grid:
             figures = [shown_points(blame, one.alone, signed=True)]
         else:
             figures = [shown_points(blame, interval) for interval in (one.score, one.alone, one.last)]
-        seconds = "-" if one.seconds is None else f"{one.seconds:+.1f}"
-        money = "" if one.cost is None else f"{one.cost:+.2g}"
+        seconds = "-" if one.seconds is None else shown_seconds(one.seconds)
+        money = "" if one.cost is None else shown_money(one.cost, signed=True)
         table.add_row(*cells([one.role, f"{one.calls:.1f}", *figures, seconds, money]))
     noise = blame.scoring
     if noise is not None and noise.changed:
-        deviation = f"± {blame.points(noise.deviation):.0f}"
-        table.add_row(*cells(["scoring noise", "", deviation, *[""] * (len(effects) + 1)]))
+        table.add_row(*cells(["scoring noise", "", noise_points(noise, blame), *[""] * (len(effects) + 1)]))
     return table

@@ -19,19 +19,20 @@ import msgspec
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, CotuneError, RecordError, RunError, WorkflowError
-from cotune.judging.episodes import Ranking, judge_episodes
+from cotune.errors import ConfigError, CotuneError, RecordError, RunError
+from cotune.judging.episodes import Ranking
 from cotune.reading.blame import FORK, FRESH_FORK, RESCORED, summed_outcome
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical
 from cotune.records.prices import Prices, money
-from cotune.records.structs import CallRecord, Episode, Task
+from cotune.records.structs import JUDGING, CallRecord, Episode, Task
 from cotune.replay.script import Replay, Script, read_script
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
 from cotune.trainer.blame.arms import ALL, OWN, Arm, arm_of
 from cotune.trainer.blame.estimates import Outcomes, OwnRuns, Span
+from cotune.trainer.blame.judging import JudgeCalls, judge_run
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import OpenReferences, Reference
 
@@ -102,9 +103,10 @@ class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitedResponder:
-    """Answers the calls of one run, as long as they fit into `max_calls` with the calls of all runs under way."""
+    """Answers the calls of one run, as long as they fit into `max_calls` with the calls of all runs under way. Without
+    an inner responder, the provider that is asked answers them."""
 
-    def __init__(self, runs: Runs, inner: Responder) -> None:
+    def __init__(self, runs: Runs, inner: Responder | None) -> None:
         self._runs = runs
         self._inner = inner
         self.calls = 0
@@ -113,7 +115,7 @@ class LimitedResponder:
     async def respond(self, call: LiveCall) -> Answer | None:
         """The answer of the inner responder. Raises RunError for a call beyond the limit."""
         self._runs.admit_call(call, self)
-        return await self._inner.respond(call)
+        return None if self._inner is None else await self._inner.respond(call)
 
 
 @dataclass
@@ -151,6 +153,10 @@ class Runs:
         """The outcomes of runs that were scored a second time, by task."""
         self._scored_again: set[str] = set()
         """Tasks whose first run was scored a second time, with or without an outcome."""
+        self.judge = JudgeCalls()
+        """The calls of the workflow's judge. They count as all others do."""
+        self._judge_refused: set[str] = set()
+        """Ids of episodes without an outcome, as a call of the judge would have passed `max_calls`."""
         self.forks: list[FinishedFork] = []
         self.diverged = 0
         """Forks that did not repeat their episode."""
@@ -171,7 +177,8 @@ class Runs:
 
     async def load(self) -> None:
         """Read the runs that the store has. Their calls count against the limits, as they were made and paid."""
-        for episode in self.store.episodes():
+        # Episodes that the judge has to be asked about come last, once all other calls are counted.
+        for episode in sorted(self.store.episodes(), key=self._needs_judge):
             arm = OWN if episode.id in self.recorded else arm_of(episode.phase)
             if arm is not None:
                 await self._judge(episode)
@@ -183,6 +190,8 @@ class Runs:
             elif episode.phase == RESCORED:
                 await self._judge(episode)
                 self._keep_second_outcome(episode)
+            elif episode.phase == JUDGING:
+                self._count_judging(episode)
 
     async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
         """Run each task in each arm, unless that has run before. `number` is that of the run within its task and arm.
@@ -309,21 +318,21 @@ class Runs:
                 raise self._budget_reached(1)
             episode = await self._play(flow, task, limited, responder, options)
             fork = self._keep_fork(episode)
-        if is_cut(self.store.calls(episode.id, lean=True)):
+        if episode.id in self._judge_refused or is_cut(self.store.calls(episode.id, lean=True)):
             raise self._budget_reached(1)
         self.on_run()
         return fork
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
-        """Count the new calls of an ended fork and keep its result. Returns None if the fork was cancelled, ran into
-        `max_calls`, or did not repeat its episode up to the forked call."""
+        """Count the new calls of an ended fork and keep its result. Returns None if the fork or its judge was
+        cancelled or ran into `max_calls`, or if it did not repeat its episode up to the forked call."""
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
         new_calls = [call for call in calls if call.replayed is None and not is_cut([call])]
         cost, _unpriced = self._cost(OWN, new_calls)
         self.calls += len(new_calls)
         self.cost += cost
-        if episode.status == "cancelled" or is_cut(calls):
+        if episode.status == "cancelled" or episode.id in self._judge_refused or is_cut(calls):
             return None
         # Without `fork` the episode ended before it reached the call.
         if episode.blame == "divergence" or episode.fork is None:
@@ -350,8 +359,9 @@ class Runs:
         return fork
 
     async def score_again(self, tasks: Sequence[Task]) -> None:
-        """Repeat the first run of each task from its record, so that its outcome is scored a second time. No model is
-        asked. Runs with failed calls are left out, and runs that the application does not repeat."""
+        """Repeat the first run of each task from its record, so that its outcome is scored a second time. Only the
+        workflow's judge asks a model, within the limits. Runs with failed calls are left out, and runs that the
+        application does not repeat."""
         due = []
         for task in tasks:
             run = self.runs.get((OWN, task.id, 0))
@@ -375,6 +385,8 @@ class Runs:
             freeze=bool(script.reads),
         )
         async with self._gate:
+            if not self._affords_judge():
+                return
             outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
             await asyncio.to_thread(self.store.flush)
             await self._judge(outcome.episode)
@@ -390,14 +402,47 @@ class Runs:
     async def _judge(self, episode: Episode) -> None:
         """Have the workflow's judge, if it has one, give the episode an outcome that it does not have yet."""
         judge = self.workflow.episode_judge
-        if judge is None or episode.status != "ok" or self.store.rewards([episode.id]).get(episode.id):
+        if judge is None or not self._needs_judge(episode):
             return
+        limited = LimitedResponder(self, None)
         try:
-            async with asyncio.timeout(self.options.timeout):
-                await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
-        except (TimeoutError, WorkflowError) as error:
-            # The run is left out and counted, as any other without an outcome.
-            self.first_error = self.first_error or str(error)
+            judging, error = await judge_run(self.workflow, judge, self.store, episode, limited, self.options.timeout)
+            self._count_judging(judging)
+        finally:
+            with self._lock:
+                self._calls_under_way -= limited.calls
+        if self._needs_judge(episode) and is_cut(self.store.calls(judging.id, lean=True)):
+            self._judge_refused.add(episode.id)
+        # Without an outcome the run is left out and counted.
+        self.first_error = self.first_error or error
+
+    def _needs_judge(self, episode: Episode) -> bool:
+        """Whether the workflow's judge still has to give an episode its outcome."""
+        if self.workflow.episode_judge is None or episode.status != "ok" or episode.phase == JUDGING:
+            return False
+        return not self.store.rewards([episode.id]).get(episode.id)
+
+    def _count_judging(self, judging: Episode) -> None:
+        """Count the calls that the judge made in one of its episodes."""
+        calls = [call for call in self.store.calls(judging.id) if not is_cut([call])]
+        if not calls:
+            return
+        cost, unpriced = self._cost(OWN, calls)
+        self.judge.episodes += 1
+        self.judge.calls += len(calls)
+        self.judge.cost += cost
+        self.judge.unpriced += unpriced
+        self.calls += len(calls)
+        self.cost += cost
+
+    def _affords_judge(self) -> bool:
+        """Whether the limits allow the calls that the judge makes for an episode."""
+        options = self.options
+        calls = self.calls + self._calls_under_way + self.judge.calls_per_episode
+        if options.max_calls is not None and self.judge.calls and calls > options.max_calls:
+            return False
+        cost = self.cost + self.judge.cost_per_episode
+        return options.max_cost is None or not self.judge.cost or cost <= options.max_cost
 
     def outcome_of(self, episode: Episode) -> float | None:
         """The outcome of an episode; None if it is not known."""
@@ -417,6 +462,8 @@ class Runs:
         if is_cut(calls):
             left_out = "limit"
             calls = [call for call in calls if not is_cut([call])]
+        elif episode.id in self._judge_refused:
+            left_out = "limit"
         elif episode.status == "cancelled":
             left_out = "cancelled"
         elif not episode.is_outcome:
@@ -491,14 +538,15 @@ class Runs:
 
     @property
     def calls_per_run(self) -> float:
-        """Mean number of calls of a run; 1 before the first one."""
+        """Mean number of calls of a run, with the calls of its judge; 1 before the first one."""
         counts = [run.calls for run in self.runs.values() if not run.left_out]
-        return max(fmean(counts), 1.0) if counts else 1.0
+        return max(fmean(counts) + self.judge.calls_per_episode, 1.0) if counts else 1.0
 
     @property
     def cost_per_run(self) -> float:
+        """Mean cost of a run, with its judge; 0 before the first one."""
         costs = [run.cost for run in self.runs.values() if not run.left_out]
-        return fmean(costs) if costs else 0.0
+        return fmean(costs) + self.judge.cost_per_episode if costs else 0.0
 
     def affordable_runs(self) -> float:
         """How many more runs fit into the limits; infinite without limits."""

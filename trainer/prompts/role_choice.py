@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from cotune.config.prompts import FORKS, OFF
 from cotune.errors import RunError, WorkflowError
 from cotune.prompts.edits import PromptPart, Prompts
-from cotune.reading.blame import FORK, FRESH_FORK, Blame, LostEpisode
+from cotune.reading.blame import FORK, FRESH_FORK, Blame, LostEpisode, shown_money
+from cotune.records.structs import JUDGING
 from cotune.storage.protocol import Store
 from cotune.storage.typed_json import read_typed
 from cotune.tables import plural
@@ -106,7 +107,7 @@ async def choose_role(
     if result.ended:
         spent = plural(result.calls, "call")
         if options.max_cost is not None and result.cost is not None:
-            spent += f" and {result.cost:.4g} of money"
+            spent += f" and {shown_money(result.cost)} of money"
         choice = replace(choice, note=f"{choice.note} The analysis stopped at its share of the limits, after {spent}.")
     return choice
 
@@ -145,7 +146,8 @@ def _count_spending(result: Blame, store: Store, spending: Spending) -> None:
     """Add what the analysis has spent."""
     spent = Spent(calls=result.calls, cost=result.cost or 0.0)
     for episode in store.episodes():
-        if arm_of(episode.phase) is None and episode.phase not in (FORK, FRESH_FORK):
+        # Only an analysis has episodes of judging: the search itself records no calls of judges.
+        if arm_of(episode.phase) is None and episode.phase not in (FORK, FRESH_FORK, JUDGING):
             continue
         for call in store.calls(episode.id, lean=True):
             if call.replayed is None:

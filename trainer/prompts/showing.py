@@ -39,14 +39,17 @@ class Fence:
 
 
 class DecisiveFailure(NamedTuple):
-    """A failed run, and the step of the call that decided it."""
+    """A failed run, and the step of the call that decided it, alone or together with calls at the same time."""
 
     result: TaskResult
     step: int
+    roles: Sequence[str]
+    """The roles of the calls that decided the run together, each as often as it called; one if the call did it
+    alone."""
     loss: str
     """In points, for people; empty if it was not measured."""
     redraw: str
-    """The answer at this call in the best of the repeated runs."""
+    """The answer at this call in the best of the repeated runs; empty if it has no such call."""
     redraw_result: TaskResult | None
     """The result of that run."""
 
@@ -89,10 +92,19 @@ def examples(
 def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
     """Explain to the reflection model that this answer lost its run, with the answer of the best repeated run."""
     difference = f", by {failure.loss} of 100" if failure.loss else ""
-    lines = [
-        "This run was made before the text was changed for the first time. This answer decided it: runs that are "
-        f"repeated from before the answer succeed more often than runs that are repeated from after it{difference}."
-    ]
+    before = "This run was made before the text was changed for the first time."
+    if len(failure.roles) == 1:
+        decided = (
+            "This answer decided it: runs that are repeated from before the answer succeed more often than runs that "
+            f"are repeated from after it{difference}."
+        )
+    else:
+        decided = (
+            f"{len(failure.roles)} calls at the same time decided it together (of {', '.join(failure.roles)}), and "
+            "this answer is one of theirs: runs that are repeated from before all of them succeed more often than "
+            f"runs that are repeated from after them{difference}. Which of them did it is not known."
+        )
+    lines = [f"{before} {decided}"]
     if failure.redraw:
         lines.append(f"Another answer to this very request, in the best of the repeated runs:\n{fence(failure.redraw)}")
     return lines
@@ -101,22 +113,42 @@ def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
 def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPart) -> list[DecisiveFailure]:
     """The failed episodes that a call with this part decided, the largest loss first, at most `MOST_DECISIVE`.
 
-    Each has the answer that was drawn instead and the episode that followed from it, if there was one.
+    Of calls that ran at the same time and decided together, it is the first one with the part. Each failure has the
+    answer that was drawn instead and the episode that followed from it, if there was one.
     """
-    decided_by_part = [episode for episode in lost if episode.role in part.roles and episode.call is not None]
-    decided_by_part.sort(key=lambda episode: -(episode.loss.mean if episode.loss else 0.0))
-    failures = []
-    for episode in decided_by_part[:MOST_DECISIVE]:
-        assert episode.call is not None
+    failures: list[DecisiveFailure] = []
+    for episode in sorted(lost, key=lambda episode: -(episode.loss.mean if episode.loss else 0.0)):
+        if episode.call is None or len(failures) == MOST_DECISIVE:
+            continue
+        steps = (episode.call, *episode.parallel)
+        block = [call for call in store.calls(episode.episode) if call.step in steps]
+        of_role = [call for call in block if call.role in part.roles]
+        with_part = [call for call in of_role if _slot_values_of_call(store, part, call) is not None]
+        if not with_part:
+            continue
+        call = with_part[0]
+
         redraw = ""
         redraw_result = None
         if episode.redraw_call:
-            call = store.figures().call(episode.redraw_call)
-            redraw = chosen_answer_text(call)
-            redraw_result = read_result(store, store.episode(call.episode))
-        result = read_result(store, store.episode(episode.episode))
-        loss = "" if episode.loss is None else loss_points(episode.loss)
-        failures.append(DecisiveFailure(result, episode.call, loss, redraw, redraw_result))
+            first_redrawn = store.figures().call(episode.redraw_call)
+            redrawn = [first_redrawn]
+            if call.step != episode.call:
+                # Calls at the same time may have started in another order there, so steps and turns say nothing.
+                fork_calls = store.calls(first_redrawn.episode)
+                redrawn = [other for other in fork_calls if other.role == call.role and other.messages == call.messages]
+            redraw = chosen_answer_text(redrawn[0]) if redrawn else ""
+            redraw_result = read_result(store, store.episode(first_redrawn.episode))
+        failures.append(
+            DecisiveFailure(
+                result=read_result(store, store.episode(episode.episode)),
+                step=call.step,
+                roles=[other.role for other in block],
+                loss="" if episode.loss is None else loss_points(episode.loss),
+                redraw=redraw,
+                redraw_result=redraw_result,
+            )
+        )
     return failures
 
 

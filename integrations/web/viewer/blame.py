@@ -17,8 +17,12 @@ from cotune.reading.blame import (
     LostEpisode,
     loss_points,
     luck_sentence,
+    noise_points,
     scoring_sentence,
+    shown_money,
+    shown_outcome,
     shown_points,
+    shown_seconds,
     summed_outcome,
 )
 from cotune.reading.run import OpenedRun
@@ -68,6 +72,10 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
         luck=luck_sentence(found) if found else "",
         scoring=scoring_sentence(found) if found else "",
         points=shown_points,
+        noise_points=noise_points,
+        outcome=shown_outcome,
+        money=shown_money,
+        seconds=shown_seconds,
         least_tasks=LEAST_TASKS,
         lost=show_losses(run, found.episodes) if found else [],
         hues=hues(run, *(found.all_roles if found else ())),

@@ -80,6 +80,27 @@ def test_a_search_leaves_room_for_the_fresh_forks_or_has_fewer() -> None:
     assert fresh_forks(search, 1) == 0
 
 
+@pytest.mark.parametrize(("calls", "runs"), [(60, 30), (80, 30), (12, 5), (4, 1), (3, 2)])
+def test_long_episodes_and_small_budgets_are_kept_too(calls: int, runs: int) -> None:
+    search = searched([0.9] * (calls // 2) + [0.1] * (calls - calls // 2), 1, runs)
+    assert 0 < search.spent <= search.budget
+    # Both halves of the episode were looked at, if the budget allows it.
+    half = calls // 2
+    assert sum(search.counts.forks[half:]) and (runs < 5 or sum(search.counts.forks[:half]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 4), st.sets(st.integers(0, 69), min_size=1), st.integers(0, 9))
+def test_no_search_spends_more_than_its_budget(calls: int, runs: int, places: set[int], seed: int) -> None:
+    forkable = sorted({place % calls for place in places})
+    rng = np.random.default_rng(seed)
+    search = ForkSearch(calls, runs * calls, forkable, rng)
+    while forks := search.next_forks():
+        for call in forks:
+            search.add(call, float(rng.random() < 0.5))
+    assert 0 < search.spent <= search.budget
+
+
 def test_the_most_likely_answer_is_known_where_none_is_claimed() -> None:
     # A loss of about 25 points at call 1: too little to claim after these forks.
     decision = consider(ForkCounts([8, 8, 8, 8], [2.0, 2.0, 0.0, 0.0]), np.random.default_rng(0))

@@ -124,9 +124,10 @@ def test_the_page_has_the_verdict_the_roles_and_the_alternatives(folder: Path) -
         said = text(page)
         assert "writer is at fault: it costs 38 (28 to 48) points" in said
         assert "53% of the failures succeed at another try (31 to 74); the rest fail again." in said
-        assert "writer at fault 38 (28 to 48) 38 (28 to 48) 38 (28 to 48) 1 +0.4 gpt-5" in said
+        assert "writer at fault 38 (28 to 48) 38 (28 to 48) 38 (28 to 48) 1.0 +0.4 gpt-5" in said
         assert "Task t1 : call 1 of writer loses 67 (38 to 85) points said wrong best redraw right" in said
-        assert "2 alternatives answer at this call outcome right 1 wrong again 0" in said
+        assert "2 alternatives answer at this call outcome right 1.00 wrong again 0.00" in said
+        assert "outcome 0.50 (0.40 to 0.60) · with all roles swapped 1.00 (0.97 to 1.00)" in said
         assert "31 forks of an episode of 3 calls" in said
         assert "Task t2 : no single call decides" in said
         linked = httpx.get(page).text
@@ -142,7 +143,7 @@ def test_outcomes_that_are_not_known_are_no_zero(folder: Path) -> None:
             store.write([Episode(id=id, task=task, workflow="office", phase=FORK, calls=3, fork=fork, status=status)])
     with viewing([folder]) as server:
         said = text(f"{server.url}/run/blame/blame")
-    assert "right 1 wrong again 0 said in " in said
+    assert "right 1.00 wrong again 0.00 said in " in said
     assert "said in silent unknown" in said and "said in raised raised an error" in said
 
 
