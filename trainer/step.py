@@ -27,7 +27,7 @@ from cotune.trainer.opening.restore import add_new_roles, recover
 from cotune.trainer.reporting.profile import profiling
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.episodes import answering, run_episodes
-from cotune.trainer.rollout.forks import run_forks
+from cotune.trainer.rollout.forks import effects_before, run_forks
 from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.rollout.refill import RolledOut, refill_step
 from cotune.trainer.rollout.step_episodes import StepEpisodes, report_faults
@@ -117,6 +117,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     plan = run.plan
     drawn = run.state.drawn[step]
     policies = run.served(step)
+    # Once for all forks of the step, also those of a refill: it reads the branches of the last steps.
+    fork_effects = effects_before(run, step)
     step_episodes = StepEpisodes(run, step, progress)
     responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = judge_bench(run, step, responder)  # whose judge may be a role, which these policies play
@@ -140,7 +142,9 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             run.store.flush()
             if plan.kind == "replay":
                 branches = step_episodes.branches(task_ids)
-                episodes += await run_forks(run, batch, episodes, branches, policies, judged, progress.say_once)
+                episodes += await run_forks(
+                    run, batch, episodes, branches, policies, fork_effects, judged, progress.say_once
+                )
                 run.store.flush()
             step_episodes.add(episodes)
             return episodes
@@ -166,4 +170,6 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     await run.sampler.info()  # raises SamplerError if it is gone
 
     # A judge that is a role of the run is trained on the episodes in which it judged.
-    return msgspec.structs.replace(rolled_out, episodes=[*rolled_out.episodes, *bench.episodes])
+    return msgspec.structs.replace(
+        rolled_out, episodes=[*rolled_out.episodes, *bench.episodes], fork_effects=fork_effects
+    )

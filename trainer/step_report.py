@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from cotune.reading.gradient_shares import MOST, WINDOW, Shares, dominant_roles, shares_of
+from cotune.reading.gradient_shares import MOST, WINDOW, dominant_roles, shares_of
 from cotune.records.structs import JUDGING
 from cotune.sampling.request_params import replaced
 from cotune.storage.judge_ledger import totals_of
-from cotune.storage.metrics_file import StepMetrics
+from cotune.storage.metrics_file import StepMetrics, read_metrics
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.batch import GIVE_OUTCOMES, NO_OUTCOME, Batch, misses_outcomes
 from cotune.trainer.privileged import NO_FEEDBACK
@@ -64,8 +64,6 @@ class RolloutReport(StepReport):
     def __init__(self, run: RolloutRun, progress: Progress) -> None:
         super().__init__(run, progress)
         self._run = run
-        self._gradient_shares: deque[Shares] = deque(maxlen=WINDOW)
-        """The last steps' shares of roles in the gradients of their policies."""
         self._counters: dict[str, float] = {}
         """Counts of sampler, rollout workers and store when the last step ended."""
 
@@ -130,7 +128,7 @@ class RolloutReport(StepReport):
             stayed=unmoved,
             silent=silent,
             refill=_refill_figures(rolled),
-            replay=replay_figures(run, batch.episodes),
+            replay=replay_figures(run, batch.episodes, rolled.fork_effects),
             notes=(
                 *prepared.warnings,
                 *replaced(calls),
@@ -157,8 +155,14 @@ class RolloutReport(StepReport):
         shares = shares_of(roles)
         if not shares:
             return []
-        self._gradient_shares.append(shares)
-        dominant = dominant_roles(self._gradient_shares)
+        # The earlier steps come from metrics.jsonl, so that a run that was interrupted in between still counts them.
+        window = [shares]
+        for line in reversed(read_metrics(self._folder.path)):
+            if len(window) == WINDOW:
+                break
+            if earlier := shares_of(line["roles"]):
+                window.append(earlier)
+        dominant = dominant_roles(window)
         return [CAPTURED.format(role=role, policy=policy_of[role]) for role in dominant if role in policy_of]
 
     def _policy(self, name: str, updates: Updates) -> dict[str, float]:

@@ -65,6 +65,14 @@ def test_a_run_names_a_role_that_holds_most_of_the_gradient(trainer: Trainer) ->
     assert named[0] in page and "Share of the gradient" in page
 
 
+def test_a_resumed_run_counts_the_steps_before_it(trainer: Trainer) -> None:
+    app = application(one_talks_and_one_decides, first=letters, second=letters)
+    trainer(app, steps=4, **SETTINGS)
+    trainer.resume(app, steps=6)
+    warned = [any(WARNING in note for note in line["notes"]) for line in trainer.metrics()]
+    assert warned == [False] * 4 + [True] * 2
+
+
 def test_a_balanced_run_gives_both_roles_the_same_share(trainer: Trainer) -> None:
     app = application(one_talks_and_one_decides, first=letters, second=letters)
     trainer(app, steps=2, recipe=f"{__file__}:Balanced", **SETTINGS)

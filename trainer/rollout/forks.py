@@ -71,9 +71,9 @@ def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) ->
     return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans), at_random)
 
 
-def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
+def effects_before(run: RolloutRun, step: int) -> dict[Place, float]:
     """How much the answers at each place decided in the steps before this one, by the branches that were forked there;
-    empty unless the rule of forks is `decisive`.
+    empty unless the plan is `replay` and the rule of forks is `decisive`.
 
     The outcome of a branch is the reward of its episode for the role of the fork, by the weights of its policy's
     recipe: in a game the roles have different rewards, whose plain sum may always be 0.
@@ -82,9 +82,8 @@ def effects_before(run: RolloutRun, step: int | None) -> dict[Place, float]:
     place is its spread (the variance of the outcomes of a fork, as a mean over the forks there) less the spread at the
     next place. It is a figure of the last steps: a place that was not forked in them is unknown again.
     """
-    if fork_rule(run.config.replay.forks).kind != "decisive":
+    if run.plan.kind != "replay" or fork_rule(run.config.replay.forks).kind != "decisive":
         return {}
-    step = run.state.steps if step is None else step
     # Rollouts that run ahead of training begin before the branches of the step before them have ended.
     newest = step - 1 if run.config.mode == "async" else step
     branches_of: dict[str, dict[str, list[Episode]]] = {}
@@ -146,17 +145,18 @@ async def run_forks(
     trunks: Sequence[Episode],
     done: Collection[Episode],
     policies: Mapping[str, PolicyRef],
+    effects: Mapping[Place, float],
     judged: JudgedStep,
     say_once: Callable[[str], None],
 ) -> list[Episode]:
     """Run K branches of each fork of a step's episodes (`trunks`), and return all branches.
 
     The rollouts from 1 on are the branches of the first fork, then those of the next one, so that a resumed run finds
-    them. `done` are branches from before an interruption, which are not run again. `judged` learns how many episodes
-    each task has. `say_once` prints a line, the first time.
+    them. `done` are branches from before an interruption, which are not run again. `effects` are those of
+    `effects_before` the step. `judged` learns how many episodes each task has. `say_once` prints a line, the first
+    time.
     """
     plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
-    effects = effects_before(run, trunks[0].training_step) if trunks else {}
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
         chosen = forks_of(run, trunk, effects)
@@ -186,12 +186,12 @@ async def run_forks(
     return await run_episodes(run, branches, plan=run.plan, policies=policies)
 
 
-def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, int]:
-    """Return the planned and the actual calls of the forks of a step; no figures under another plan."""
+def replay_figures(run: RolloutRun, episodes: Sequence[Episode], effects: Mapping[Place, float]) -> dict[str, int]:
+    """Return the planned and the actual calls of the forks of a step; no figures under another plan. `effects` are
+    those by which the forks were chosen."""
     if run.plan.kind != "replay":
         return {}
     trunks = [episode for episode in episodes if episode.rollout == 0]
-    effects = effects_before(run, trunks[0].training_step) if trunks else {}
     all_forks = [forks_of(run, trunk, effects) for trunk in trunks]
     planned = sum((forks.budget for forks in all_forks), Budget())
     branches = [episode for episode in episodes if episode.rollout > 0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.records.structs import Episode
+from cotune.replay.forks import Place
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.run import RolloutRun
@@ -32,6 +33,8 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes that the refill has begun, and did not wait for."""
     late_tasks: Sequence[str] = ()
     """The tasks of these episodes."""
+    fork_effects: Mapping[Place, float] = {}
+    """The effects of places by which the calls to fork were chosen."""
 
 
 async def refill_step(

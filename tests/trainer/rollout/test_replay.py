@@ -20,8 +20,13 @@ from cotune.errors import ConfigError
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Episode
+from cotune.replay.forks import Place
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer import step as step_module
+from cotune.trainer.rollout import forks as forks_module
+from cotune.trainer.rollout.forks import effects_before
+from cotune.trainer.run.run import RolloutRun
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
 
@@ -143,8 +148,19 @@ async def second_alone(task: dict[str, str]) -> dict[str, float]:
     return {"team": sum(letter in "abcdefgh" for letter in said) / 4}
 
 
-def test_forks_are_made_where_the_last_steps_found_an_effect(trainer: Trainer):
+def test_forks_are_made_where_the_last_steps_found_an_effect(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
+    read_for: list[int] = []
+
+    def counted(run: RolloutRun, step: int) -> dict[Place, float]:
+        read_for.append(step)
+        return effects_before(run, step)
+
+    for module in (step_module, forks_module):
+        monkeypatch.setattr(module, "effects_before", counted)
     trainer(application(second_alone), steps=5, replay={"forks": "decisive", "budget": 1}, **SETTINGS)
+    # The branches of earlier steps are read once for each step.
+    assert read_for == [0, 1, 2, 3, 4]
+    assert [line["replay"]["forks"] for line in trainer.metrics()] == [3] * 5
     records = Records(trainer)
     role_of = {call.id: call.role for calls in records.calls.values() for call in calls}
     forked = [{role_of[branch.fork.call] for branch in records.of(step)[1]} for step in range(5)]
