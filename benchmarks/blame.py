@@ -8,8 +8,8 @@ The workflows are in `benchmarks.blame_workflows`: three to six roles, chains, a
 each other, roles without influence. Roles err at natural rates of 2 to 15%, on tasks of different difficulty, and the
 reference at 2% or less. The parts:
 
-- `planted`: one role errs at rate 0.3, 0.6 or 1.0. Counted where the fault costs at least 10 points, and at least twice
-  as much as any other role: a workflow may hide a fault.
+- `planted`: one role errs at rate 0.3, 0.6 or 1.0, drawn in each call or fixed per task. Every role in turn. Counted
+  where the fault costs at least 10 points, and at least twice as much as any other role: a workflow may hide a fault.
 - `healthy`: no role costs 10 points or more.
 - `two`: two roles err, and each of them costs 10 points although the other one is mended.
 - `obeys`: the reference makes the same errors.
@@ -17,7 +17,8 @@ reference at 2% or less. The parts:
 - `decisive`: how often the search for the call that lost an episode finds it, in episodes whose losses are known
   exactly (`benchmarks.blame_calls`); beside it, equally many forks at every call.
 
-Every analysis runs the rounds of the command and reads its verdict. The last line is JSON.
+Every analysis runs the rounds of the command and reads its verdict. Shares stand with the counts behind them. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ console = Console(stderr=True)
 def planted(repetitions: int) -> list[Line]:
     """How often the guilty role is named, and how often another one."""
     lines = []
-    for rate, tasks in itertools.product((0.3, 0.6, 1.0), (5, 10, 20, 40)):
-        rng = random.Random(f"planted {rate} {tasks}")
+    for rate, fixed, tasks in itertools.product((0.3, 0.6, 1.0), (False, True), (5, 10, 20, 40)):
+        if fixed and rate == 1:
+            continue  # An error rate of 1 is the same on every task.
+        rng = random.Random(f"planted {rate} {fixed} {tasks}")
         counts: Counter[str] = Counter()
         for name, (roles, _) in WORKFLOWS.items():
             for guilty, _ in itertools.product(roles, range(repetitions)):
-                app = application(name, rng, faults={guilty: rate})
+                app = application(name, rng, faults={guilty: rate}, fixed=fixed)
                 others = max(app.score(role) for role in roles if role != guilty)
                 if app.score(guilty) < max(LEAST_EFFECT, 2 * others):
                     counts["hidden"] += 1
@@ -65,7 +68,7 @@ def planted(repetitions: int) -> list[Line]:
                 counts["first"] += effects[0].role == guilty
                 counts["named"] += verdict.kind == "named" and verdict.roles[0] == guilty
                 counts["wrong"] += verdict.kind in ("named", "either") and guilty not in verdict.roles
-        lines.append(_line("planted", counts, "first", "named", "wrong", rate=rate, tasks=tasks))
+        lines.append(_line("planted", counts, "first", "named", "wrong", rate=rate, fixed=fixed, tasks=tasks))
     return lines
 
 
@@ -201,12 +204,13 @@ def decisive(repetitions: int) -> list[Line]:
 
 
 def _line(part: str, counts: Counter[str], *shares: str, **settings: Any) -> Line:
-    """The shares of the analysed applications."""
+    """The shares of the analysed applications, with their counts."""
     line: Line = {"part": part, **settings, "analysed": counts["analysed"]}
     if counts["hidden"]:
         line["hidden"] = counts["hidden"]
     for name in shares:
         line[name] = round(counts[name] / max(counts["analysed"], 1), 4)
+        line[f"{name}_count"] = counts[name]
     console.print(line)
     return line
 

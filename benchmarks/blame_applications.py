@@ -1,6 +1,7 @@
 """Does `cotune blame` find a fault that is planted in one role of an application?
 
-    python -m benchmarks.blame_applications                                  # all of them, about a quarter of an hour
+    python -m benchmarks.blame_applications                                  # all of them
+    python -m benchmarks.blame_applications --rates 0.3,0.6,1.0 --repetitions 3 --tasks 20
     python -m benchmarks.blame_applications --applications crewai_flow --rates 0.6
     python -m benchmarks.blame_applications --rates 0.6 --guesses            # only the two guesses, without a reference
 
@@ -9,7 +10,8 @@ OpenAI Agents SDK, CrewAI and the plain SDK, with two to six roles, loops, paral
 expert answers for each of their roles, and errs in 5% of the calls. One role errs more often: drawn in each call, or
 (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind an address of its own.
 Every analysis is the command's own. It is compared to two guesses by the failed runs alone: the last role that spoke,
-and a scripted judge that reads the trace. The last line is JSON.
+and a scripted judge that reads the trace. Repetitions have other tasks and other errors. At the end come a summary by
+error rate and a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,20 +20,24 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import os
 import random
 import re
 import tempfile
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 import cotune
 from benchmarks.blame_structures import ROLES, STRUCTURES
+from cotune.reading.blame import LEAST_EFFECT
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Episode, Usage
@@ -79,13 +85,25 @@ class Expert:
 
 
 def analyse(
-    name: str, guilty: str, rate: float, fixed: bool, tasks: int, runs: int, *, guesses: bool = False, out: str = ""
+    name: str,
+    guilty: str,
+    rate: float,
+    fixed: bool,
+    tasks: int,
+    runs: int,
+    repetition: int,
+    *,
+    guesses: bool = False,
+    out: str = "",
 ) -> dict[str, Any]:
     """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped. The
     analysis stays in a folder below `out`, if that is named."""
     example = STRUCTURES.get(name) or importlib.import_module(f"examples.gallery.{name}")
-    expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed}"))
-    questions = [{**task, "id": f"t{place}"} for place, task in enumerate(example.tasks(tasks, 7))]
+    expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed} {repetition}"))
+    # Their ids say on which of them a fixed fault errs.
+    ids = [f"r{repetition}t{place}" for place in range(tasks)]
+    questions = [{**task, "id": id} for id, task in zip(ids, example.tasks(tasks, 7 + repetition), strict=True)]
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary, serving(answers=example.expert) as url:
         folder = f"{out}/{name}-{guilty}" if out else temporary
         os.environ["OPENAI_BASE_URL"] = url
@@ -98,10 +116,41 @@ def analyse(
         "cost": next((round(part.score.mean, 3) for part in report.roles if part.role == guilty), None),
         "others": max((round(part.score.mean, 3) for part in report.roles if part.role != guilty), default=None),
         "last_that_spoke": spoke, "judge": judged, "runs": report.runs, "calls": report.calls,
-        "left_out": dict(report.left_out),
+        "left_out": dict(report.left_out), "repetition": repetition, "tasks": report.tasks,
+        "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
     console.print(line)
     return line
+
+
+def summarize(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By error rate, and by whether the faults are drawn or fixed: how often the faulty role is named.
+
+    A fault counts if the mean of its measured costs over the repetitions is at least 10 points, and at least twice the
+    highest cost of another role. The application hides the others.
+    """
+    by_fault: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        by_fault[line["rate"], line["fixed"], line["application"], line["guilty"]].append(line)
+    counts: defaultdict[tuple[float, bool], Counter[str]] = defaultdict(Counter)
+    for (rate, fixed, _, guilty), repetitions in by_fault.items():
+        cost = fmean(line["cost"] or 0.0 for line in repetitions)
+        others = fmean(line["others"] or 0.0 for line in repetitions)
+        count = counts[rate, fixed]
+        if cost < LEAST_EFFECT or cost < 2 * others:
+            count["hidden"] += len(repetitions)
+            count["wrong when hidden"] += sum(
+                line["verdict"] in ("named", "either") and guilty not in line["named"] for line in repetitions
+            )
+            continue
+        for line in repetitions:
+            count["analysed"] += 1
+            count["first"] += line["first"] == guilty
+            count["named"] += line["verdict"] == "named" and line["named"][0] == guilty
+            count["wrong"] += line["verdict"] in ("named", "either") and guilty not in line["named"]
+            count["last that spoke"] += line["last_that_spoke"] == guilty
+            count["judge"] += line["judge"] == guilty
+    return [{"rate": rate, "fixed": fixed, **dict(count)} for (rate, fixed), count in sorted(counts.items())]
 
 
 def last_that_spoke(folder: Path) -> str:
@@ -145,6 +194,8 @@ def main() -> None:
     parser.add_argument("--rates", default="0.6,1.0", help="error rates of the faulty role (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=10)
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, default=1, help="analyses of each fault (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no analysis after this time")
     parser.add_argument("--first", action="store_true", help="only the first role of each, drawn per call")
     parser.add_argument(
         "--guesses", action="store_true", help="run the application as it is, for the two guesses alone"
@@ -152,14 +203,23 @@ def main() -> None:
     parser.add_argument("--out", default="", help="folder that keeps the analyses (default: none)")
     a = parser.parse_args()
     os.environ.setdefault("OPENAI_API_KEY", "none")
-    lines = []
-    for name in a.applications.split(","):
-        rates = [float(rate) for rate in a.rates.split(",")]
+    rates = [float(rate) for rate in a.rates.split(",")]
+    faults = []
+    for name, repetition in itertools.product(a.applications.split(","), range(a.repetitions)):
         for guilty, rate, fixed in itertools.product(APPLICATIONS[name], rates, (False, True)):
             if a.first and (guilty != APPLICATIONS[name][0] or fixed):
                 continue
             if rate < 1 or not fixed:  # An error rate of 1 is the same for every task.
-                lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, guesses=a.guesses, out=a.out))
+                faults.append((name, guilty, rate, fixed, repetition))
+    if a.minutes < math.inf:
+        # So that those that fit into the time are drawn from all of them.
+        random.Random(0).shuffle(faults)
+    lines, began = [], time.monotonic()
+    for name, guilty, rate, fixed, repetition in faults:
+        if time.monotonic() - began < 60 * a.minutes:
+            lines.append(analyse(name, guilty, rate, fixed, a.tasks, a.runs, repetition, guesses=a.guesses, out=a.out))
+    for summary in summarize(lines):
+        console.print(summary)
     print(json.dumps(lines))
 
 

@@ -101,12 +101,20 @@ class Application:
 
 
 def application(
-    name: str, rng: random.Random, *, faults: Rates | None = None, tasks: int = 200, obeys: bool = False
+    name: str,
+    rng: random.Random,
+    *,
+    faults: Rates | None = None,
+    fixed: bool = False,
+    tasks: int = 200,
+    obeys: bool = False,
 ) -> Application:
     """An application with natural error rates of 2 to 15%, and `faults`: higher rates of some roles.
 
-    With `obeys` the reference makes the errors of the application, as a model that follows the same faulty prompt.
+    With `fixed` a role with a fault always errs on this share of the tasks, and at its natural rate on the others. With
+    `obeys` the reference makes the errors of the application, as a model that follows the same faulty prompt.
     """
+    faults = faults or {}
     roles, success = WORKFLOWS[name]
     natural = {role: rng.uniform(0.02, 0.15) for role in roles}
     own, reference = [], []
@@ -115,7 +123,10 @@ def application(
         own_rates, reference_rates = {}, {}
         for role in roles:
             shift = difficulty + rng.gauss(0, DIFFICULTY)
-            own_rates[role] = _shifted((faults or {}).get(role, natural[role]), shift)
+            if fixed and role in faults:
+                own_rates[role] = 1.0 if rng.random() < faults[role] else _shifted(natural[role], shift)
+            else:
+                own_rates[role] = _shifted(faults.get(role, natural[role]), shift)
             better = min(own_rates[role], _shifted(REFERENCE_RATE, shift))
             reference_rates[role] = own_rates[role] if obeys else better
         own.append(own_rates)
