@@ -117,8 +117,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     plan = run.plan
     drawn = run.state.drawn[step]
     policies = run.served(step)
-    # Once for all forks of the step, also those of a refill: it reads the branches of the last steps.
-    fork_effects = effects_before(run, step)
+    effects = effects_before(run, step)  # read once, for all forks of the step
     step_episodes = StepEpisodes(run, step, progress)
     responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = judge_bench(run, step, responder)  # whose judge may be a role, which these policies play
@@ -141,10 +140,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             episodes = await run_episodes(run, batch, plan=plan, policies=policies)
             run.store.flush()
             if plan.kind == "replay":
-                branches = step_episodes.branches(task_ids)
-                episodes += await run_forks(
-                    run, batch, episodes, branches, policies, fork_effects, judged, progress.say_once
-                )
+                done = step_episodes.branches(task_ids)
+                episodes += await run_forks(run, batch, episodes, done, policies, effects, judged, progress.say_once)
                 run.store.flush()
             step_episodes.add(episodes)
             return episodes
@@ -163,13 +160,10 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             rolled_out = await refill_step(run, progress, step, first_episodes, run_tasks, compare, needed)
 
         report_faults(run, step, progress)
-        refusals = await judged.finish()
-        for text, count in refusals.items():
+        for text, count in (await judged.finish()).items():
             progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
     progress.scorer_errors(responder.scorer_errors)
     await run.sampler.info()  # raises SamplerError if it is gone
 
     # A judge that is a role of the run is trained on the episodes in which it judged.
-    return msgspec.structs.replace(
-        rolled_out, episodes=[*rolled_out.episodes, *bench.episodes], fork_effects=fork_effects
-    )
+    return msgspec.structs.replace(rolled_out, episodes=[*rolled_out.episodes, *bench.episodes], fork_effects=effects)
