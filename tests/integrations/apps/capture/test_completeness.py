@@ -7,7 +7,6 @@ import functools
 import importlib
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks import stress
 from cotune.episodes.episode import run_episode
 from cotune.episodes.workflows import Workflow, load_workflow, workflow, workflow_of
 from cotune.records.structs import CallRecord, Message, Task
+from tests.examples.applications import imported_again
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Sink
 
@@ -122,12 +122,6 @@ EXAMPLES = {
 OTHERS = ("workloads.bfcl", "workloads.self_play")
 
 
-def _forget_examples() -> None:
-    """Examples make their clients when they are imported."""
-    for name in [name for name in sys.modules if name.startswith("examples.")]:
-        del sys.modules[name]
-
-
 def some_tasks(name: str) -> list[Any]:
     if name == "workloads.bfcl":  # whose tasks are those of a benchmark
         return importlib.import_module("examples.workloads.bfcl.tasks").make_tasks("turns")[:3]
@@ -141,11 +135,10 @@ def some_tasks(name: str) -> list[Any]:
 @pytest.mark.parametrize("name", [*EXAMPLES, *OTHERS])
 def test_examples(name: str, provider: Provider):
     provider.reply = functools.partial(answers, each_tool=True)
-    _forget_examples()
-    flow = load_workflow(f"examples.{name}.train:{'negotiation' if name.endswith('self_play') else 'solve'}")
-    tasks = some_tasks(name)
-    sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
-    _forget_examples()
+    with imported_again("examples."):  # examples make their clients when they are imported
+        flow = load_workflow(f"examples.{name}.train:{'negotiation' if name.endswith('self_play') else 'solve'}")
+        tasks = some_tasks(name)
+        sink = episodes(flow, [Task(id=f"e{i}", input=task) for i, task in enumerate(tasks)])
     assert provider.requests
     assert recorded(sink) == Counter(map(canonical, provider.requests))
 
