@@ -34,6 +34,7 @@ from cotune.trainer.before.answers.recorded import RecordedAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
 from cotune.trainer.before.check import findings as own
 from cotune.trainer.before.check.bases import NO_MODEL, base_findings, load_bases
+from cotune.trainer.before.check.invented import invented_findings, invented_roles
 from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
@@ -90,15 +91,19 @@ def check(
         bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
 
         # 2. The runs, and the calls of a judge that is a role of the run.
-        async def run_tasks() -> tuple[list[TaskRuns], list[CallRecord]]:
+        async def run_tasks() -> tuple[list[TaskRuns], list[CallRecord], list[str]]:
             async with answers_of_runs(answers, flow, config, plan, recipes, call_tools, say) as responder:
                 at_once, offline = config.concurrency > 1, answers != PROVIDER
                 runner = Runner(flow, store, responder, watch, say, limits, at_once, offline)
                 ran = [await runner.run(task) for task in all_tasks[: limits.limit]]
                 judging = await calls_of_judge(flow, ran, store, responder(0)) if answers is None else []
-                return ran, [*(call for task in ran for call in task.calls), *judging]
+                invented: dict[str, None] = {}  # a dictionary, so that each role occurs once and in order
+                with open_store(f"{folder}/renamed.db") as renamed:
+                    for task_runs in ran:
+                        invented.update(dict.fromkeys(await invented_roles(runner, task_runs, renamed)))
+                return ran, [*(call for task in ran for call in task.calls), *judging], list(invented)
 
-        ran, calls = run_sync(run_tasks())
+        ran, calls, invented = run_sync(run_tasks())
         runs = [run for task in ran for run in task.all]
         team: dict[str, float] = {}
         for run in reversed(runs):  # the values of the first run are shown
@@ -142,6 +147,7 @@ def check(
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
         findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, calls, rare)]
+        findings += invented_findings([role for role in invented if role not in config.roles], config)
         if prompts is not None:
             findings += use_findings(store, calls, prompts)
         findings += prompt_findings(store)

@@ -1,0 +1,137 @@
+"""Roles whose names come from an answer: `cotune check` warns if any other name would be a role as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import pytest
+
+from cotune.records.structs import CallRecord, Candidate
+from cotune.trainer.before.check.invented import names_in_answers, renamed
+from tests.integrations.provider import Provider
+from tests.trainer.before.check.test_dry_run import dry, texts
+from tests.trainer.tiny_app import application, ask
+
+DESIGN = 'Name an agent and its work, for example "flipper: turn it around".'
+
+
+async def designed(task: Mapping[str, str]) -> float:
+    """A designer names an agent, which then does the work."""
+    name, _, work = (await ask("designer", DESIGN)).partition(":")
+    await ask(name.strip(), work or "work")
+    return 0.0
+
+
+def about_names(report: Any) -> list[tuple[str, str]]:
+    """Level and roles of the findings on invented names."""
+    return [(finding.level, finding.about) for finding in report.findings if "invents" in finding.text]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "Each new name becomes a role with a LoRA of its own, which starts untrained."),
+        ({"policies": "full"}, "Each new name becomes a role with a model of its own, which starts untrained."),
+        (
+            {"policy": [{"name": "both", "roles": ["designer", "flipper"]}]},
+            "A name that no [[policy]] lists has no policy, and its calls are not trained on.",
+        ),
+    ],
+)
+def test_a_name_from_an_answer_is_an_invented_role(provider: Provider, settings: dict[str, Any], said: str) -> None:
+    report = dry(application(designed), config=settings)
+    assert about_names(report) == [("warns", "flipper")]
+    assert said in texts(report) and "roles_by" in texts(report)
+    assert report.trainable
+
+
+@pytest.mark.parametrize("settings", [{"policies": "shared"}, {"roles": ["flipper"]}])
+def test_names_that_share_a_policy_or_are_listed_are_no_finding(provider: Provider, settings: dict[str, Any]) -> None:
+    report = dry(application(designed), config=settings)
+    assert about_names(report) == []
+    assert {"designer", "flipper"} == {role.role for role in report.roles}
+
+
+def test_a_choice_among_fixed_agents_is_no_invented_role(provider: Provider) -> None:
+    async def routed(task: Mapping[str, str]) -> float:
+        answer = await ask("router", "Answer with one of: 'writer', 'critic'")
+        await ask("critic" if answer == "critic" else "writer", "work")
+        return 0.0
+
+    report = dry(application(routed))
+    assert {"router", "writer", "critic"} == {role.role for role in report.roles}
+    assert about_names(report) == []
+
+
+def test_without_a_name_in_an_answer_nothing_runs_again(provider: Provider) -> None:
+    runs = 0
+
+    async def plain(task: Mapping[str, str]) -> float:
+        nonlocal runs
+        runs += 1
+        await ask("first", "say something")
+        await ask("second", "say more")
+        return 0.0
+
+    report = dry(application(plain))
+    assert runs == report.runs and about_names(report) == []
+
+
+def test_the_nodes_of_a_graph_that_is_built_from_an_answer_are_invented_roles(provider: Provider) -> None:
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import START, StateGraph
+
+    model = ChatOpenAI(model="m")
+
+    class State(TypedDict):
+        text: str
+
+    async def work(state: State) -> State:
+        return {"text": (await model.ainvoke(state["text"])).text}
+
+    async def in_graph(task: Mapping[str, str]) -> float:
+        builder = StateGraph(State)
+        name = (await ask("designer", DESIGN)).partition(":")[0].strip()
+        builder.add_node(name, work)
+        builder.add_edge(START, name)
+        await builder.compile().ainvoke({"text": "work"})
+        return 0.0
+
+    report = dry(application(in_graph))
+    assert about_names(report) == [("warns", "flipper")]
+    # The repeated run with another name is not part of the report.
+    assert {"designer", "flipper"} == {role.role for role in report.roles}
+    assert not report.idle
+
+
+def test_parallel_agents_of_one_design_are_found_together(provider: Provider) -> None:
+    async def two(task: Mapping[str, str]) -> float:
+        design = await ask("designer", 'Name two agents, for example "ada and bob".')
+        await asyncio.gather(*(ask(name, "work") for name in design.split(" and ")))
+        return 0.0
+
+    assert about_names(dry(application(two))) == [("warns", "ada, bob")]
+
+
+def call(role: str, text: str) -> CallRecord:
+    answer = Candidate(index=0, text=text, message={"role": "assistant", "content": text})
+    return CallRecord(id=role, episode="e", role=role, step=0, turn=0, candidates=(answer,), chosen=0)
+
+
+def test_only_whole_words_of_earlier_answers_name_a_role() -> None:
+    calls = [call("team/Ada", "ada"), call("plan", "ask ADA, or bobby"), call("bob", "eve"), call("x/eve", "")]
+    assert list(names_in_answers(calls)) == [("x/eve", "eve")]
+    assert list(names_in_answers([call("plan", "ask ADA"), call("team/Ada", "")])) == [("team/Ada", "Ada")]
+
+
+def test_names_change_in_texts_and_in_arguments_and_not_in_names_of_tools() -> None:
+    function = {"name": "ada", "arguments": '{"to": "ada"}'}
+    message = {"role": "assistant", "content": "Ada, adam", "tool_calls": [{"id": "1", "function": function}]}
+    assert renamed(message, ["ada"]) == {
+        "role": "assistant",
+        "content": "Adax, adam",
+        "tool_calls": [{"id": "1", "function": {"name": "ada", "arguments": '{"to": "adax"}'}}],
+    }
+    assert function["arguments"] == '{"to": "ada"}'
