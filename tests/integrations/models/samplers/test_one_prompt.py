@@ -37,7 +37,7 @@ async def errand(number: int) -> int:
     """The application: one agent with a tool, over two messages of its user; how many tools were called."""
     messages: list[Any] = [{"role": "user", "content": f"go {number}"}]
     called = 0
-    async with openai.AsyncOpenAI(max_retries=0) as client:
+    async with openai.AsyncOpenAI(max_retries=0, timeout=600) as client:  # by itself 5 s to connect
         for turn in range(3):
             answer = await client.chat.completions.create(
                 model="walker", messages=messages, tools=talker.TOOLS, temperature=0, max_tokens=80
