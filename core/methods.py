@@ -36,7 +36,6 @@ from cotune.algorithms.methods.rloo import Rloo
 from cotune.algorithms.methods.self_distill import SelfDistill
 from cotune.algorithms.methods.self_redteam import SelfRedTeam
 from cotune.algorithms.methods.spiral import Spiral
-from cotune.algorithms.methods.sweet_rl import SweetRl
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Floats, Sample
 from cotune.algorithms.step import Step
@@ -45,6 +44,6 @@ __all__ = [
     "C3", "AdvantageAlignment", "AfmRl", "AtGrpo", "Attribution", "C3Branches", "Cispo", "CoMas", "Cory", "CpMobius",
     "Dapo", "Dart", "Distill", "DrGrpo", "DrMas", "Filters", "Floats", "GiGpo", "Grpo", "Gspo", "LossSpec", "MGrpo",
     "MMedAgentRl", "MaGrpo", "MaPoRl", "Marshal", "Method", "ReinforcePp", "ReinforcePpBaseline", "Rloo", "Sample",
-    "SelfDistill", "SelfRedTeam", "Spiral", "Step", "SweetRl", "above", "all_equal", "centred", "leave_one_out",
+    "SelfDistill", "SelfRedTeam", "Spiral", "Step", "above", "all_equal", "centred", "leave_one_out",
     "standardized",
 ]  # fmt: skip

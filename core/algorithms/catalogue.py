@@ -39,7 +39,6 @@ from cotune.algorithms.methods.rloo import Rloo
 from cotune.algorithms.methods.self_distill import SelfDistill
 from cotune.algorithms.methods.self_redteam import SelfRedTeam
 from cotune.algorithms.methods.spiral import Spiral
-from cotune.algorithms.methods.sweet_rl import SweetRl
 from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec
 from cotune.config.methods import LossSettings, RewardSettings
 from cotune.errors import ConfigError, expectation_clause, field_and_fault
@@ -52,7 +51,7 @@ GENERAL: tuple[type[Method], ...] = (AtGrpo, DrMas, Grpo, DrGrpo, Rloo, Gspo, Da
 """Methods for any application."""
 PUBLISHED: tuple[type[Method], ...] = (
     AdvantageAlignment, AfmRl, C3, C3Branches, CoMas, Cory, CpMobius, Dart, Distill, GiGpo, MGrpo, MaGrpo, MaPoRl,
-    Marshal, MMedAgentRl, ReinforcePp, ReinforcePpBaseline, SelfDistill, SelfRedTeam, Spiral, SweetRl,
+    Marshal, MMedAgentRl, ReinforcePp, ReinforcePpBaseline, SelfDistill, SelfRedTeam, Spiral,
 )  # fmt: skip
 """Published systems: a method with the application that it was made for."""
 RECIPES: Mapping[str, type[Method]] = {method.name: method for method in (*GENERAL, *PUBLISHED)}
@@ -74,8 +73,8 @@ _ATTRIBUTE = "Write it into a method of your own, as in {}; see docs/reference/r
 REMOVED: Mapping[str, str] = {
     **dict.fromkeys((*_SIMILAR, "scope", "seats", "gates", "opponent", "opponent_gamma", "style"), _METHOD),
     **dict.fromkeys(("ties", "mean_range_roles", "zero_advantage", "top_entropy", "align_to", "entropy_by"), _METHOD),
-    **dict.fromkeys(("critic", "gae_gamma", "gae_lambda"), "Use recipe cory, maporl or sweet_rl, or derive from one."),
-    "critic_sees": "Use recipe sweet_rl, whose critic reads the task's `reference`, or derive from it.",
+    **dict.fromkeys(("critic", "gae_gamma", "gae_lambda"), "Use recipe cory or maporl, or derive from one."),
+    "critic_sees": _ATTRIBUTE.format('loss = LossSpec(critic=True, critic_sees="reference")'),
     "advantage": 'Write a class with advantages(step, rewards), and set recipe = "my_method.py:Ranked".',
     "other": "List every component that counts in `weights`.",
     "timeout_penalty": _ATTRIBUTE.format("attribution = Attribution(outcome=True, timeout_penalty=0.5)"),

@@ -8,15 +8,15 @@ import msgspec
 
 from cotune.errors import ConfigError
 
-LEARN_FROM_RECORDS = ("sft", "dpo")
+LEARN_FROM_RECORDS = ("sft", "dpo", "sweet_rl")
 """Recipes that learn from records, without rollouts."""
 
 
 class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """[records] Recorded answers that the recipes sft and dpo learn from."""
+    """[records] Recorded answers that the recipes sft, dpo and sweet_rl learn from."""
 
     path: str = ""
-    """Run folder or records file to learn from, with recipe sft or dpo."""
+    """Run folder or records file to learn from, with recipe sft, dpo or sweet_rl."""
     app: str = ""
     """Learn only from the episodes of this application."""
     labels: str = ""

@@ -80,7 +80,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     recipe: str | None = None
     """at_grpo | dr_mas | c3 | c3_branches | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system | a class
     of your own, as my_method.py:Ranked; see docs/reference/recipes.md. Without a value: at_grpo under a tree plan,
-    dr_mas under independent rollouts, c3_branches under a replay plan. sft | dpo learn from records, see
+    dr_mas under independent rollouts, c3_branches under a replay plan. sft | dpo | sweet_rl learn from records, see
     docs/how-to/distillation.md."""
     steps: int = 100
     """Training steps."""
@@ -111,7 +111,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Run or export whose policies this run starts from, instead of the untrained model; see
     docs/how-to/distillation.md."""
     tasks_per_step: int = 32
-    """Tasks of a step; recorded episodes with recipe sft or dpo."""
+    """Tasks of a step; recorded episodes if the run learns from records."""
     concurrency: int = 64
     """Episodes in flight."""
     episode_timeout: float = 600.0

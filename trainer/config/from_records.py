@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.algorithms.from_records import FROM_RECORDS, PAIRED
 from cotune.config.learner import LearnerSettings
 from cotune.config.records import RecordsConfig
 from cotune.errors import ConfigError
@@ -30,12 +30,12 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
         raise ConfigError(
             "records", "", f"is missing: recipe {recipe} needs a run folder or records file", "Pass --records."
         )
-    if recipe != "dpo":
-        if records.labels:
-            raise ConfigError("records.labels", records.labels, f"cannot be used with recipe {recipe}", "Use dpo.")
+    if recipe != "dpo" and records.labels:
+        raise ConfigError("records.labels", records.labels, f"cannot be used with recipe {recipe}", "Use dpo.")
+    if recipe not in PAIRED:
         return
     if learner.mini_batch < 2:
         raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
     if records.min_reward is not None:
-        fault = "cannot be used with recipe dpo, which takes the best and worst answers"
+        fault = f"cannot be used with recipe {recipe}, which takes the best and worst answers"
         raise ConfigError("records.min_reward", records.min_reward, fault)

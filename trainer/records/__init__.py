@@ -1,1 +1,1 @@
-"""Learning from recorded answers, without rollouts: recipes sft and dpo."""
+"""Learning from recorded answers, without rollouts: recipes sft, dpo and sweet_rl."""

@@ -1,5 +1,5 @@
-"""Training from records (recipes sft and dpo): in each step the rows of some recorded episodes, until held-out losses
-no longer fall."""
+"""Training from records (recipes sft, dpo and sweet_rl): in each step the rows of some recorded episodes, until
+held-out losses no longer fall."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return fmean(self.rewards)
 
 
-class _StoredAnswer(NamedTuple):
+class StoredAnswer(NamedTuple):
     """An answer with its call, read from the store again."""
 
     call: CallRecord
     candidate: Candidate
 
     @classmethod
-    def read(cls, store: Store, answer: _Answer) -> _StoredAnswer:
+    def read(cls, store: Store, answer: _Answer) -> StoredAnswer:
         call = next(call for call in store.calls(answer.episode) if call.id == answer.call)
         return cls(call, next(candidate for candidate in call.candidates if candidate.index == answer.index))
 
@@ -83,13 +83,11 @@ def read_pairs(
         if len(answers) < 2 or not worst.worth < best.worth:
             left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
             continue
-        pair = _rows_of_pair(
-            store, readers(best.role), _StoredAnswer.read(store, best), _StoredAnswer.read(store, worst)
-        )
+        pair = _rows_of_pair(store, readers(best.role), StoredAnswer.read(store, best), StoredAnswer.read(store, worst))
         if isinstance(pair, str):
             left_out[pair] += len(answers)
             for answer in answers:
-                unwritten.add(answer.role, pair, _StoredAnswer.read(store, answer).candidate)
+                unwritten.add(answer.role, pair, StoredAnswer.read(store, answer).candidate)
             continue
         left_out["in_between"] += len(answers) - 2
         learned[best.role] += len(pair)
@@ -180,12 +178,12 @@ def _candidate_digest(candidate: Candidate) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _rows_of_pair(store: Store, reader: Reader, best: _StoredAnswer, worst: _StoredAnswer) -> list[TrainRow] | str:
+def _rows_of_pair(store: Store, reader: Reader, best: StoredAnswer, worst: StoredAnswer) -> list[TrainRow] | str:
     """Return the rows of a pair, which have one prompt, or the reason why there are none."""
     pair: list[Ids] = []
     chat = reader.chat
     for answer in (best, worst):
-        ids = _as_sampled(store, chat, answer) or _as_encoded(store, chat, answer)
+        ids = token_ids_of(store, chat, answer)
         if isinstance(ids, str):
             return ids
         pair.append(ids)
@@ -219,7 +217,13 @@ Ids = tuple[tuple[int, ...], tuple[int, ...]]
 """The token ids of a prompt and of an answer."""
 
 
-def _as_sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | None:
+def token_ids_of(store: Store, chat: ChatTemplate, answer: StoredAnswer) -> Ids | str:
+    """Return prompt and answer as token ids: as they were sampled if they fit this model, else in its chat template.
+    Returns the reason if its template cannot write them."""
+    return _as_sampled(store, chat, answer) or _as_encoded(store, chat, answer)
+
+
+def _as_sampled(store: Store, chat: ChatTemplate, answer: StoredAnswer) -> Ids | None:
     """Return prompt and answer as they were sampled, if they are recorded and fit this model's tokenizer."""
     call = answer.call
     ids = answer.candidate.token_ids
@@ -235,7 +239,7 @@ def _as_sampled(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids 
     return (prompt, ids) if text == answer.candidate.text else None
 
 
-def _as_encoded(store: Store, chat: ChatTemplate, answer: _StoredAnswer) -> Ids | str:
+def _as_encoded(store: Store, chat: ChatTemplate, answer: StoredAnswer) -> Ids | str:
     """Return prompt and answer in this model's chat template, or the reason why it cannot write them."""
     call = answer.call
     try:

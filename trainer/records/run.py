@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.algorithms.from_records import FROM_RECORDS, PAIRED, TURN_CRITIC
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, RunError
+from cotune.errors import ConfigError, RecordError, RunError
 from cotune.integrations.models.chat.formats import load_templates
 from cotune.integrations.models.folder.folder import context_length, locate_model
-from cotune.judging.labels import load_labels
+from cotune.judging.labels import Label, load_labels
+from cotune.reading.recorded_answers import outcome_values
 from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
@@ -33,18 +34,29 @@ from cotune.trainer.opening.resume import tasks_per_step
 from cotune.trainer.opening.warm_start import warm_start
 from cotune.trainer.records.answers import counts_text, read_answers
 from cotune.trainer.records.choice import choose_episodes
-from cotune.trainer.records.lessons import Reader, Recorded, count_rows, split_episodes
+from cotune.trainer.records.lessons import Reader, Readers, Recorded, count_rows, split_episodes
 from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.records.pairs import read_pairs
+from cotune.trainer.records.turn_critic import (
+    ANY_NUMBER,
+    TurnCritic,
+    accuracy,
+    count_turns,
+    pair_episodes,
+    read_turns,
+    score_turns,
+)
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.division import divide_run
 from cotune.trainer.run.precision import without_sampler
 from cotune.trainer.run.run import Run
-from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.run.run_folder import RunFolder, write_atomically
 from cotune.trainer.schedules.schedule import TaskSchedule
 
 PATIENCE = 3
 """A policy stops learning after this many held-out losses in a row that were not its lowest."""
+TURN_ADVANTAGES = "turn_advantages.jsonl"
+"""File of a run of recipe sweet_rl: a line for each recorded candidate, in the form of `records.labels`."""
 START = "start.json"
 """File of a run with the figures of its rows under the initial weights."""
 
@@ -87,7 +99,8 @@ async def open_records_run(
         stack.callback(store.close)
         say(f"reading the records of {store.address} ...")
         chosen, since = choose_episodes(folder, config.records, store)
-        recorded = await asyncio.to_thread(_read, config, chosen)
+        labels, critic_notes = await _labels(folder, config, workflow, chosen, say)
+        recorded = await asyncio.to_thread(_read, config, chosen, labels)
         _check_same(folder, recorded)
         policies = _policies(config, recorded)
         episodes, held_out, note = split_for(policies, recorded, config.seed)
@@ -98,7 +111,7 @@ async def open_records_run(
         saved = load_checkpoint(folder.checkpoints)
         started: list[str] = []
         summary = _summary(config, store, recorded, episodes, held_out)
-        notes = [*division_notes, summary, *recorded.notes, note, since]
+        notes = [*division_notes, *critic_notes, summary, *recorded.notes, note, since]
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
@@ -131,12 +144,18 @@ async def open_records_run(
         yield run
 
 
-def _read(config: TrainConfig, store: Store) -> Recorded:
-    """Read the pairs (dpo) or answers to learn from. Each role is read with the chat template of its policy's base
-    model."""
+def _read(config: TrainConfig, store: Store, labels: Mapping[str, float] | None) -> Recorded:
+    """Read the pairs (of answers, ranked by `labels` if there are any) or the answers to learn from."""
+    on_failure = failure_reward(config.on_failure)
+    if config.recipe in PAIRED:
+        return read_pairs(store, _readers(config), on_failure, labels)
+    return read_answers(store, _readers(config), config.records, on_failure)
+
+
+def _readers(config: TrainConfig) -> Readers:
+    """Return the reader of each role, with the chat template of its policy's base model."""
     templates = load_templates(config.bases, config.tool_formats)
     reader_of_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
-    on_failure = failure_reward(config.on_failure)
     # Roles that no configured policy names are read with the run's model, in `reader`.
     reader_of_role: dict[str, Reader] = {}
     for policy in config.policy:
@@ -146,10 +165,62 @@ def _read(config: TrainConfig, store: Store) -> Recorded:
     def reader(role: str) -> Reader:
         return reader_of_role.get(role, reader_of_base[config.model])
 
-    if config.recipe == "dpo":
-        labels = load_labels(config.records.labels) if config.records.labels else None
-        return read_pairs(store, reader, on_failure, labels)
-    return read_answers(store, reader, config.records, on_failure)
+    return reader
+
+
+async def _labels(
+    folder: RunFolder, config: TrainConfig, workflow: Workflow, store: Store, say: Callable[[str], None]
+) -> tuple[Mapping[str, float] | None, list[str]]:
+    """Return the scores of candidates that stand in for rewards, if there are any, and notes on them."""
+    if config.recipe == "sweet_rl":
+        return await _turn_advantages(folder, config, workflow, store, say)
+    return load_labels(config.records.labels) if config.records.labels else None, []
+
+
+async def _turn_advantages(
+    folder: RunFolder, config: TrainConfig, workflow: Workflow, store: Store, say: Callable[[str], None]
+) -> tuple[dict[str, float], list[str]]:
+    """Return the advantage that a critic gives each recorded candidate, by its id, and notes on the critic.
+
+    The critic is trained when the run is first opened; its advantages are then in the run folder. Raises ConfigError
+    and RecordError for records that it cannot learn from.
+    """
+    file = folder.path / TURN_ADVANTAGES
+    if file.is_file():
+        return load_labels(file), []
+    turns = await asyncio.to_thread(read_turns, store, _readers(config))
+    policies = _policies(config, turns)
+    players = policies.learning
+    outcomes = await asyncio.to_thread(outcome_values, store, failure_reward(config.on_failure))
+    episodes, held_out, _ = split_for(policies, turns, config.seed)
+    pairs = count_turns(turns, pair_episodes(episodes, turns.tasks, outcomes), players)
+    held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)
+    for name in policies.trained:
+        if name not in pairs:
+            raise RecordError(
+                f"Policy {name!r} has no turns in two episodes of one task with different outcomes, from which the "
+                "critic of recipe sweet_rl learns.",
+                "Record several episodes of each task, for example with --plan independent or --plan replay.",
+            )
+    say(f"training a critic for {', '.join(policies.trained)} ...")
+    settings = msgspec.structs.replace(config.learner, mini_batch=ANY_NUMBER)
+    critic_config = msgspec.structs.replace(config, learner=settings)
+    notes: list[str] = []
+    async with contextlib.AsyncExitStack() as stack:
+        learner = await _open_learner(critic_config, workflow, policies, TURN_CRITIC, stack, say)
+        critic = TurnCritic(learner)
+        scores = await score_turns(critic, turns, players, pairs, config.learner.mini_batch, config.seed)
+        for name, policy_pairs in pairs.items():
+            share = await asyncio.to_thread(accuracy, critic, name, turns, policy_pairs, players)
+            note = f"critic of {name}: the better of two episodes has the larger sum of turn advantages in {share:.0%} "
+            note += f"of {plural(len(policy_pairs), 'pair')}"
+            if unseen := held_out_pairs.get(name):
+                share = await asyncio.to_thread(accuracy, critic, name, turns, unseen, players)
+                note += f", and in {share:.0%} of {len(unseen)} of held-out tasks"
+            notes.append(note)
+    lines = [msgspec.json.encode(Label(id=id, score=score)) + b"\n" for id, score in scores.items()]
+    write_atomically(file, b"".join(lines))
+    return scores, notes
 
 
 def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
@@ -201,7 +272,7 @@ def _loss_spec(config: TrainConfig) -> LossSpec:
 
 
 def _make_objective(config: TrainConfig, learner: Learner) -> Objective:
-    if config.recipe == "dpo":
+    if config.recipe in PAIRED:
         return PreferenceLearner(learner, pairs=config.learner.mini_batch // 2)
     return Likelihood(learner)
 
@@ -231,7 +302,7 @@ def _summary(
     config: TrainConfig, store: Store, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]
 ) -> str:
     """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out."""
-    unit, rows_per_unit = ("pairs", 2) if config.recipe == "dpo" else ("rows", 1)
+    unit, rows_per_unit = ("pairs", 2) if config.recipe in PAIRED else ("rows", 1)
     row_counts = count_rows(recorded.rows, episodes)
     by_role = ", ".join(f"{role} {count // rows_per_unit}" for role, count in sorted(row_counts.items()))
     text = f"recipe {config.recipe}: {unit} from {plural(len(episodes), 'episode')}"

@@ -322,12 +322,6 @@ def test_maporl_takes_the_discounted_mean_over_later_turns_and_the_mean_over_the
     assert values("maporl", samples) == [0.7368, 1.0, 0.7368, 1.0] * 2
 
 
-def test_sweet_rl_pays_a_turn_for_itself_and_what_follows():
-    # own 0.5 and 0, outcome 1: 1.5 and 1
-    samples = [step("e", "a", t, {"local": w}, ends={"team": 1.0}) for t, w in enumerate((0.5, 0.0))]
-    assert values("sweet_rl", samples) == [1.5, 1.0]
-
-
 def test_malt_values_are_means_over_what_follows():
     """One episode g0 v0 r0 that ended well, forked at each call with K = 3.
 

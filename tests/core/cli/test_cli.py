@@ -428,7 +428,10 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
         ),
         ("train", "--plan {tree,independent,replay} tree | independent | replay (see"),
         ("train", "--lr LR learning rate of AdamW; default: 5e-6 for a LoRA, 1e-6 for all weights"),
-        ("train", "--tasks-per-step N tasks of a step; recorded episodes with recipe sft or dpo (default: 32)"),
+        (
+            "train",
+            "--tasks-per-step N tasks of a step; recorded episodes if the run learns from records (default: 32)",
+        ),
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),
         ("check", "--model MODEL count tokens with this model's tokenizer; it is not loaded"),
         ("trace", "--roles-by WHO module:function or file.py:function that names the role of each call"),

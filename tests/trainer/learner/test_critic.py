@@ -130,7 +130,19 @@ def test_what_the_critic_alone_sees_tells_episodes_apart(learner):
     assert seeing["explained_variance"] > 0.8
 
 
-def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch):
+SEES = """
+import msgspec
+from cotune.methods import MaPoRl
+
+
+class Sees(MaPoRl):
+    loss = msgspec.structs.replace(MaPoRl.loss, critic_sees="reference")
+"""
+
+
+def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch, tmp_path):
+    (tmp_path / "sees.py").write_text(SEES)
+    own = f"{tmp_path / 'sees.py'}:Sees"
     seen: list[TrainRow] = []
     inner = LocalLearner.update
 
@@ -140,17 +152,17 @@ def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch)
 
     monkeypatch.setattr(LocalLearner, "update", update)
     tasks = [{"id": x, "letter": x, "reference": f"say {x}"} for x in "abc"]
-    trainer(application(converse), tasks, recipe="sweet_rl", steps=1, policies="lora")
+    trainer(application(converse), tasks, recipe=own, steps=1, policies="lora")
     assert {row.privileged for row in seen} == {row.prompt_ids for row in seen}
     assert len(seen) == 12
     with pytest.raises(ConfigError, match="not text in every task; task a has None"):
-        trainer(application(converse), recipe="sweet_rl", to="other")
+        trainer(application(converse), recipe=own, to="other")
 
 
 def test_a_critic_takes_the_reward_as_it_is():
-    with pytest.raises(ConfigError, match=r"critic = True was removed .* Use recipe cory, maporl or sweet_rl"):
+    with pytest.raises(ConfigError, match=r"critic = True was removed .* Use recipe cory or maporl"):
         recipe("grpo", critic=True)
-    for name in ("cory", "maporl", "sweet_rl"):
+    for name in ("cory", "maporl"):
         assert recipe(name).loss.critic and not recipe(name).compares
         with pytest.raises(ConfigError, match="has a critic, which makes the advantages and learns from every reward"):
             recipe(name, zero_variance=True)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cotune.judging.labels import load_labels
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.fsdp_ranks import RUN_EPS
 from tests.trainer.records.records import traced
+from tests.trainer.records.test_sweet_rl import recorded_team, writer
 from tests.trainer.tiny_app import application, converse
 
 pytestmark = pytest.mark.slow
@@ -46,3 +48,19 @@ def test_a_run_on_workers_ends_with_the_weights_of_a_local_one(
         for policy in ("first", "second"):
             for name in {"loss", "held_out_loss", "grad_norm"} & own[policy].keys():
                 assert own[policy][name] == pytest.approx(theirs[policy][name], rel=1e-3, abs=1e-5)
+
+
+def test_a_critic_on_workers_gives_the_advantages_of_a_local_one(
+    ray_runtime: str, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.trainer.learner.memory.optimizer.EPS", RUN_EPS)
+    monkeypatch.setattr("cotune.trainer.learner.fsdp.learner.RANK", "tests.trainer.learner.fsdp_ranks:FineRank")
+    recorded_team(tmp_path / "records", letters="abc")
+    settings = {"recipe": "sweet_rl", "records": str(tmp_path / "records"), "steps": 1, "tasks_per_step": 6}
+    scores: list[dict[str, float]] = []
+    for name, more in (("local", {}), ("cluster", {"cluster": CLUSTER})):
+        assert trainer(application(writer), None, to=name, **settings, **more).finished
+        scores.append(load_labels(tmp_path / name / "turn_advantages.jsonl"))
+    local, cluster = scores
+    assert max(map(abs, local.values())) > 0.01
+    assert cluster == pytest.approx(local, abs=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,12 +181,19 @@ def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is
 
 
 @pytest.mark.long
-def test_a_late_role_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime: str, trainer: Trainer) -> None:
+def test_a_late_role_on_a_cluster_has_a_critic_that_sees_the_reference(
+    ray_runtime: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    own = tmp_path / "sees.py"
+    own.write_text(
+        "import msgspec\nfrom cotune.methods import MaPoRl\n\n\nclass Sees(MaPoRl):\n"
+        "    loss = msgspec.structs.replace(MaPoRl.loss, critic_sees='reference')\n"
+    )
     cluster = {"address": "local", "learners": 1, "rollout_workers": 1}
     tasks = [{**task, "reference": f"say {task['letter']}"} for task in LATE]
     settings = {
         "engine": "transformers",
-        "recipe": "sweet_rl",
+        "recipe": f"{own}:Sees",
         "policies": "lora",
         "plan": {"kind": "independent", "k": 4},
     }

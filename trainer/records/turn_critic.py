@@ -1,0 +1,290 @@
+"""Recipe sweet_rl (SWEET-RL, arXiv 2503.15478): a critic gives each recorded candidate the advantage of its turn.
+
+The critic is a copy of each policy that reads the task's `reference` too. It is trained on pairs of episodes: the turn
+advantages of the episode with the better outcome must have the larger sum (`algorithms.from_records`). Then it scores
+all recorded candidates, and the policies learn from the best and the worst candidate of each turn, as in recipe dpo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.from_records import Preference, preference_losses
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError, RecordError, RequestRefused, SamplerError
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Candidate, Task
+from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.protocol import Store
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.privileged import with_text
+from cotune.trainer.records.answers import counts_text, learned_from
+from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
+from cotune.trainer.records.objectives import BETA
+from cotune.trainer.records.pairs import StoredAnswer, token_ids_of
+
+T = TypeVar("T")
+REFERENCE = "reference"
+"""The field of each task that the critic reads and the policy does not."""
+PASSES = 4
+"""How often the critic sees each pair of episodes: `max_epochs` in the authors' script."""
+AT_ONCE = 32
+"""Episodes (or pairs of them) whose rows are in memory at the same time."""
+ANY_NUMBER = 2**31
+"""A mini-batch of the critic's learner, which holds whole pairs of episodes."""
+
+
+class EpisodePair(NamedTuple):
+    """Two episodes of a task, by their ids. The first has the better outcome."""
+
+    better: str
+    worse: str
+
+
+class TurnPair(NamedTuple):
+    """The turns of one policy in a pair of episodes."""
+
+    better: Sequence[TrainRow]
+    worse: Sequence[TrainRow]
+
+    @property
+    def rows(self) -> list[TrainRow]:
+        return [*self.better, *self.worse]
+
+
+def read_turns(store: Store, readers: Readers) -> Recorded:
+    """Return all recorded candidates as rows whose prompt also has the task's reference. `advantage` is 1 for the
+    candidate that the application got, and 0 for the others.
+
+    Raises ConfigError for a task without a reference, and RecordError if there is no candidate.
+    """
+    left_out: Counter[str] = Counter()
+    rows = Rows()
+    tasks: dict[str, str] = {}
+    for episode in learned_from(store, left_out):
+        hint = f"{REFERENCE}: {_reference(episode.task)}"
+        rows_of_roles: dict[str, list[TrainRow]] = {}
+        for call in store.calls(episode.id):
+            if call.status != "ok" or not call.messages:
+                left_out["failed_call" if call.status != "ok" else "no_messages"] += max(1, len(call.candidates))
+                continue
+            for candidate in call.candidates:
+                row = _row(store, readers(call.role), call, candidate, hint)
+                if isinstance(row, str):
+                    left_out[row] += 1
+                else:
+                    rows_of_roles.setdefault(call.role, []).append(row)
+        if rows_of_roles:
+            rows.add(episode.id, rows_of_roles)
+            tasks[episode.id] = episode.task.id
+    if not rows:
+        raise RecordError(
+            f"There is no candidate to score ({counts_text(left_out) or 'no answers'}).",
+            "Record more with cotune trace.",
+        )
+    return Recorded(rows=rows, tasks=tasks, left_out=left_out)
+
+
+def _reference(task: Task) -> str:
+    text = task.input.get(REFERENCE) if isinstance(task.input, Mapping) else None
+    if not isinstance(text, str) or not text:
+        fault = f"has a critic that reads the text `{REFERENCE}` of each task; task {task.id} has {text!r}"
+        raise ConfigError("recipe", "sweet_rl", fault, "Add the right answer to each task, or use recipe dpo.")
+    return text
+
+
+def _row(store: Store, reader: Reader, call: CallRecord, candidate: Candidate, hint: str) -> TrainRow | str:
+    """Return a candidate with the prompt that the critic reads, or the reason why there is no row."""
+    chat = reader.chat
+    ids = token_ids_of(store, chat, StoredAnswer(call, candidate))
+    if isinstance(ids, str):
+        return ids
+    _, response_ids = ids
+    try:
+        messages = with_text([store.message(id) for id in call.messages_out], hint)
+        tools = store.message(call.tools_out) if call.tools_out else None
+        prompt = chat.render(messages, tools_shown(call.params, tools), options=template_options(call.params) or None)
+        images = chat.images(messages)
+    except RecordError:
+        return "lost_message"
+    except (SamplerError, RequestRefused):
+        return "unrenderable"
+    if len(prompt) + len(response_ids) > reader.longest:
+        return "too_long"
+    return TrainRow(
+        id=candidate_id(call.id, candidate.index),
+        role=call.role,
+        prompt_ids=tuple(prompt),
+        response_ids=response_ids,
+        logprobs=(0.0,) * len(response_ids),
+        advantage=float(candidate.index == call.chosen),
+        trajectory=call.episode,
+        images=images,
+    )
+
+
+def pair_episodes(
+    episodes: Sequence[str], tasks: Mapping[str, str], outcomes: Mapping[str, float]
+) -> list[EpisodePair]:
+    """Pair the best with the worst episode of each task, the second best with the second worst, and so on, as long as
+    their outcomes differ. `tasks` and `outcomes` are by episode."""
+    episodes_of_task: dict[str, list[str]] = defaultdict(list)
+    for episode in episodes:
+        if episode in outcomes:
+            episodes_of_task[tasks[episode]].append(episode)
+    pairs: list[EpisodePair] = []
+    for of_task in episodes_of_task.values():
+        ranked = sorted(of_task, key=lambda episode: outcomes[episode])
+        for place in range(len(ranked) // 2):
+            worse, better = ranked[place], ranked[-1 - place]
+            if outcomes[worse] < outcomes[better]:
+                pairs.append(EpisodePair(better, worse))
+    return pairs
+
+
+def turn_pairs(turns: Recorded, pairs: Sequence[EpisodePair], players: Mapping[str, str]) -> dict[str, list[TurnPair]]:
+    """Return the turns of each policy in pairs of episodes. `players` are the trained roles, each with its policy.
+
+    Only answers that the application got count. Turns that are the same in both episodes, such as the beginning that
+    two branches of a replay share, cancel out and are left out.
+    """
+    of_policy: dict[str, list[TurnPair]] = defaultdict(list)
+    for better, worse in pairs:
+        better_rows = turns.of([better], players)
+        worse_rows = turns.of([worse], players)
+        for policy in dict.fromkeys([*better_rows, *worse_rows]):
+            better_turns = _taken(better_rows.get(policy, ()))
+            worse_turns = _taken(worse_rows.get(policy, ()))
+            for turn in better_turns.keys() & worse_turns.keys():
+                del better_turns[turn], worse_turns[turn]
+            if better_turns or worse_turns:
+                of_policy[policy].append(TurnPair(list(better_turns.values()), list(worse_turns.values())))
+    return dict(of_policy)
+
+
+def count_turns(
+    turns: Recorded, pairs: Sequence[EpisodePair], players: Mapping[str, str]
+) -> dict[str, dict[EpisodePair, int]]:
+    """Return the number of turns that each policy has in the pairs of episodes. Pairs without any are left out."""
+    counts_of_policy: dict[str, dict[EpisodePair, int]] = defaultdict(dict)
+    for pair in pairs:
+        for policy, (of_pair,) in turn_pairs(turns, [pair], players).items():
+            counts_of_policy[policy][pair] = len(of_pair.rows)
+    return dict(counts_of_policy)
+
+
+def _taken(rows: Sequence[TrainRow]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], TrainRow]:
+    """The rows that the application got, by prompt and answer."""
+    return {(row.prompt_ids, row.response_ids): row for row in rows if row.advantage}
+
+
+class TurnCritic:
+    """Critics of several policies, in a learner with the loss `TURN_CRITIC` and mini-batches of any number of rows."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._start: dict[str, float] = {}
+        """Mean log pi_ref of the tokens of each row, in nats."""
+
+    def start(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        """Note the log-probabilities of these rows under the initial weights, which are pi_ref."""
+        for row, mean in zip(rows, self._mean_logprobs(policy, rows), strict=True):
+            self._start[row.id] = mean
+
+    def advantages(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
+        """The advantage of each turn: the mean of log pi_critic - log pi_ref over its tokens, in nats."""
+        means = self._mean_logprobs(policy, rows)
+        return [mean - self._start[row.id] for row, mean in zip(rows, means, strict=True)]
+
+    def update(self, policy: str, pairs: Sequence[TurnPair], *, lr_scale: float = 1.0) -> None:
+        """Take an optimizer step on the mean loss of these pairs."""
+        found = self.compare(policy, pairs)
+        # The learner weighs each token by 1 / (rows * tokens of its row); the loss weighs it by 1 / (pairs * tokens).
+        rows_per_pair = sum(len(pair.rows) for pair in pairs) / len(pairs)
+        weighed: list[TrainRow] = []
+        for pair, preference in zip(pairs, found, strict=True):
+            advantage = preference.advantage / 2.0 * rows_per_pair
+            weighed += [msgspec.structs.replace(row, advantage=advantage) for row in pair.better]
+            weighed += [msgspec.structs.replace(row, advantage=-advantage) for row in pair.worse]
+        self._learner.update(policy, weighed, lr_scale=lr_scale)
+
+    def compare(self, policy: str, pairs: Sequence[TurnPair]) -> list[Preference]:
+        """The Bradley-Terry loss of each pair, from the sums of its turn advantages."""
+        advantages = iter(self.advantages(policy, [row for pair in pairs for row in pair.rows]))
+        better: list[float] = []
+        worse: list[float] = []
+        for pair in pairs:
+            better.append(sum(next(advantages) for _ in pair.better))
+            worse.append(sum(next(advantages) for _ in pair.worse))
+        return preference_losses(better, worse, BETA)
+
+    def _mean_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
+        means = self._learner.logprobs(policy, rows)
+        return [float(values.mean(dtype=np.float64)) for values in means]
+
+
+def critic_batches(turns: Mapping[EpisodePair, int], turns_per_batch: int, seed: int) -> Iterator[list[EpisodePair]]:
+    """Yield the pairs of each optimizer step: `PASSES` over all, each in another order. `turns` has the number of turns
+    of each pair. A step has at most `turns_per_batch` of them, or a single pair."""
+    generator = random.Random(f"turn critic {seed}")
+    for _ in range(PASSES):
+        batch: list[EpisodePair] = []
+        total = 0
+        for pair in generator.sample(list(turns), len(turns)):
+            if batch and total + turns[pair] > turns_per_batch:
+                yield batch
+                batch, total = [], 0
+            batch.append(pair)
+            total += turns[pair]
+        yield batch
+
+
+async def score_turns(
+    critic: TurnCritic,
+    turns: Recorded,
+    players: Mapping[str, str],
+    pairs: Mapping[str, Mapping[EpisodePair, int]],
+    turns_per_step: int,
+    seed: int,
+) -> dict[str, float]:
+    """Train the critic of each policy on its pairs, and return the turn advantages of all candidates, by their id.
+
+    `players` are the trained roles, each with its policy; `pairs` have the number of turns of each policy. An optimizer
+    step has about `turns_per_step` turns.
+    """
+    for episodes in _chunks(list(turns.rows)):
+        for policy, rows in turns.of(episodes, players).items():
+            await asyncio.to_thread(critic.start, policy, rows)
+    for policy, counted in pairs.items():
+        for batch in critic_batches(counted, turns_per_step, seed):
+            of_batch = turn_pairs(turns, batch, players)[policy]
+            await asyncio.to_thread(critic.update, policy, of_batch)
+    scores: dict[str, float] = {}
+    for episodes in _chunks(list(turns.rows)):
+        for policy, rows in turns.of(episodes, players).items():
+            advantages = await asyncio.to_thread(critic.advantages, policy, rows)
+            scores.update(zip((row.id for row in rows), advantages, strict=True))
+    return scores
+
+
+def accuracy(
+    critic: TurnCritic, policy: str, turns: Recorded, pairs: Collection[EpisodePair], players: Mapping[str, str]
+) -> float:
+    """The share of pairs whose better episode has the larger sum of turn advantages."""
+    right = 0
+    for chunk in _chunks(list(pairs)):
+        found = critic.compare(policy, turn_pairs(turns, chunk, players)[policy])
+        right += sum(pair.margin > 0 for pair in found)
+    return right / len(pairs)
+
+
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), AT_ONCE):
+        yield items[first : first + AT_ONCE]
