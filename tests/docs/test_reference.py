@@ -19,7 +19,7 @@ from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.main import parser
-from cotune.config.policy import PolicyConfig
+from cotune.config.policy import EvaluationSampling, PolicyConfig
 from cotune.config.prompts import SearchSettings
 from cotune.config.train import TrainConfig
 
@@ -97,7 +97,9 @@ def fields(kind: Any, prefix: str = "") -> Iterator[str]:
 def test_every_field_is_there(built_site: Path) -> None:
     terms = re.findall(r"<strong><code>([^<]+)</code></strong>", page(built_site, "configuration"))
     policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
-    assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(SearchSettings, "prompts.")])
+    of_policies_alone = fields(EvaluationSampling, "policy.evaluation.")
+    searches = fields(SearchSettings, "prompts.")
+    assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *of_policies_alone, *searches])
 
 
 @pytest.mark.parametrize(
