@@ -137,7 +137,7 @@ def evaluate(
         subject.note,
         *stored_notes,
         note,
-        _sampling_note(evaluated, temperature),
+        _sampling_note(evaluated, contest, temperature),
         *trained_on_notes(subject.runs, held_out),
         subject.prompts_note(app.prompts),
     ]
@@ -344,8 +344,9 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
     return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
 
 
-def _sampling_note(evaluated: EvaluatedPolicies, temperature: Temperature) -> str:
-    """Name the policies that are sampled with a `top_p`, `top_k` or `min_p` of their own; empty if there are none."""
+def _sampling_note(evaluated: EvaluatedPolicies, contest: Contest, temperature: Temperature) -> str:
+    """Name the policies that are sampled with a `top_p`, `top_k` or `min_p` of their own, and the sides that play
+    without some of them; empty if there are none."""
     policies: list[str] = []
     for policy, settings in evaluated.evaluation_sampling.items():
         values = ", ".join(f"{name} {value:g}" for name, value in settings.items())
@@ -354,7 +355,25 @@ def _sampling_note(evaluated: EvaluatedPolicies, temperature: Temperature) -> st
         return ""
     if temperature == "app":
         return f"At --temperature app the evaluation settings of [[policy]] tables are not used: {', '.join(policies)}."
-    return f"The evaluation settings of [[policy]] tables hold in all modes except today: {', '.join(policies)}."
+    note = f"The evaluation settings of [[policy]] tables hold in all modes except today: {', '.join(policies)}."
+
+    # Another model or run plays without these policies, and so without their settings. In `swapped` the settings move
+    # to other roles together with their policies.
+    settings_of_side: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for label, lineup in contest.lineups.items():
+        if lineup.policies is None or label == "swapped":
+            continue
+        settings_of_side[label] = {}
+        for role, player in lineup.policies.items():
+            if player.name in evaluated.evaluation_sampling:
+                settings_of_side[label][role] = evaluated.evaluation_sampling[player.name]
+    first, *others = settings_of_side.values() or [{}]
+    if any(settings != first for settings in others):
+        sides: list[str] = []
+        for label, settings in settings_of_side.items():
+            sides.append(f"{label} has them for {', '.join(sorted(settings)) or 'no role'}")
+        note += f" The sides are not sampled alike: {'; '.join(sides)}."
+    return note
 
 
 @contextlib.contextmanager

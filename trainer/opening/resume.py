@@ -28,7 +28,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 """Settings that a resumed run may change: length, concurrency, memory, machines. `model` and `distill.teacher` (also of
 a [[policy]]) are new locations of the same models, and `roles` may name further roles. `train` of a [[policy]] may
-change for future steps, and its `evaluation` at any time."""
+change for future steps."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
@@ -76,13 +76,16 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
 
 
 def _fixed_parts(policies: Any, done: int) -> list[dict[str, Any]]:
-    """Return the parts of [[policy]] tables that may not change: all except the locations of models, the future steps
-    in which they are trained, and the sampling of evaluations."""
+    """Return the parts of [[policy]] tables that may not change: all except the locations of models, and the future
+    steps in which they are trained.
+
+    The sampling of evaluations may not change either: the best checkpoint and the gain over the base compare
+    evaluations of the whole run.
+    """
     fixed: list[dict[str, Any]] = []
     for policy in policies:
         trained_in_past = [within(policy["train"], step) for step in range(done)]
         fixed_policy = {**policy, "model": "", "teacher": bool(policy["teacher"]), "train": trained_in_past}
-        del fixed_policy["evaluation"]
         fixed.append(fixed_policy)
     return fixed
 

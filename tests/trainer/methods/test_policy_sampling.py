@@ -133,10 +133,20 @@ def test_cuts_of_a_policy_hold_in_evaluations_alone(trainer: Trainer, tmp_path: 
     assert shapes(calls_by_role(tmp_path / "app", "eval-trained")["first"]) == {(0.5, 0, 0.0)}
     assert any(note.startswith("At --temperature app the evaluation settings") for note in report.notes)
 
-    # A resumed run may change them.
-    changed = team({"evaluation": {"top_k": 2}}, {})
-    trainer.resume(app, policy=changed, steps=2)
-    assert shapes(calls_by_role(run, "eval")["first"]) == {(1.0, 1, 0.0), (1.0, 2, 0.0)}
+    # Against a model: only the run's policies have their cuts, and the note says so.
+    report = evaluate(run, app, held_out, out=tmp_path / "against", against=trainer.base, temperature=1.0)
+    label, model = report.evaluations
+    against = tmp_path / "against"
+    assert shapes(calls_by_role(against, f"eval-{label}")["first"]) == first
+    assert shapes(calls_by_role(against, f"eval-{model}")["first"]) == whole
+    (note,) = [note for note in report.notes if note.startswith("The evaluation settings")]
+    ending = f"The sides are not sampled alike: {label} has them for first, second; {model} has them for no role."
+    assert note.endswith(ending)
+
+    # A resumed run may not change them: its best checkpoint would compare two ways to sample.
+    changed = team({"evaluation": {"top_k": 2}}, {"evaluation": {"top_p": 0.9, "min_p": 0.05}})
+    with pytest.raises(ConfigError, match=r"policy = .* was .* when the run was started"):
+        trainer.resume(app, policy=changed, steps=2)
 
 
 def evaluated_phases(run: Path) -> list[str]:
