@@ -132,16 +132,22 @@ def _row_length(row: TrainRow) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
 
-def split_episodes(recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
-    """Return the episodes to learn from, the episodes of held-out tasks, and a note if there are none."""
+def split_episodes(recorded: Recorded, seed: int, all_tasks: Collection[str] = ()) -> tuple[list[str], list[str], str]:
+    """Return the episodes to learn from, the episodes of held-out tasks, and a note if there are none.
+
+    Held-out tasks are drawn from `all_tasks`, by default the tasks of these rows. Different rows of the same records
+    hold out the same tasks if they are split with the same `all_tasks`.
+    """
     episodes = list(recorded.rows)
-    tasks = sorted({recorded.tasks[episode] for episode in episodes})
-    if len(tasks) < FEWEST:
-        return episodes, [], f"no held-out loss: {len(tasks)} tasks are too few to hold one out (from {FEWEST} on)"
+    row_tasks = {recorded.tasks[episode] for episode in episodes}
+    if len(row_tasks) < FEWEST:
+        return episodes, [], f"no held-out loss: {len(row_tasks)} tasks are too few to hold one out (from {FEWEST} on)"
+    tasks = sorted(all_tasks or row_tasks)
     random.Random(f"held out {seed}").shuffle(tasks)
     held_out_tasks = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
     held_out = [episode for episode in episodes if recorded.tasks[episode] in held_out_tasks]
-    return [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks], held_out, ""
+    note = "" if held_out else "no held-out loss: nothing to learn from is of a held-out task"
+    return [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks], held_out, note
 
 
 def count_rows(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:

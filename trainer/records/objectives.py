@@ -63,7 +63,7 @@ class Likelihood(LearnerAround):
 
 
 class PreferenceLearner(LearnerAround):
-    """Recipe dpo: rows come in pairs, the better answer before the worse one (`algorithms.from_records`).
+    """Recipes dpo and sweet_rl: rows come in pairs, the better answer before the worse one (`algorithms.from_records`).
 
     `pairs` is the number of pairs of one optimizer step. Each step first computes the log-probabilities of its rows
     under the present weights. They decide the weights of the rows in a plain update.

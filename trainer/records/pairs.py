@@ -1,4 +1,4 @@
-"""Recipe dpo: the best and the worst of the recorded answers to each prompt, as rows."""
+"""Recipes dpo and sweet_rl: the best and the worst of the recorded answers to each prompt, as rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_pairs(
     if not rows:
         raise RecordError(
             f"There is no pair of a better and a worse answer to one prompt ({counts_text(left_out) or 'no answers'}).",
-            "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
+            "Pairs need several answers to a prompt with different rewards: records of a run with plan tree or "
             "replay, or several episodes of each task.",
         )
     counted = {reason: count for reason, count in left_out.items() if count}

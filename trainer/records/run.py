@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import gc
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from cotune.algorithms.from_records import FROM_RECORDS, PAIRED, TURN_CRITIC
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.config.policy import PolicyConfig
 from cotune.config.train import TrainConfig
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RecordError, RunError
@@ -42,9 +44,12 @@ from cotune.trainer.records.turn_critic import (
     TurnCritic,
     accuracy,
     count_turns,
+    opposed_roles,
     pair_episodes,
+    policies_with_choice,
     read_turns,
     score_turns,
+    tasks_with_reference,
 )
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.division import divide_run
@@ -102,8 +107,10 @@ async def open_records_run(
         labels, critic_notes = await _labels(folder, config, workflow, chosen, say)
         recorded = await asyncio.to_thread(_read, config, chosen, labels)
         _check_same(folder, recorded)
-        policies = _policies(config, recorded)
-        episodes, held_out, note = split_for(policies, recorded, config.seed)
+        policies, untrained_note = _policies_with_rows(config, recorded)
+        # The policy holds out the tasks that its critic has held out, too.
+        split_tasks = await asyncio.to_thread(tasks_with_reference, chosen) if config.recipe == "sweet_rl" else ()
+        episodes, held_out, note = split_for(policies, recorded, config.seed, split_tasks)
         players = policies.learning
         loss = _loss_spec(config)
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
@@ -111,7 +118,7 @@ async def open_records_run(
         saved = load_checkpoint(folder.checkpoints)
         started: list[str] = []
         summary = _summary(config, store, recorded, episodes, held_out)
-        notes = [*division_notes, *critic_notes, summary, *recorded.notes, note, since]
+        notes = [*division_notes, *critic_notes, untrained_note, summary, *recorded.notes, note, since]
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
@@ -173,8 +180,23 @@ async def _labels(
 ) -> tuple[Mapping[str, float] | None, list[str]]:
     """Return the scores of candidates that stand in for rewards, if there are any, and notes on them."""
     if config.recipe == "sweet_rl":
-        return await _turn_advantages(folder, config, workflow, store, say)
+        labels, notes = await _turn_advantages(folder, config, workflow, store, say)
+        _free_critic()
+        return labels, notes
     return load_labels(config.records.labels) if config.records.labels else None, []
+
+
+def _free_critic() -> None:
+    """Free the memory of the critic before the policy's learner is opened.
+
+    Activation checkpointing makes a reference cycle through every layer (`learner.memory.checkpointing`), so the
+    weights stay until the garbage collector runs.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 async def _turn_advantages(
@@ -189,27 +211,51 @@ async def _turn_advantages(
     if file.is_file():
         return load_labels(file), []
     turns = await asyncio.to_thread(read_turns, store, _readers(config))
+    if opposed := await asyncio.to_thread(opposed_roles, store, turns.roles):
+        raise ConfigError(
+            "recipe",
+            "sweet_rl",
+            f"sums the outcomes of an episode, and the outcomes of {', '.join(opposed)} always add up to the same "
+            "number: these roles play against each other",
+            "Use a recipe that gives each role its own outcome and samples anew, such as spiral, without --records.",
+        )
     policies = _policies(config, turns)
     players = policies.learning
     outcomes = await asyncio.to_thread(outcome_values, store, failure_reward(config.on_failure))
-    episodes, held_out, _ = split_for(policies, turns, config.seed)
+    split_tasks = await asyncio.to_thread(tasks_with_reference, store)
+    episodes, held_out, _ = split_for(policies, turns, config.seed, split_tasks)
     pairs = count_turns(turns, pair_episodes(episodes, turns.tasks, outcomes), players)
     held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)
+
+    # A policy needs both pairs of episodes, for its critic, and prompts with two candidates, for itself.
+    with_choice = await asyncio.to_thread(policies_with_choice, turns, players)
+    faults: list[str] = []
     for name in policies.trained:
         if name not in pairs:
-            raise RecordError(
-                f"Policy {name!r} has no turns in two episodes of one task with different outcomes, from which the "
-                "critic of recipe sweet_rl learns.",
-                "Record several episodes of each task, for example with --plan independent or --plan replay.",
-            )
-    say(f"training a critic for {', '.join(policies.trained)} ...")
+            faults.append(f"{name} has no turns in two episodes of one task with different outcomes")
+        elif name not in with_choice:
+            faults.append(f"{name} has no two different candidates for one prompt")
+            del pairs[name]
+    if not pairs:
+        raise RecordError(
+            f"Recipe sweet_rl can train no policy: {'; '.join(faults)}.",
+            "It needs several episodes of each task with different outcomes, and several candidates of a turn. Record "
+            "them with --plan tree or --plan replay.",
+        )
+    notes = [f"no critic for a policy, whose candidates get no label: {fault}" for fault in faults]
+    if left_out := counts_text(turns.left_out):
+        notes.append(f"the critic leaves out: {left_out}")
+
+    say(f"training a critic for {', '.join(pairs)} ...")
     settings = msgspec.structs.replace(config.learner, mini_batch=ANY_NUMBER)
     critic_config = msgspec.structs.replace(config, learner=settings)
-    notes: list[str] = []
     async with contextlib.AsyncExitStack() as stack:
         learner = await _open_learner(critic_config, workflow, policies, TURN_CRITIC, stack, say)
+        if config.init:
+            await warm_start(config.init, config.model, policies, learner)
         critic = TurnCritic(learner)
-        scores = await score_turns(critic, turns, players, pairs, config.learner.mini_batch, config.seed)
+        scored = {role: policy for role, policy in players.items() if policy in pairs}
+        scores = await score_turns(critic, turns, scored, pairs, config.learner.mini_batch, config.seed, say)
         for name, policy_pairs in pairs.items():
             share = await asyncio.to_thread(accuracy, critic, name, turns, policy_pairs, players)
             note = f"critic of {name}: the better of two episodes has the larger sum of turn advantages in {share:.0%} "
@@ -239,9 +285,35 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
     return resolve_policies(config, recorded.roles)
 
 
-def split_for(policies: Policies, recorded: Recorded, seed: int) -> tuple[list[str], list[str], str]:
+def _policies_with_rows(config: TrainConfig, recorded: Recorded) -> tuple[Policies, str]:
+    """Return the policies, and a note on configured roles that recipe sweet_rl does not train.
+
+    The critic has checked that these roles are recorded. Their candidates give no pair, so their policies stay as they
+    are. Other recipes refuse them.
+    """
+    if config.recipe != "sweet_rl":
+        return _policies(config, recorded), ""
+    with_rows = set(recorded.roles)
+    untrained = set(config.roles) - with_rows
+    all_roles = set(with_rows)
+    tables: list[PolicyConfig] = []
+    for policy in config.policy:
+        all_roles.update(policy.roles)
+        if policy.trained:
+            untrained.update(set(policy.roles) - with_rows)
+            if with_rows.isdisjoint(policy.roles):
+                policy = msgspec.structs.replace(policy, kind="frozen")
+        tables.append(policy)
+    config = msgspec.structs.replace(config, roles=(), policy=tuple(tables))
+    note = f"not trained, because their candidates give no pair: {', '.join(sorted(untrained))}" if untrained else ""
+    return resolve_policies(config, sorted(all_roles)), note
+
+
+def split_for(
+    policies: Policies, recorded: Recorded, seed: int, all_tasks: Collection[str] = ()
+) -> tuple[list[str], list[str], str]:
     """Split as `split_episodes` does, but hold out nothing if a policy would have no row left to learn from."""
-    episodes, held_out, note = split_episodes(recorded, seed)
+    episodes, held_out, note = split_episodes(recorded, seed, all_tasks)
     rows_of_role = count_rows(recorded.rows, episodes)
     for name in policies.trained:
         if not any(rows_of_role[role] for role in policies.roles_of(name)):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -37,8 +38,14 @@ PASSES = 4
 """How often the critic sees each pair of episodes: `max_epochs` in the authors' script."""
 AT_ONCE = 32
 """Episodes (or pairs of them) whose rows are in memory at the same time."""
+ROUNDING = 1e-9
+"""Sums of outcomes that differ by less are the same."""
 ANY_NUMBER = 2**31
 """A mini-batch of the critic's learner, which holds whole pairs of episodes."""
+
+
+TurnKey = tuple[tuple[int, ...], tuple[bytes, ...], tuple[int, ...]]
+"""The prompt of a turn, its images, and the answer: equal for equal turns."""
 
 
 class EpisodePair(NamedTuple):
@@ -63,13 +70,20 @@ def read_turns(store: Store, readers: Readers) -> Recorded:
     """Return all recorded candidates as rows whose prompt also has the task's reference. `advantage` is 1 for the
     candidate that the application got, and 0 for the others.
 
-    Raises ConfigError for a task without a reference, and RecordError if there is no candidate.
+    Episodes of tasks without a reference are left out. Raises ConfigError if no task has one, and RecordError if there
+    is no candidate.
     """
     left_out: Counter[str] = Counter()
     rows = Rows()
     tasks: dict[str, str] = {}
+    some_reference = False
     for episode in learned_from(store, left_out):
-        hint = f"{REFERENCE}: {_reference(episode.task)}"
+        text = _reference(episode.task)
+        some_reference = some_reference or bool(text)
+        if not text:
+            left_out["no_reference"] += episode.calls
+            continue
+        hint = f"{REFERENCE}: {text}"
         rows_of_roles: dict[str, list[TrainRow]] = {}
         for call in store.calls(episode.id):
             if call.status != "ok" or not call.messages:
@@ -84,6 +98,13 @@ def read_turns(store: Store, readers: Readers) -> Recorded:
         if rows_of_roles:
             rows.add(episode.id, rows_of_roles)
             tasks[episode.id] = episode.task.id
+    if left_out["no_reference"] and not some_reference:
+        raise ConfigError(
+            "recipe",
+            "sweet_rl",
+            f"has a critic that reads the text `{REFERENCE}` of each task, and no recorded task has one",
+            f"Add `{REFERENCE}` to each line of the tasks file and record again, or use recipe dpo.",
+        )
     if not rows:
         raise RecordError(
             f"There is no candidate to score ({counts_text(left_out) or 'no answers'}).",
@@ -93,11 +114,40 @@ def read_turns(store: Store, readers: Readers) -> Recorded:
 
 
 def _reference(task: Task) -> str:
+    """The text that the critic reads; empty if the task has none."""
     text = task.input.get(REFERENCE) if isinstance(task.input, Mapping) else None
-    if not isinstance(text, str) or not text:
-        fault = f"has a critic that reads the text `{REFERENCE}` of each task; task {task.id} has {text!r}"
-        raise ConfigError("recipe", "sweet_rl", fault, "Add the right answer to each task, or use recipe dpo.")
-    return text
+    return text if isinstance(text, str) else ""
+
+
+def tasks_with_reference(store: Store) -> set[str]:
+    """Return the ids of the recorded tasks that the critic can read. Its rows and the pairs of the policy hold out a
+    part of these."""
+    tasks: set[str] = set()
+    for episode in learned_from(store, Counter()):
+        if _reference(episode.task):
+            tasks.add(episode.task.id)
+    return tasks
+
+
+def opposed_roles(store: Store, roles: Collection[str]) -> list[str]:
+    """Return the roles that play against each other: outcomes have their names, differ in an episode, and always add up
+    to the same number."""
+    opposed: set[str] = set()
+    sums: list[float] = []
+    differ = False
+    for episode in learned_from(store, Counter()):
+        if episode.status != "ok":
+            continue
+        rewards = store.rewards([episode.id]).get(episode.id, {})
+        of_roles = {name: value for name, value in rewards.items() if name in roles}
+        if len(of_roles) < 2:
+            continue
+        opposed |= of_roles.keys()
+        sums.append(sum(of_roles.values()))
+        differ = differ or len(set(of_roles.values())) > 1
+    if not differ or len(sums) < 2 or max(sums) - min(sums) > ROUNDING:
+        return []
+    return sorted(opposed)
 
 
 def _row(store: Store, reader: Reader, call: CallRecord, candidate: Candidate, hint: str) -> TrainRow | str:
@@ -153,7 +203,7 @@ def turn_pairs(turns: Recorded, pairs: Sequence[EpisodePair], players: Mapping[s
     """Return the turns of each policy in pairs of episodes. `players` are the trained roles, each with its policy.
 
     Only answers that the application got count. Turns that are the same in both episodes, such as the beginning that
-    two branches of a replay share, cancel out and are left out.
+    two branches of a replay share, cancel out one by one and are left out.
     """
     of_policy: dict[str, list[TurnPair]] = defaultdict(list)
     for better, worse in pairs:
@@ -162,11 +212,32 @@ def turn_pairs(turns: Recorded, pairs: Sequence[EpisodePair], players: Mapping[s
         for policy in dict.fromkeys([*better_rows, *worse_rows]):
             better_turns = _taken(better_rows.get(policy, ()))
             worse_turns = _taken(worse_rows.get(policy, ()))
-            for turn in better_turns.keys() & worse_turns.keys():
-                del better_turns[turn], worse_turns[turn]
-            if better_turns or worse_turns:
-                of_policy[policy].append(TurnPair(list(better_turns.values()), list(worse_turns.values())))
+            shared = Counter(map(_turn_key, better_turns)) & Counter(map(_turn_key, worse_turns))
+            pair = TurnPair(_without(better_turns, shared), _without(worse_turns, shared))
+            if pair.rows:
+                of_policy[policy].append(pair)
     return dict(of_policy)
+
+
+def _taken(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """The rows that the application got."""
+    return [row for row in rows if row.advantage]
+
+
+def _turn_key(row: TrainRow) -> TurnKey:
+    return row.prompt_ids, row.images, row.response_ids
+
+
+def _without(turns: Sequence[TrainRow], shared: Counter[TurnKey]) -> list[TrainRow]:
+    """Return the turns except the shared ones, of which each is left out as often as `shared` says."""
+    to_leave_out = Counter(shared)
+    others: list[TrainRow] = []
+    for turn in turns:
+        if to_leave_out[_turn_key(turn)] > 0:
+            to_leave_out[_turn_key(turn)] -= 1
+        else:
+            others.append(turn)
+    return others
 
 
 def count_turns(
@@ -180,9 +251,18 @@ def count_turns(
     return dict(counts_of_policy)
 
 
-def _taken(rows: Sequence[TrainRow]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], TrainRow]:
-    """The rows that the application got, by prompt and answer."""
-    return {(row.prompt_ids, row.response_ids): row for row in rows if row.advantage}
+def policies_with_choice(turns: Recorded, players: Mapping[str, str]) -> set[str]:
+    """Return the policies that have two different candidates for some prompt of a task, of which one can be better."""
+    answers: dict[int, int] = {}  # hashes of an answer by the hash of its prompt: there may be many long prompts
+    policies: set[str] = set()
+    for episode in turns.rows:
+        for policy, rows in turns.of([episode], players).items():
+            for row in rows:
+                prompt = hash((turns.tasks[episode], row.role, row.prompt_ids, row.images))
+                answer = hash(row.response_ids)
+                if answers.setdefault(prompt, answer) != answer:
+                    policies.add(policy)
+    return policies
 
 
 class TurnCritic:
@@ -203,17 +283,18 @@ class TurnCritic:
         means = self._mean_logprobs(policy, rows)
         return [mean - self._start[row.id] for row, mean in zip(rows, means, strict=True)]
 
-    def update(self, policy: str, pairs: Sequence[TurnPair], *, lr_scale: float = 1.0) -> None:
-        """Take an optimizer step on the mean loss of these pairs."""
-        found = self.compare(policy, pairs)
+    def update(self, policy: str, pairs: Sequence[TurnPair], *, lr_scale: float = 1.0) -> float:
+        """Take an optimizer step on the mean loss of these pairs. Returns this loss, from before the step."""
+        preferences = self.compare(policy, pairs)
         # The learner weighs each token by 1 / (rows * tokens of its row); the loss weighs it by 1 / (pairs * tokens).
         rows_per_pair = sum(len(pair.rows) for pair in pairs) / len(pairs)
         weighed: list[TrainRow] = []
-        for pair, preference in zip(pairs, found, strict=True):
+        for pair, preference in zip(pairs, preferences, strict=True):
             advantage = preference.advantage / 2.0 * rows_per_pair
             weighed += [msgspec.structs.replace(row, advantage=advantage) for row in pair.better]
             weighed += [msgspec.structs.replace(row, advantage=-advantage) for row in pair.worse]
         self._learner.update(policy, weighed, lr_scale=lr_scale)
+        return fmean(preference.loss for preference in preferences)
 
     def compare(self, policy: str, pairs: Sequence[TurnPair]) -> list[Preference]:
         """The Bradley-Terry loss of each pair, from the sums of its turn advantages."""
@@ -230,20 +311,24 @@ class TurnCritic:
         return [float(values.mean(dtype=np.float64)) for values in means]
 
 
-def critic_batches(turns: Mapping[EpisodePair, int], turns_per_batch: int, seed: int) -> Iterator[list[EpisodePair]]:
-    """Yield the pairs of each optimizer step: `PASSES` over all, each in another order. `turns` has the number of turns
-    of each pair. A step has at most `turns_per_batch` of them, or a single pair."""
+def critic_passes(
+    turns: Mapping[EpisodePair, int], turns_per_batch: int, seed: int
+) -> Iterator[list[list[EpisodePair]]]:
+    """Yield the optimizer steps of each of `PASSES` passes over all pairs, each pass in another order.
+
+    `turns` has the number of turns of each pair. A step has at most `turns_per_batch` of them, or a single pair.
+    """
     generator = random.Random(f"turn critic {seed}")
     for _ in range(PASSES):
-        batch: list[EpisodePair] = []
+        batches: list[list[EpisodePair]] = []
         total = 0
         for pair in generator.sample(list(turns), len(turns)):
-            if batch and total + turns[pair] > turns_per_batch:
-                yield batch
-                batch, total = [], 0
-            batch.append(pair)
+            if not batches or total + turns[pair] > turns_per_batch:
+                batches.append([])
+                total = 0
+            batches[-1].append(pair)
             total += turns[pair]
-        yield batch
+        yield batches
 
 
 async def score_turns(
@@ -253,19 +338,23 @@ async def score_turns(
     pairs: Mapping[str, Mapping[EpisodePair, int]],
     turns_per_step: int,
     seed: int,
+    say: Callable[[str], None],
 ) -> dict[str, float]:
     """Train the critic of each policy on its pairs, and return the turn advantages of all candidates, by their id.
 
-    `players` are the trained roles, each with its policy; `pairs` have the number of turns of each policy. An optimizer
-    step has about `turns_per_step` turns.
+    `players` are the roles to score, each with its policy; `pairs` have the number of turns of each policy. An
+    optimizer step has about `turns_per_step` turns. `say` gets the loss of each pass.
     """
     for episodes in _chunks(list(turns.rows)):
         for policy, rows in turns.of(episodes, players).items():
             await asyncio.to_thread(critic.start, policy, rows)
     for policy, counted in pairs.items():
-        for batch in critic_batches(counted, turns_per_step, seed):
-            of_batch = turn_pairs(turns, batch, players)[policy]
-            await asyncio.to_thread(critic.update, policy, of_batch)
+        for number, batches in enumerate(critic_passes(counted, turns_per_step, seed), start=1):
+            loss = 0.0
+            for batch in batches:
+                of_batch = turn_pairs(turns, batch, players)[policy]
+                loss += len(batch) * await asyncio.to_thread(critic.update, policy, of_batch)
+            say(f"critic of {policy}: pass {number} of {PASSES}, loss {loss / len(counted):.4f}")
     scores: dict[str, float] = {}
     for episodes in _chunks(list(turns.rows)):
         for policy, rows in turns.of(episodes, players).items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +31,7 @@ from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.records import turn_critic
+from cotune.trainer.records.lessons import Recorded, Rows, split_episodes
 from cotune.trainer.records.objectives import BETA
 from cotune.trainer.records.turn_critic import (
     ANY_NUMBER,
@@ -35,9 +39,11 @@ from cotune.trainer.records.turn_critic import (
     TurnCritic,
     TurnPair,
     count_turns,
-    critic_batches,
+    critic_passes,
+    opposed_roles,
     pair_episodes,
     read_turns,
+    tasks_with_reference,
     turn_pairs,
 )
 from tests.trainer.conftest import Trainer
@@ -49,12 +55,14 @@ Turns = Sequence[tuple[str, str, str | Sequence[str]]]
 """Of each call: its role, the request, and its candidates, of which the first goes on."""
 
 
-def record(store: SqliteStore, task: Mapping[str, Any], turns: Turns, outcome: float | None) -> LiveEpisode:
+def record(
+    store: SqliteStore, task: Mapping[str, Any], turns: Turns, outcome: float | Mapping[str, float]
+) -> LiveEpisode:
     live = LiveEpisode(store, Task(id=str(task["id"]), input=dict(task)), workflow="w", phase="trace")
     for role, request, texts in turns:
         candidates = tuple(said(text, i) for i, text in enumerate([texts] if isinstance(texts, str) else texts))
         live.start(CallerContext(role, "test"), {"messages": asked(request)}).finish(Answer(candidates=candidates))
-    live.end("ok", rewards={} if outcome is None else {"team": outcome})
+    live.end("ok", rewards=outcome if isinstance(outcome, Mapping) else {"team": outcome})
     return live
 
 
@@ -102,7 +110,7 @@ def test_a_pair_of_episodes_by_hand() -> None:
     assert preference.loss == pytest.approx(math.log(1.0 + math.exp(-margin)))
 
     # One pair of three rows: +-0.1 sigmoid(-0.3) * 3, which the learner divides by 3 rows and the tokens of each.
-    critic.update("a", [pair])
+    assert critic.update("a", [pair]) == pytest.approx(preference.loss)
     assert [row.id for row in learner.updated] == ["b0", "b1", "w0"]
     expected = 0.3 / (1.0 + math.exp(margin))
     assert [row.advantage for row in learner.updated] == pytest.approx([expected, expected, -expected])
@@ -172,11 +180,13 @@ def test_the_best_episode_of_a_task_is_paired_with_the_worst() -> None:
 def test_a_step_has_whole_pairs_and_each_pass_has_all_of_them() -> None:
     turns = {EpisodePair(name, "w"): 3 for name in "abcd"} | {EpisodePair("e", "w"): 9}
     for seed in (0, 1):
-        batches = list(critic_batches(turns, turns_per_batch=6, seed=seed))
+        passes = list(critic_passes(turns, turns_per_batch=6, seed=seed))
+        assert len(passes) == 4
+        batches = [batch for of_pass in passes for batch in of_pass]
         assert all(len(batch) == 1 or sum(turns[pair] for pair in batch) <= 6 for batch in batches)
-        names = [pair.better for batch in batches for pair in batch]
-        assert len(names) == 20
-        assert all(sorted(names[i : i + 5]) == list("abcde") for i in (0, 5, 10, 15))
+        for of_pass in passes:
+            names = [pair.better for batch in of_pass for pair in batch]
+            assert sorted(names) == list("abcde")
 
 
 def test_turns_have_the_reference_and_shared_ones_cancel_out(tmp_path: Path, tiny_base: Path) -> None:
@@ -201,6 +211,75 @@ def test_turns_have_the_reference_and_shared_ones_cancel_out(tmp_path: Path, tin
         for policy, (pair,) in of_policy.items()
     }
     assert answers == {"w": [["d<end>"], ["e<end>"]], "v": [[], ["z<end>"]]}
+
+
+def turn(episode: str, place: int, text: str, image: bytes = b"") -> TrainRow:
+    """A turn of role w with the same prompt in all episodes; `text` is its answer."""
+    images = (image,) if image else ()
+    ids = tuple(text.encode())
+    return msgspec.structs.replace(row(f"{episode}{place}", 1), role="w", response_ids=ids, images=images)
+
+
+def test_shared_turns_cancel_out_one_by_one_and_with_their_images() -> None:
+    turns = {
+        "better": [turn("b", 0, "x"), turn("b", 1, "x"), turn("b", 2, "y", b"cat")],
+        "worse": [turn("w", 0, "x"), turn("w", 1, "y", b"dog")],
+    }
+    rows = Rows()
+    for episode, of_episode in turns.items():
+        rows.add(episode, {"w": of_episode})
+    recorded = Recorded(rows=rows, tasks=dict.fromkeys(turns, "t"), left_out={})
+    (pair,) = turn_pairs(recorded, [EpisodePair("better", "worse")], {"w": "w"})["w"]
+    assert [row.id for row in pair.better] == ["b1", "b2"]
+    assert [row.id for row in pair.worse] == ["w1"]
+
+
+def test_tasks_without_a_reference_are_left_out_and_counted(tmp_path: Path, tiny_base: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        blind = record(store, {"id": "a", "letter": "a"}, [("w", "say a", "a"), ("w", "more", "a")], 1.0)
+        seen = record(store, task("b"), [("w", "say b", "b")], 1.0)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        turns = read_turns(store, reading(ChatTemplate.load(tiny_base)))
+        assert tasks_with_reference(store) == {"b"}
+    assert list(turns.rows) == [seen.id] and blind.id not in turns.tasks
+    assert turns.left_out == {"no_reference": 2}
+
+
+def test_the_critic_and_the_pairs_hold_out_the_same_tasks() -> None:
+    """The pairs are of fewer tasks than the turns of the critic."""
+    all_tasks = [f"t{i}" for i in range(40)]
+
+    def held_out(tasks: Sequence[str], seed: int) -> set[str]:
+        rows = Rows()
+        for name in tasks:
+            rows.add(name, {"w": [row(name, 1)]})
+        recorded = Recorded(rows=rows, tasks={name: name for name in tasks}, left_out={})
+        learned, held, note = split_episodes(recorded, seed, all_tasks)
+        assert {*learned, *held} == set(tasks) and bool(note) == (not held)
+        return set(held)
+
+    for seed in range(5):
+        of_critic = held_out(all_tasks, seed)
+        assert len(of_critic) == 4
+        fewer = all_tasks[::2]
+        assert held_out(fewer, seed) == of_critic & set(fewer)
+
+
+def outcomes_of(folder: Path, *rewards: Mapping[str, float]) -> list[str]:
+    with SqliteStore.open(folder) as store:
+        for of_episode in rewards:
+            live = LiveEpisode(store, Task(id="a", input=task("a")), workflow="w", phase="trace")
+            live.end("ok", rewards=of_episode)
+    with SqliteStore.open(folder, read_only=True) as store:
+        return opposed_roles(store, ["white", "black"])
+
+
+def test_roles_are_opposed_if_their_outcomes_always_add_up_to_the_same(tmp_path: Path) -> None:
+    won, lost, drawn = ({"white": 1.0, "black": 0.0}, {"white": 0.0, "black": 1.0}, {"white": 0.5, "black": 0.5})
+    assert outcomes_of(tmp_path / "game", won, lost, drawn) == ["black", "white"]
+    assert outcomes_of(tmp_path / "draws", drawn, drawn) == []
+    assert outcomes_of(tmp_path / "team", won, lost, {"white": 1.0, "black": 1.0}) == []
+    assert outcomes_of(tmp_path / "names", {"speed": 1.0, "cost": 0.0}, {"speed": 0.0, "cost": 1.0}) == []
 
 
 # Runs
@@ -286,6 +365,8 @@ def test_a_run_learns_the_answers_that_its_critic_prefers(
     trainer(app, None, recipe="sweet_rl", records=str(tmp_path / "records"), **settings)
     said = " ".join(trainer.said.split())
     assert "critic of writer: the better of two episodes has the larger sum of turn advantages in " in said
+    losses = [float(loss) for loss in re.findall(r"critic of writer: pass \d+ of 16, loss ([\d.]+)", said)]
+    assert len(losses) == 16 and losses[-1] < losses[0]
 
     # The outcome is of two answers together, and the critic tells which of them was right.
     run = trainer.folder / "run"
@@ -307,17 +388,79 @@ def test_a_run_learns_the_answers_that_its_critic_prefers(
     assert len(trainer.metrics()) == 13 and "critic" not in trainer.said
 
 
+def test_a_policy_without_pairs_is_not_trained_and_the_others_are(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the critic starts from --init, and its weights are gone before the policy's learner opens."""
+    networks: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    open_learner = LocalLearner.open
+
+    def noted(*args: Any, **more: Any) -> LocalLearner:
+        alive.append(sum(network() is not None for network in networks))
+        learner = open_learner(*args, **more)
+        networks.extend(weakref.ref(model.network) for model in learner._policies.values())
+        return learner
+
+    monkeypatch.setattr(LocalLearner, "open", noted)
+    with SqliteStore.open(tmp_path / "records") as store:
+        for share, text in ((1.0, "a"), (0.0, "b")):
+            record(store, task("a"), [("first", "say a", [text, "c"]), ("second", "why", "d")], share)
+    policies = [{"name": name, "roles": [role], "kind": "full"} for name, role in (("w", "first"), ("v", "second"))]
+    settings: dict[str, Any] = {"recipe": "sweet_rl", "records": str(tmp_path / "records"), "steps": 1}
+    gc.disable()  # only the collection between both learners counts
+    try:
+        trainer(application(converse), None, policy=policies, **settings)
+    finally:
+        gc.enable()
+    assert alive == [0, 0] and len(networks) == 2 + 1
+    said = " ".join(trainer.said.split())
+    assert "no critic for a policy, whose candidates get no label: v has no turns in two episodes" in said
+    assert "not trained, because their candidates give no pair: second" in said
+    assert "no_label: 2" in said
+    (line,) = trainer.metrics()
+    assert list(line["policies"]) == ["w"] and line["updated"]
+    trainer.resume(application(converse), None, steps=2)
+    assert len(trainer.metrics()) == 2
+
+    # The critic starts from the weights of --init too: its first loss is that of equal weights.
+    adopted: list[str] = []
+    adopt = LocalLearner.adopt
+
+    def adopt_noted(learner: LocalLearner, policy: str, weights: Any) -> None:
+        adopted.append(policy)
+        adopt(learner, policy, weights)
+
+    monkeypatch.setattr(LocalLearner, "adopt", adopt_noted)
+    init = str(trainer.folder / "run")
+    trainer(application(converse), None, to="warm", policy=policies, init=init, **settings)
+    assert adopted.count("w") == 2
+
+
 def test_records_without_a_reference_or_a_difference_are_refused(trainer: Trainer, tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path / "blind") as store:
         record(store, {"id": "a", "letter": "a"}, [("first", "say a", "a")], 1.0)
     with pytest.raises(
-        ConfigError, match=r"recipe = 'sweet_rl' has a critic that reads .*`reference`.* task a has None"
+        ConfigError, match=r"recipe = 'sweet_rl' has a critic that reads .*`reference`.* no recorded task has one"
     ):
         trainer(application(converse), None, recipe="sweet_rl", records=str(tmp_path / "blind"))
     with SqliteStore.open(tmp_path / "same") as store:
         for text in "bc":
             record(store, task("a"), [("first", "say a", text)], 1.0)
-    with pytest.raises(RecordError, match="'first' has no turns in two episodes of one task with different outcomes"):
+    with pytest.raises(RecordError, match="first has no turns in two episodes of one task with different outcomes"):
         trainer(application(converse), None, to="equal", recipe="sweet_rl", records=str(tmp_path / "same"))
+    with SqliteStore.open(tmp_path / "single") as store:
+        for i in range(2):
+            record(store, task("a"), [("first", f"say {'ab'[i]}", "a")], float(i))
+    with pytest.raises(RecordError, match="sweet_rl can train no policy: first has no two different candidates"):
+        trainer(application(converse), None, to="single", recipe="sweet_rl", records=str(tmp_path / "single"))
+    with SqliteStore.open(tmp_path / "game") as store:
+        for won in (0.0, 1.0):
+            turns = [("first", "say a", ["a", "b"]), ("second", "say a", ["a", "b"])]
+            record(store, task("a"), turns, {"first": won, "second": 1.0 - won})
+    with pytest.raises(
+        ConfigError, match=r"first, second always add up to the same number: .* play against each other"
+    ):
+        trainer(application(converse), None, to="game", recipe="sweet_rl", records=str(tmp_path / "game"))
     with pytest.raises(ConfigError, match=r"records.labels = 'x' cannot be used with recipe sweet_rl. Use dpo"):
         trainer(application(converse), None, recipe="sweet_rl", records={"path": "x", "labels": "x"})
