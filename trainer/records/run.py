@@ -41,6 +41,7 @@ from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceL
 from cotune.trainer.records.pairs import read_pairs
 from cotune.trainer.records.turn_critic import (
     ANY_NUMBER,
+    EpisodePair,
     TurnCritic,
     accuracy,
     count_turns,
@@ -211,14 +212,7 @@ async def _turn_advantages(
     if file.is_file():
         return load_labels(file), []
     turns = await asyncio.to_thread(read_turns, store, _readers(config))
-    if opposed := await asyncio.to_thread(opposed_roles, store, turns.roles):
-        raise ConfigError(
-            "recipe",
-            "sweet_rl",
-            f"sums the outcomes of an episode, and the outcomes of {', '.join(opposed)} always add up to the same "
-            "number: these roles play against each other",
-            "Use a recipe that gives each role its own outcome and samples anew, such as spiral, without --records.",
-        )
+    await asyncio.to_thread(_refuse_opposed_roles, store, turns)
     policies = _policies(config, turns)
     players = policies.learning
     outcomes = await asyncio.to_thread(outcome_values, store, failure_reward(config.on_failure))
@@ -227,22 +221,8 @@ async def _turn_advantages(
     pairs = count_turns(turns, pair_episodes(episodes, turns.tasks, outcomes), players)
     held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)
 
-    # A policy needs both pairs of episodes, for its critic, and prompts with two candidates, for itself.
     with_choice = await asyncio.to_thread(policies_with_choice, turns, players)
-    faults: list[str] = []
-    for name in policies.trained:
-        if name not in pairs:
-            faults.append(f"{name} has no turns in two episodes of one task with different outcomes")
-        elif name not in with_choice:
-            faults.append(f"{name} has no two different candidates for one prompt")
-            del pairs[name]
-    if not pairs:
-        raise RecordError(
-            f"Recipe sweet_rl can train no policy: {'; '.join(faults)}.",
-            "It needs several episodes of each task with different outcomes, and several candidates of a turn. Record "
-            "them with --plan tree or --plan replay.",
-        )
-    notes = [f"no critic for a policy, whose candidates get no label: {fault}" for fault in faults]
+    notes = _leave_out_policies(policies.trained, pairs, with_choice)
     if left_out := counts_text(turns.left_out):
         notes.append(f"the critic leaves out: {left_out}")
 
@@ -267,6 +247,39 @@ async def _turn_advantages(
     lines = [msgspec.json.encode(Label(id=id, score=score)) + b"\n" for id, score in scores.items()]
     write_atomically(file, b"".join(lines))
     return scores, notes
+
+
+def _refuse_opposed_roles(store: Store, turns: Recorded) -> None:
+    """Raise ConfigError if roles play against each other: the sums of their outcomes tell no episodes apart."""
+    if opposed := opposed_roles(store, turns.roles):
+        raise ConfigError(
+            "recipe",
+            "sweet_rl",
+            f"sums the outcomes of an episode, and the outcomes of {', '.join(opposed)} always add up to the same "
+            "number: these roles play against each other",
+            "Use a recipe that gives each role its own outcome and samples anew, such as spiral, without --records.",
+        )
+
+
+def _leave_out_policies(
+    trained: Sequence[str], pairs: dict[str, dict[EpisodePair, int]], with_choice: Collection[str]
+) -> list[str]:
+    """Remove policies without two candidates for a prompt from `pairs`. Return a note for each policy that has no
+    critic, because it lacks these or pairs of episodes. Raises RecordError if no policy is left."""
+    faults: list[str] = []
+    for name in trained:
+        if name not in pairs:
+            faults.append(f"{name} has no turns in two episodes of one task with different outcomes")
+        elif name not in with_choice:
+            faults.append(f"{name} has no two different candidates for one prompt")
+            del pairs[name]
+    if not pairs:
+        raise RecordError(
+            f"Recipe sweet_rl can train no policy: {'; '.join(faults)}.",
+            "It needs several episodes of each task with different outcomes, and several candidates of a turn. Record "
+            "them with --plan tree or --plan replay.",
+        )
+    return [f"no critic for a policy, whose candidates get no label: {fault}" for fault in faults]
 
 
 def _policies(config: TrainConfig, recorded: Recorded) -> Policies:

@@ -453,7 +453,7 @@ def test_records_without_a_reference_or_a_difference_are_refused(trainer: Traine
         for i in range(2):
             record(store, task("a"), [("first", f"say {'ab'[i]}", "a")], float(i))
     with pytest.raises(RecordError, match="sweet_rl can train no policy: first has no two different candidates"):
-        trainer(application(converse), None, to="single", recipe="sweet_rl", records=str(tmp_path / "single"))
+        trainer(application(converse), None, to="one", recipe="sweet_rl", records=str(tmp_path / "single"))
     with SqliteStore.open(tmp_path / "game") as store:
         for won in (0.0, 1.0):
             turns = [("first", "say a", ["a", "b"]), ("second", "say a", ["a", "b"])]
@@ -461,6 +461,6 @@ def test_records_without_a_reference_or_a_difference_are_refused(trainer: Traine
     with pytest.raises(
         ConfigError, match=r"first, second always add up to the same number: .* play against each other"
     ):
-        trainer(application(converse), None, to="game", recipe="sweet_rl", records=str(tmp_path / "game"))
+        trainer(application(converse), None, to="duel", recipe="sweet_rl", records=str(tmp_path / "game"))
     with pytest.raises(ConfigError, match=r"records.labels = 'x' cannot be used with recipe sweet_rl. Use dpo"):
         trainer(application(converse), None, recipe="sweet_rl", records={"path": "x", "labels": "x"})
