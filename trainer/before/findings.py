@@ -265,11 +265,13 @@ def _every_time(
     """The first error of a workflow that fails in every episode, with the causes that its calls show.
 
     It names the call that failed, unseen clients if no call was made, and the limit of tokens if most answers were cut.
+    An outage is named only if every episode ended in one.
     """
-    first = errors[0]
-    # The application itself knows what is down. Neither its calls nor its clients are the cause.
-    if isinstance(first, Outage):
-        return first
+    failed_call = next((call for call in failed if call.status != "cancelled"), None)
+    others = [error for error in errors if not isinstance(error, Outage)]
+    if not others:
+        return _outage_every_time(errors, failed_call)
+    first = others[0]
     raised_by = first.__cause__
     cause = first.cause
     remedy = first.remedy
@@ -290,12 +292,29 @@ def _every_time(
                 f" {cut} of {len(ends)} answers ended at their limit of tokens: raise sampling.max_tokens, or the "
             )
             remedy += "application's."
-    failed_call = next((call for call in failed if call.status != "cancelled"), None)
     if failed_call is not None and first.cause not in str(failed_call.error):
         cause = cause.replace(failed_call.error, "...") if failed_call.error else cause
         cause += f" The call of role {failed_call.role!r} failed: {failed_call.error}"
     if (cause, remedy) == (first.cause, first.remedy):
         return first
     error = WorkflowError(cause, remedy)
+    error.__cause__ = first
+    return error
+
+
+def _outage_every_time(outages: Sequence[CotuneError], failed_call: CallRecord | None) -> CotuneError:
+    """The outage that the application reports in every episode.
+
+    The application knows what is down, so its clients and its answers are not the cause. A call that failed may be: an
+    application may report its model as the service that is down.
+    """
+    first = outages[0]
+    if failed_call is None:
+        return first
+    cause = first.cause
+    if len(outages) > 1:
+        cause += f" All {len(outages)} of the first episodes failed."
+    cause += f" The call of role {failed_call.role!r} failed: {failed_call.error}"
+    error = Outage(cause, first.remedy)
     error.__cause__ = first
     return error

@@ -18,11 +18,14 @@ async def sandbox_required() -> AsyncIterator[None]:
     Raises cotune.Outage, with the reason and the remedy, if there is no sandbox or if it fails inside the block. cotune
     then leaves the episode out: no answer of a policy is the cause.
     """
+    remedy = "See examples/workloads/sandbox/README.md."
     try:
         await asyncio.to_thread(sandbox)
+    except SandboxUnavailable as error:
+        text = f"This workload runs programs in a sandbox, and this machine has none: {error}"
+        raise cotune.Outage(text, remedy) from error
+    try:
         yield
     except SandboxUnavailable as error:
-        raise cotune.Outage(
-            f"This workload runs programs in a sandbox, and this machine has none: {error}",
-            "See examples/workloads/sandbox/README.md.",
-        ) from error
+        text = f"This workload runs programs in a sandbox. It worked when the episode began, and then failed: {error}"
+        raise cotune.Outage(text, remedy) from error

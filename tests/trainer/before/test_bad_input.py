@@ -8,19 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 import cotune
 from cotune.adapters.export import export_run
 from cotune.adapters.load import load_export
-from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
+from cotune.errors import AdapterError, ConfigError, Outage, RunError, WorkflowError
 from cotune.trainer.before.findings import EPISODES
 from cotune.trainer.config.load import convert, load_config
 from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.opening.resume import apply_changes
 from cotune.trainer.prompts.options import load_options
 from cotune.trainer.train import resume
-from tests.trainer.tiny_app import application, ask, build_base, converse, letters
+from tests.trainer.tiny_app import application, ask, build_base, client, converse, letters
 
 BOTH = {"first": letters, "second": letters}
 
@@ -269,6 +270,45 @@ def test_a_workflow_that_raises(refused):
     assert f"{Path(__file__).name}:" in error.cause
     assert error.cause.endswith("All 16 of the first episodes failed.")
     assert error.remedy.startswith("Fix the workflow. If an answer of the model breaks it")
+
+
+def test_an_outage_is_named_alone_only_if_every_episode_ended_in_one(refused):
+    outages = []
+
+    async def closed_at_first(task):
+        await converse(task)
+        if not outages:
+            outages.append(task)
+            raise Outage("The search service is down.", "Start it.")
+        return task["no such key"]
+
+    error = refused(WorkflowError, application(closed_at_first, **BOTH))
+    assert error.cause.startswith("The workflow 'solve' raised KeyError: 'no such key' (")
+
+    async def closed(task):
+        await converse(task)
+        raise Outage("The search service is down.", "Start it.")
+
+    error = refused(Outage, application(closed, **BOTH))
+    assert (error.cause, error.remedy) == ("The search service is down.", "Start it.")
+
+
+def test_an_outage_in_every_episode_names_the_call_that_failed_and_the_number_of_episodes(refused):
+    async def catches(task):
+        await converse(task)
+        try:
+            with cotune.role("first"):
+                tools = [{"type": "web_search"}]  # which no policy has
+                await client(os.environ["OPENAI_BASE_URL"]).responses.create(model="m", input="say it", tools=tools)
+        except openai.OpenAIError as error:
+            raise Outage("The model is down.", "Start it.") from error
+        return 1.0
+
+    error = refused(Outage, application(catches, **BOTH))
+    assert error.cause.startswith(
+        "The model is down. All 3 of the first episodes failed. The call of role 'first' failed"
+    )
+    assert error.remedy == "Start it."
 
 
 def test_a_workflow_that_raises_before_any_call_is_looked_at_no_more_than_usual(refused):

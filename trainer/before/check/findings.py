@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cotune.errors import ConfigError, CotuneError, SamplerError
+from cotune.errors import ConfigError, CotuneError, Outage, SamplerError
 from cotune.integrations.models.chat.content import for_template, text_of
 from cotune.integrations.models.chat.reply_grammar import unenforceable
 from cotune.integrations.models.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
@@ -16,6 +16,7 @@ from cotune.runtime.user_code import error_origin, error_phrase
 from cotune.sampling.request_params import function_of
 from cotune.storage.protocol import Store
 from cotune.tables import plural, snippet
+from cotune.trainer.before.answers.recorded import NO_RECORD
 from cotune.trainer.before.check.bases import CheckedBase
 from cotune.trainer.before.check.report import IdleCheck
 from cotune.trainer.before.check.runs import PAIRS, Run, TaskRuns
@@ -39,7 +40,7 @@ ALWAYS_CALL = ("member", "agent")
 
 def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     """Yield the errors that make training pointless. A failure after an answer may be caused by that answer: then the
-    verdict is undecided."""
+    verdict is undecided. An outage is caused by no answer, unless a recorded answer is missing."""
     runs = [run for task in tasks for run in task.runs]
     ended = any(task.shown.ended for task in tasks)
     waiting = []
@@ -57,7 +58,8 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
         # Runs that ended leave open whether other answers please a scorer, or lead to a role that did not call.
         may_be_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
         misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
-        if misspelt or not (may_be_answers or (ended and may_be_scorer)):
+        is_outage = isinstance(fault, Outage) and not any(NO_RECORD in error for error in failed_calls)
+        if misspelt or is_outage or not (may_be_answers or (ended and may_be_scorer)):
             yield blocking_finding(fault)
             continue
         text = shorten(fault.cause)
@@ -143,15 +145,20 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     swallowed."""
     runs = [run for task in tasks for run in task.runs]
     failed = [run for run in runs if not run.ended]
-    if failed and len(failed) < len(runs):
-        first = failed[0]
-        error = first.outcome.error
-        task_id = first.outcome.episode.task.id
-        assert error is not None
-        text = f"{len(failed)} of {plural(len(runs), 'run')} failed; the first, on task {task_id}: "
-        text += f"{shorten(error.cause)} Last answer before it: {failed[0].last_answer or 'none'}."
-        remedy = "A model may answer like that too: have the workflow return a low reward."
-        yield Finding("warns", "runs", text, f"{error.remedy} {remedy}".strip())
+    if len(failed) < len(runs):
+        outages = [run for run in failed if isinstance(run.outcome.error, Outage)]
+        others = [run for run in failed if run not in outages]
+        low_reward = "A model may answer like that too: have the workflow return a low reward."
+        for failed_runs, ended_how, remedy in ((others, "failed", low_reward), (outages, "ended in an outage", "")):
+            if not failed_runs:
+                continue
+            first = failed_runs[0]
+            error = first.outcome.error
+            task_id = first.outcome.episode.task.id
+            assert error is not None
+            text = f"{len(failed_runs)} of {plural(len(runs), 'run')} {ended_how}; the first, on task {task_id}: "
+            text += f"{shorten(error.cause)} Last answer before it: {first.last_answer or 'none'}."
+            yield Finding("warns", "runs", text, f"{error.remedy} {remedy}".strip())
     questions = [run.asked for run in runs if run.asked]
     if questions and any(run.ended for run in runs):
         yield Finding("warns", "runs", f"a person is asked and never answers: {questions[0]}.", PERSON)

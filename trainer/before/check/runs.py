@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
 from cotune.episodes.workflows import Workflow
+from cotune.errors import Outage
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
 from cotune.tables import answer_line
@@ -78,10 +79,14 @@ class TaskRuns:
 
     @property
     def shown(self) -> Run:
-        """The first run that ended well, without a swallowed exception if there is one."""
+        """The first run that ended well, without a swallowed exception if there is one.
+
+        If all runs failed, it is the first one that did not end in an outage: an outage may pass.
+        """
         ended = [run for run in self.runs if run.ended]
         clean = [run for run in ended if not run.logged]
-        return (clean or ended or self.runs)[0]
+        without_outage = [run for run in self.runs if not isinstance(run.outcome.error, Outage)]
+        return (clean or ended or without_outage or self.runs)[0]
 
     @property
     def calls(self) -> list[CallRecord]:

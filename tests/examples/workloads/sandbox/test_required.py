@@ -70,5 +70,7 @@ def test_a_sandbox_that_fails_later_is_an_outage_too(monkeypatch: pytest.MonkeyP
             return {"program": "print(1)"}
 
     monkeypatch.setattr(code, "solved", fail)
-    with pytest.raises(cotune.Outage, match="this machine has none: bubblewrap could not start"):
+    with pytest.raises(
+        cotune.Outage, match="worked when the episode began, and then failed: bubblewrap could not start"
+    ):
         asyncio.run(code.outcome(CODE_TASK, Graph()))

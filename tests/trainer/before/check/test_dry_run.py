@@ -322,6 +322,82 @@ def test_an_outage_that_the_application_reports_is_the_only_finding() -> None:
     assert texts(dry(application(closed, first=letters))) == "blocks : The search service is down. Start it."
 
 
+def test_an_outage_after_an_answer_blocks_with_its_own_remedy(provider: Provider) -> None:
+    async def closed(task: Any) -> float:
+        await ask("first", "hello")
+        raise cotune.Outage("The search service is down.", "Start it.")
+
+    report = dry(application(closed))
+    assert report.verdict == "not trainable"
+    assert said(report, "blocks", "") == ["The search service is down. Start it."]
+    assert not any(finding.level == "undecided" or "low reward" in finding.remedy for finding in report.findings)
+
+
+def test_an_outage_in_some_runs_does_not_hide_another_error(provider: Provider) -> None:
+    runs: list[int] = []
+
+    async def broken(task: Any) -> float:
+        runs.append(1)
+        await ask("first", "hello")
+        if len(runs) == 1:
+            raise cotune.Outage("The search service is down.", "Start it.")
+        raise ValueError("cannot read the answer")
+
+    report = dry(application(broken))
+    (text,) = said(report, "undecided", "runs")
+    assert "ValueError: cannot read the answer" in text and "search service" not in texts(report)
+
+
+def test_an_outage_in_some_runs_is_no_matter_of_rewards(provider: Provider) -> None:
+    runs: list[int] = []
+
+    async def sometimes(task: Any) -> float:
+        runs.append(1)
+        await ask("first", "hello")
+        if len(runs) == 1:
+            raise cotune.Outage("The search service is down.", "Start it.")
+        return 1.0
+
+    report = dry(application(sometimes))
+    (text,) = said(report, "warns", "runs")
+    assert text.startswith("1 of ") and "ended in an outage; the first, on task a: The search service is down." in text
+    assert text.endswith("Start it.") and "low reward" not in text
+
+
+def test_an_outage_names_the_call_that_failed(provider: Provider) -> None:
+    async def catches(task: Any) -> float:
+        try:
+            with cotune.role("searcher"):
+                await client(os.environ["OPENAI_BASE_URL"]).responses.create(
+                    model="m", input="hello", tools=[{"type": "web_search"}]
+                )
+        except openai.OpenAIError as error:
+            raise cotune.Outage("The model is down.", "Start it.") from error
+        return 1.0
+
+    (text,) = said(dry(application(catches)), "blocks", "")
+    assert text.startswith("The model is down. The call of role 'searcher' failed: ") and text.endswith("Start it.")
+
+
+def test_an_outage_for_want_of_a_recorded_answer_is_undecided(provider: Provider, tmp_path: Path) -> None:
+    address = str(tmp_path / "records.db")
+    with cotune.trace(address, task={"question": "how many?"}):
+        asyncio.run(ask("first", "how many?"))
+    provider.requests.clear()
+
+    async def asks_more(task: Any) -> float:
+        try:
+            await ask("first", "how many?")
+            await ask("first", "and now?")
+        except openai.OpenAIError as error:
+            raise cotune.Outage("The model is down.", "Start it.") from error
+        return 1.0
+
+    report = dry(application(asks_more), answers=f"records:{address}")
+    (text,) = said(report, "undecided", "runs")
+    assert text.startswith("The model is down. The call of role 'first' failed: The records have no answer")
+
+
 def test_recorded_answers_are_given_again(provider: Provider, tmp_path: Path) -> None:
     async def counts(task: Any) -> float:
         return float(len(await ask("first", "how many?")) + len(await ask("first", "and now?")))
