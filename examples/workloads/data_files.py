@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ class DatasetError(ValueError):
 def rows(file: Path, *fields: str) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines or of Parquet. Raises DatasetError if one lacks a field, or there is no file."""
     if not file.is_file():
-        raise DatasetError(f"{file} is no file; download the data set by its Hugging Face id")
+        raise DatasetError(f"{file} is no file; pass --download to fetch a public data set")
     for number, row in enumerate(_parquet(file) if file.suffix == ".parquet" else _json_lines(file), 1):
         if missing := [name for name in fields if name not in row]:
             raise DatasetError(f"{file}, row {number}: no field {', '.join(missing)}; it has {', '.join(row)}")
@@ -47,36 +47,52 @@ def count_rows(file: Path) -> int:
         return sum(1 for line in lines if line.strip())
 
 
-def draw_rows(files: Sequence[Path], most: int, seed: int, drawn: Path) -> tuple[list[Path], int]:
-    """Draw `most` rows of all files, each with the same chance, and write them to `drawn` as JSON lines.
+def draw_rows(files: Sequence[Path], most: int, seed: int, folder: Path) -> tuple[list[Path], int]:
+    """Draw `most` rows of all files, each with the same chance, and write them to files in `folder` as JSON lines.
 
     Data sets are often sorted by difficulty, so the first rows would be a biased choice. Returns the files to read, and
-    the number of all rows. If there are no more than `most`, the files to read are `files` and nothing is written.
+    the number of all rows. The drawn rows of a file are in one with the same name, because readers take ids from it. If
+    there are no more than `most` rows, the files to read are `files` and nothing is written.
     """
     counts = [count_rows(file) for file in files]
     total = sum(counts)
     if total <= most:
         return list(files), total
     chosen = set(random.Random(seed).sample(range(total), most))
-    number = 0
-    with drawn.open("w") as out:
-        for file in files:
-            for row in _raw_rows(file):
-                if number in chosen:
-                    out.write(row if isinstance(row, str) else json.dumps(row) + "\n")
-                number += 1
-    return [drawn], total
+    drawn_files: list[Path] = []
+    first = 0
+    for number, file in enumerate(files):
+        # Files of different folders may have the same name.
+        drawn = folder / str(number) / f"{file.stem}.jsonl"
+        drawn.parent.mkdir(parents=True)
+        with drawn.open("w") as out:
+            out.writelines(_chosen_lines(file, {row - first for row in chosen}))
+        drawn_files.append(drawn)
+        first += counts[number]
+    return drawn_files, total
 
 
-def _raw_rows(file: Path) -> Iterator[str | dict[str, Any]]:
-    """Lines of JSON as they are, and rows of Parquet as dicts."""
+def _chosen_lines(file: Path, chosen: Collection[int]) -> Iterator[str]:
+    """Lines of JSON of the rows with these numbers, from 0 on. Only chosen rows of Parquet are converted."""
     if file.suffix == ".parquet":
-        yield from _parquet(file)
+        import pyarrow.parquet as parquet
+
+        first = 0
+        for batch in parquet.ParquetFile(file).iter_batches(64):
+            for place in range(batch.num_rows):
+                if first + place in chosen:
+                    (row,) = batch.slice(place, 1).to_pylist()
+                    yield json.dumps(row) + "\n"
+            first += batch.num_rows
         return
+    number = 0
     with file.open() as lines:
         for line in lines:
-            if line.strip():
+            if not line.strip():
+                continue
+            if number in chosen:
                 yield line.rstrip("\n") + "\n"
+            number += 1
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:

@@ -10,10 +10,11 @@ import argparse
 import fnmatch
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from examples.workloads.data_files import DatasetError, draw_rows
@@ -127,26 +128,42 @@ def add_download(parser: argparse.ArgumentParser, names: Sequence[str], workload
 def download_tasks(options: argparse.Namespace, names: Sequence[str], readers: Mapping[str, Reader]) -> None:
     """Download the sets `names`, and write the tasks of each split next to its files.
 
-    Of each split at most `options.tasks` rows are used, drawn by `options.seed`. Raises DatasetError.
+    Of each split at most `options.tasks` rows are used, drawn by `options.seed`. A set that fails does not stop the
+    others. Raises DatasetError with the errors of all sets that failed.
     """
+    with_files = [f"--{reader}" for reader in readers if getattr(options, reader, None)]
+    if with_files:
+        raise DownloadError(f"--download fetches its files itself: leave out {', '.join(with_files)}, or --download.")
     if len(names) > 1 and (options.revision or options.files):
         raise DownloadError(f"--revision and --files are for one set, not for {', '.join(names)}; pass --download SET")
+    errors: list[str] = []
     for name in names:
-        source = SOURCES[name]
-        folder = options.out / name
-        download = fetch(source, folder, revision=options.revision, patterns=options.files)
-        for split, task_file in SPLITS.items():
-            files = [folder / FILES / file.path for file in download.files if file.split == split]
-            if files:
-                reader = readers[source.reader]
-                write_tasks(reader, files, folder / task_file, most=options.tasks, seed=options.seed)
+        try:
+            download_set(options, name, readers[SOURCES[name].reader])
+        except DatasetError as error:
+            errors.append(f"{name}: {error}")
+    if errors:
+        raise DownloadError("\n".join(errors))
+
+
+def download_set(options: argparse.Namespace, name: str, reader: Reader) -> None:
+    """Download one set, and write the tasks of each split next to its files. Raises DatasetError."""
+    folder = options.out / name
+    download = fetch(SOURCES[name], folder, revision=options.revision, patterns=options.files)
+    for split, task_file in SPLITS.items():
+        files = [folder / FILES / file.path for file in download.files if file.split == split]
+        if files:
+            write_tasks(reader, files, folder / task_file, most=options.tasks, seed=options.seed)
+        else:
+            (folder / task_file).unlink(missing_ok=True)  # its tasks are of an earlier download, with other --files
 
 
 def write_tasks(reader: Reader, files: Sequence[Path], out: Path, *, most: int, seed: int) -> None:
     """Write the tasks of at most `most` rows of the files to `out`, a line of JSON each."""
-    drawn = out.with_suffix(".drawn.jsonl")
+    drawn = out.with_suffix(".drawn")
     written = left_out = 0
     unfinished = out.with_suffix(".part")
+    shutil.rmtree(drawn, ignore_errors=True)  # of a command that was killed
     try:
         to_read, total = draw_rows(files, most, seed, drawn)
         with unfinished.open("w") as lines:
@@ -159,7 +176,7 @@ def write_tasks(reader: Reader, files: Sequence[Path], out: Path, *, most: int, 
                     written += 1
         unfinished.replace(out)
     finally:
-        drawn.unlink(missing_ok=True)
+        shutil.rmtree(drawn, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     say(f"{out}: {written:,} tasks from {min(most, total):,} of {total:,} rows; {left_out:,} rows are left out")
 
@@ -200,8 +217,9 @@ def fetch(
     files: list[DataFile] = []
     for file in hub_files:
         path = folder / FILES / file.path
-        if path.exists() and record is not None and not same_commit and hub_hash(path, file) != file.hash:
-            path.unlink()  # the file of another commit, which --revision asks to replace
+        if path.exists() and file.path not in known and hub_hash(path, file) != file.hash:
+            # It is a file of another commit: --revision asks to replace it, or its download was never finished.
+            path.unlink()
         if not path.exists():
             download_file(source.repo, commit, file, path, endpoint)
         sha256 = hash_file(path, hashlib.sha256())
@@ -233,6 +251,7 @@ def ask_hub(
                 continue
             if patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 continue
+            check_path(name, source.repo)
             stated = entry.lfs.sha256 if entry.lfs is not None else entry.blob_id
             if info.sha is None or entry.size is None or stated is None:
                 raise DownloadError(f"The hub states no commit, size or hash of {name} of {source.repo}.")
@@ -245,6 +264,13 @@ def ask_hub(
         )
     licence = info.card_data.license if info.card_data is not None else None
     return str(info.sha), str(licence or "none is stated on the hub"), files
+
+
+def check_path(path: str, source: str) -> None:
+    """Raise DownloadError if the path of a file leads out of the folder of its set. `source` is who states the path."""
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise DownloadError(f"{source} names the file {path!r}, which is outside of the data set. It is not read.")
 
 
 def download_file(repo: str, commit: str, file: HubFile, path: Path, endpoint: str | None) -> None:
@@ -316,9 +342,12 @@ def read_record(folder: Path) -> Download | None:
     try:
         values = json.loads(path.read_text())
         files = [DataFile(**file) for file in values.pop("files")]
-        return Download(**values, files=files)
+        record = Download(**values, files=files)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DownloadError(f"{path} cannot be read ({error}). Delete it, and the files are checked anew.") from None
+    for file in files:
+        check_path(file.path, str(path))
+    return record
 
 
 def hub_hash(path: Path, file: HubFile) -> str:

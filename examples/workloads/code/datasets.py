@@ -31,7 +31,8 @@ WRONG = 4
 
 def apps(file: Path, most: int) -> Iterator[Problem | None]:
     """APPS, codeparrot/apps. Fields problem_id (or id), question, solutions, input_output, starter_code; the third and
-    fourth are JSON. Its wrong programs are changed right ones that fail a hidden test."""
+    fourth are JSON. Its wrong programs are changed right ones that fail a hidden test. Both splits count from 0, so an
+    id has the name of the file, too."""
     for row in rows(file, "question", "solutions", "input_output"):
         try:
             cases = json.loads(row["input_output"] or "{}")
@@ -48,7 +49,7 @@ def apps(file: Path, most: int) -> Iterator[Problem | None]:
         reference = next(iter(json.loads(row["solutions"] or "[]")), "")
         starter = row.get("starter_code")
         yield {
-            "id": f"apps-{row.get('problem_id', row.get('id'))}",
+            "id": f"apps-{file.stem}-{row.get('problem_id', row.get('id'))}",
             "question": row["question"] + (f"\n\n{starter}" if starter else ""),
             "examples": [],
             "tests": tests,

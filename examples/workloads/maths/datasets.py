@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +25,8 @@ from examples.workloads.maths.verifier import Problem, readable
 
 MARK = "####"
 """What stands before the answer of GSM8K's solutions."""
+DEGREES = re.compile(r"\s*(?:\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree|°)$")
+"""Degrees at the end of an answer. The competition asks for the number alone."""
 
 
 def gsm8k(file: Path) -> Iterator[Problem | None]:
@@ -37,14 +40,18 @@ def gsm8k(file: Path) -> Iterator[Problem | None]:
 
 def aime(file: Path) -> Iterator[Problem | None]:
     """AIME 2024 and 2025, HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024, math-ai/aime25, opencompass/AIME2025. Fields
-    problem (Problem, question) and answer (Answer), a whole number; id, ID where there is one."""
+    problem (Problem, question) and answer (Answer), a whole number, with or without degrees; id, ID where there is one.
+    Left out are rows whose answer is no number."""
     for number_of_row, row in enumerate(rows(file), 1):
         fields = {name.lower(): value for name, value in row.items()}
-        question, answer = fields.get("problem", fields.get("question")), fields.get("answer")
-        if not isinstance(question, str) or number(plain(str(answer))) is None:
-            found = ", ".join(row)
-            raise DatasetError(f"{file}, row {number_of_row}: no text problem with a number as answer; it has {found}")
-        yield _problem("aime", fields.get("id", f"{file.stem}-{number_of_row}"), question, str(answer))
+        question = fields.get("problem", fields.get("question"))
+        if not isinstance(question, str) or "answer" not in fields:
+            raise DatasetError(f"{file}, row {number_of_row}: no text problem with an answer; it has {', '.join(row)}")
+        answer = DEGREES.sub("", plain(str(fields["answer"])) or "")
+        if number(answer) is None:
+            yield None
+            continue
+        yield _problem("aime", fields.get("id", f"{file.stem}-{number_of_row}"), question, answer)
 
 
 def olympiadbench(file: Path) -> Iterator[Problem | None]:

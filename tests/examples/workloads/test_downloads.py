@@ -115,7 +115,7 @@ def test_every_set_is_downloaded_recorded_and_split(
         for split in downloads.SPLITS.values():
             counts.append(len(tasks_of(folder / split)) if (folder / split).exists() else None)
         assert tuple(counts) == SPLIT[name]
-        assert not list(folder.rglob("*.part")) and not list(folder.rglob("*.drawn.jsonl"))
+        assert not list(folder.rglob("*.part")) and not list(folder.rglob("*.drawn"))
     # No script, and no file of another set or configuration, was asked for.
     assert not [path for _, path, _ in hub.requests if path.endswith(".py") or "fullwiki" in path or "OE_MM" in path]
     check_tasks(workload, tmp_path)
@@ -150,6 +150,23 @@ def check_tasks(workload: str, out: Path) -> None:
         assert task["documents"] == [{"title": "Land 3", "text": "Land 3 sells salt."}]
         assert search.solved(task, "salt", []) and not search.solved(task, "pepper", [])
         assert search.answer_reward(task, [], "salt") == {"team": 2.0, "local": 0.0}
+
+
+def test_a_set_that_fails_does_not_stop_the_others(hub: Hub, tmp_path: Path) -> None:
+    """One set is not there, one has rows of another kind, and one has an answer that cannot be read."""
+    hub.add("POLARIS-Project/Polaris-Dataset-53K", {"polaris-data-53K.jsonl": json_lines([{"text": "a"}])})
+    rows = [{"problem": "P", "answer": "336^\\circ", "id": 1}, {"problem": "P", "answer": "none", "id": 2}]
+    hub.add("math-ai/aime25", {"test.jsonl": json_lines(rows)})
+    licence, files = REPOS["Hothan/OlympiadBench"]
+    hub.add("Hothan/OlympiadBench", files, licence)
+    done = download(hub, "maths", tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    polaris, aime24 = done.stderr.splitlines()[-2:]
+    assert polaris.startswith("polaris: ") and "row 1: no field problem, answer" in polaris
+    assert aime24.startswith("aime24: HuggingFaceH4/aime_2024 could not be downloaded")
+    assert [task["answer"] for task in tasks_of(tmp_path / "aime25" / "held_out.jsonl")] == ["336"]
+    assert "held_out.jsonl: 1 tasks from 2 of 2 rows; 1 rows are left out" in done.stderr
+    assert (tmp_path / "olympiadbench" / "held_out.jsonl").exists()
 
 
 def test_bamboogle_needs_documents(hub: Hub, tmp_path: Path) -> None:
@@ -281,12 +298,61 @@ def test_what_the_hub_does_not_have_is_named(hub: Hub, tmp_path: Path) -> None:
         fetch(SMALL, tmp_path, endpoint="http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("name", ["../outside.jsonl", "data/../../../outside.jsonl", "/{folder}/outside.jsonl"])
+def test_a_file_outside_of_the_data_set_is_refused(name: str, hub: Hub, tmp_path: Path) -> None:
+    name = name.format(folder=str(tmp_path).lstrip("/"))
+    hub.add("owner/odd", {name: json_lines([{"text": "a"}])})
+    with pytest.raises(DownloadError, match=r"owner/odd names the file .*, which is outside of the data set"):
+        fetch(Source("owner/odd", "none", ("*.jsonl",)), tmp_path / "a" / "set", endpoint=hub.url)
+    assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
+    assert not list(tmp_path.rglob("*outside*"))
+
+    # The same holds for a record, whose files are checked without asking the hub.
+    commit = hub.add("owner/small", small_files("a"))
+    fetch(SMALL, tmp_path, endpoint=hub.url)
+    record = json.loads((tmp_path / "download.json").read_text())
+    record["files"][0]["path"] = name
+    (tmp_path / "download.json").write_text(json.dumps(record))
+    with pytest.raises(DownloadError, match=r"download\.json names the file .*, which is outside of the data set"):
+        fetch(SMALL, tmp_path, revision=commit, endpoint=hub.url)
+
+
+def test_an_interrupted_download_whose_file_changes_on_the_hub_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+    large = large_content()
+    hub.add("owner/small", {"train.jsonl": b'{"text": "a"}\n', "test.jsonl": large})
+    hub.cuts = [(100, "close"), (5 * MEGABYTE, "reset")]  # the small file is shorter than its cut, and arrives
+    with pytest.raises(DownloadError):
+        fetch(SMALL, tmp_path, endpoint=hub.url)
+    train = tmp_path / "files" / "train.jsonl"
+    assert train.exists() and not (tmp_path / "download.json").exists()
+    hub.cuts.clear()
+    hub.add("owner/small", {"train.jsonl": b'{"text": "b"}\n', "test.jsonl": large})
+    fetch(SMALL, tmp_path, endpoint=hub.url)
+    assert train.read_bytes() == b'{"text": "b"}\n'
+
+
+def test_a_split_without_files_keeps_no_tasks_of_an_earlier_download(hub: Hub, tmp_path: Path) -> None:
+    licence, files = REPOS["codeparrot/apps"]
+    hub.add("codeparrot/apps", files, licence)
+    folder = tmp_path / "apps"
+    assert download(hub, "code", tmp_path, "apps").returncode == 0
+    ids = {split: {task["id"] for task in tasks_of(folder / split)} for split in ("tasks.jsonl", "held_out.jsonl")}
+    assert all(name.startswith("apps-train-") for name in ids["tasks.jsonl"])
+    assert all(name.startswith("apps-test-") for name in ids["held_out.jsonl"])
+    assert download(hub, "code", tmp_path, "apps", "--files", "test.jsonl", "--tasks", "5").returncode == 0
+    assert not (folder / "tasks.jsonl").exists()
+    drawn = {task["id"] for task in tasks_of(folder / "held_out.jsonl")}
+    assert drawn and drawn <= ids["held_out.jsonl"], "drawn rows have the same ids"
+
+
 def test_some_files_of_a_set(hub: Hub, tmp_path: Path) -> None:
     licence, files = REPOS["livecodebench/code_generation_lite"]
     hub.add("livecodebench/code_generation_lite", files, licence)
     done = download(hub, "code", tmp_path, "livecodebench", "--files", "test2.jsonl", "--tasks", "3")
     assert "held_out.jsonl: 3 tasks from 3 of 5 rows; 0 rows are left out" in done.stderr
     assert [path.name for path in (tmp_path / "livecodebench" / "files").iterdir()] == ["test2.jsonl"]
+    done = download(hub, "code", tmp_path, "livecodebench", "--livecodebench", "test2.jsonl")
+    assert done.returncode == 1 and "leave out --livecodebench, or --download" in done.stderr
     done = download(hub, "code", tmp_path, "--revision", "main")
     assert done.returncode == 1 and "--revision and --files are for one set, not for apps" in done.stderr
 
@@ -298,10 +364,10 @@ def test_rows_are_drawn_from_the_whole_of_all_files(tmp_path: Path) -> None:
     assert (count_rows(first), count_rows(second)) == (60, 40)
     assert draw_rows([first, second], 100, 0, tmp_path / "drawn") == ([first, second], 100)
     draws = []
-    for seed in (0, 0, 1):
-        (drawn,), total = draw_rows([first, second], 20, seed, tmp_path / "drawn")
-        assert total == 100
-        draws.append([row["n"] for row in tasks_of(drawn)])
+    for draw, seed in enumerate((0, 0, 1)):
+        drawn, total = draw_rows([first, second], 20, seed, tmp_path / f"drawn {draw}")
+        assert total == 100 and [file.stem for file in drawn] == ["a", "b"]
+        draws.append([row["n"] for file in drawn for row in tasks_of(file)])
     assert draws[0] == draws[1] != draws[2]
     for numbers in draws:
         assert numbers == sorted(set(numbers)) and len(numbers) == 20

@@ -49,7 +49,7 @@ def test_apps(tmp_path: Path) -> None:
     )
     first, second, without_tests = datasets.apps(file, most=2)
     assert first is not None and second is not None and without_tests is None
-    assert (first["id"], first["function"], first["reference"]) == ("apps-7", "", DOUBLE)
+    assert (first["id"], first["function"], first["reference"]) == ("apps-train-7", "", DOUBLE)
     assert first["tests"] == [{"input": "1\n", "output": "3\n"}, {"input": "2\n", "output": "5\n"}]
     assert verifier.solved(first["reference"], first) == 1
     assert first["wrong"] and all(verifier.solved(program, first) < 1 for program in first["wrong"])
@@ -148,4 +148,4 @@ def test_the_command_prints_problems_and_counts_those_without_programs(tmp_path:
         "1 rows without tests are left out\n"
     )
     done = subprocess.run([*command, "none"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "none is no file; download the data set by its Hugging Face id\n")
+    assert (done.returncode, done.stderr) == (1, "none is no file; pass --download to fetch a public data set\n")

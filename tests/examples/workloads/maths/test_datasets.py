@@ -54,6 +54,13 @@ def test_the_years_of_aime_under_each_of_their_field_names(tmp_path: Path) -> No
     ]
 
 
+def test_aime_without_degrees_and_without_rows_that_cannot_be_read(tmp_path: Path) -> None:
+    written = ["336^\\circ", "$336^{\\circ}$", "336°", "336 °", "336\\degree", "336.", "a^\\circ", "336^2", "", None]
+    file = lines(tmp_path / "a.jsonl", *({"problem": "P", "answer": answer} for answer in written))
+    answers = [task and task["answer"] for task in datasets.aime(file)]
+    assert answers == ["336"] * 6 + [None] * 4
+
+
 def test_olympiadbench(tmp_path: Path) -> None:
     file = lines(
         tmp_path / "o.jsonl",
@@ -76,8 +83,8 @@ def test_olympiadbench(tmp_path: Path) -> None:
     [
         ("gsm8k", {"question": "q"}, r"row 1: no field answer; it has question"),
         ("gsm8k", {"question": "q", "answer": "seven"}, r"row 1: answer ends with 'seven', not #### 42"),
-        ("aime", {"text": "q", "answer": "7"}, r"row 1: no text problem with a number as answer; it has text, answer"),
-        ("aime", {"problem": "q", "answer": "x"}, r"row 1: no text problem with a number as answer"),
+        ("aime", {"text": "q", "answer": "7"}, r"row 1: no text problem with an answer; it has text, answer"),
+        ("aime", {"problem": "q"}, r"row 1: no text problem with an answer; it has problem"),
         ("olympiadbench", {"id": 1, "question": "q"}, "no field final_answer, error"),
     ],
 )
@@ -97,4 +104,4 @@ def test_the_command_prints_problems_and_counts_what_it_leaves_out(tmp_path: Pat
         "2 problems, 1 of them with an expression as the answer; 1 rows without one answer are left out\n"
     )
     done = subprocess.run([*command, "none"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "none is no file; download the data set by its Hugging Face id\n")
+    assert (done.returncode, done.stderr) == (1, "none is no file; pass --download to fetch a public data set\n")
