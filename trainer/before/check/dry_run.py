@@ -64,7 +64,11 @@ def check(
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> CheckReport:
-    """Run the first tasks three to eight times each, and report the roles, calls and groups that training would have.
+    """Run the first tasks, and report the roles, calls and groups that training would have.
+
+    A task runs three to eight times, then twice at once, or three times twice at once if these runs fail. If an answer
+    contains the name of a role, the task runs up to two times more with another name. A task whose first run makes no
+    call runs once, and one whose runs reach the time limit runs twice.
 
     `workflow`, `tasks`, `config` and `settings` are the arguments of `train`; `model` is the model to train, whose
     tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
@@ -147,7 +151,7 @@ def check(
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
         findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, calls, rare)]
-        findings += invented_findings([role for role in invented if role not in config.roles], config)
+        findings += invented_findings([role for role in invented if role not in config.roles], config, able)
         if prompts is not None:
             findings += use_findings(store, calls, prompts)
         findings += prompt_findings(store)

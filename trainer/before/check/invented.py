@@ -19,34 +19,41 @@ from cotune.trainer.before.findings import Finding
 
 SUFFIX = "x"
 """Added to a name, it makes a name that no application knows."""
+MOST_REPEATS = 2
+"""Runs of a task that are repeated with other names in their answers."""
 ONE_NAME = (
-    'Give such agents one role: roles_by = "module:function" (docs/how-to/roles.md), or a fixed name in cotune.role. '
-    'With policies = "shared" all of them play one policy.'
+    'Give such agents one role: roles_by = "module:function" (docs/how-to/roles.md), or a fixed name in cotune.role.'
 )
+SHARED = 'With policies = "shared" all of them play one policy.'
 
 
 async def invented_roles(runner: Runner, runs: TaskRuns, store: Store) -> list[str]:
-    """Return the roles of a task's runs that an answer named, and that would have had any other name just as well.
+    """Return roles of a task's runs that an answer named, and that would have had any other name just as well.
 
     A name that an answer contains may still be one of a fixed list, as a supervisor chooses from. So the run is
-    repeated with other names in its answers: a role is invented if a role with the other name calls instead. The
-    repeated runs are recorded in `store`, a separate one, because they are no runs of the report. Answers of a model
-    cannot be repeated with other names: there is no result then.
+    repeated with other names in its answers: a role is invented if a role with the other name calls instead. One run
+    that shows it is enough, and at most `MOST_REPEATS` runs are repeated. They are recorded in `store`, a separate one,
+    because they are no runs of the report. Answers of a model cannot be repeated with other names: there is no result
+    then.
     """
     repeating = dataclasses.replace(runner, store=store, watch=Watch())
     tried: set[str] = set()
-    invented: list[str] = []
+    repeats = 0
     for run in runs.runs:
         names = {role: name for role, name in names_in_answers(run.calls) if role not in tried}
         if not names or not run.ended or runner.responder(run.number).answers is None:
             continue
         tried.update(names)
         repeating.responder = partial(renaming_responder, runner.responder, names.values())
-        repeated = await repeating.run_once(runs.task, run.number)
+        repeated = await repeating.run_once(runs.task, run.number, how=", again, with other names in its answers")
+        repeats += 1
+        invented: list[str] = []
         for role, name in names.items():
             if f"{role.removesuffix(name)}{name}{SUFFIX}" in repeated.roles:
                 invented.append(role)
-    return invented
+        if invented or repeats == MOST_REPEATS:
+            return invented
+    return []
 
 
 def names_in_answers(calls: Sequence[CallRecord]) -> Iterator[tuple[str, str]]:
@@ -56,7 +63,7 @@ def names_in_answers(calls: Sequence[CallRecord]) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for call in calls:
         name = call.role.rpartition("/")[2]
-        if call.role not in seen and word(name).search(answers):
+        if call.role not in seen and whole_words([name]).search(answers):
             yield call.role, name
         seen.add(call.role)
         for candidate in call.candidates:
@@ -66,9 +73,11 @@ def names_in_answers(calls: Sequence[CallRecord]) -> Iterator[tuple[str, str]]:
                 answers = "\n".join([answers, candidate.text, *arguments])
 
 
-def word(name: str) -> re.Pattern[str]:
-    """A pattern for a name as a whole word, in upper or lower case."""
-    return re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE)
+def whole_words(names: Collection[str]) -> re.Pattern[str]:
+    """A pattern for names as whole words, in upper or lower case. If one name begins with another, the longer one is
+    found."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
 
 
 def renaming_responder(
@@ -88,11 +97,10 @@ def renaming_responder(
 
 def renamed(message: Message, names: Collection[str]) -> Message:
     """An answer with `SUFFIX` behind each of `names`, in its text and in the arguments of its tool calls."""
+    pattern = whole_words(names)
 
     def with_other_names(text: str) -> str:
-        for name in names:
-            text = word(name).sub(lambda match: match[0] + SUFFIX, text)
-        return text
+        return pattern.sub(lambda match: match[0] + SUFFIX, text)
 
     changed = {**message}
     if isinstance(content := message.get("content"), str):
@@ -105,14 +113,25 @@ def renamed(message: Message, names: Collection[str]) -> Message:
     return changed
 
 
-def invented_findings(invented: Sequence[str], config: TrainConfig) -> Iterator[Finding]:
-    """Warn of roles with invented names, if each of them would have a policy of its own, or none."""
-    if not invented or (config.policies == "shared" and not config.policy):
+def invented_findings(invented: Sequence[str], config: TrainConfig, able: Collection[str] | None) -> Iterator[Finding]:
+    """Warn of roles with invented names, unless one policy plays them all. Only roles in `able` can be trained (None:
+    all)."""
+    if not invented:
         return
+    policy = {"shared": "the shared policy", "lora": "a LoRA of its own", "full": "a model of its own"}[config.policies]
+    remedy = ONE_NAME
     if config.policy:
-        fate = "A name that no [[policy]] lists has no policy, and its calls are not trained on."
+        fate = "Training does not start if a role calls that no [[policy]] lists. A role that first calls later has no "
+        fate += "policy, and its calls are not trained on."
+    elif able is not None:
+        fate = "Under plan tree only roles with a scorer are trained, and no scorer knows a new name."
+    elif config.other_roles == "provider":
+        fate = f"A name of the first episodes becomes a role with {policy}. The application's provider answers as all "
+        fate += 'later ones, because other_roles = "provider", and these calls are not trained on.'
+    elif config.policies == "shared":
+        return
     else:
-        policy = "LoRA" if config.policies == "lora" else "model"
-        fate = f"Each new name becomes a role with a {policy} of its own, which starts untrained."
+        fate = f"Each new name becomes a role with {policy}, which starts untrained."
+        remedy = f"{ONE_NAME} {SHARED}"
     text = f"an answer of a model invents {'this name' if len(invented) == 1 else 'these names'}. {fate}"
-    yield Finding("warns", ", ".join(invented), text, ONE_NAME)
+    yield Finding("warns", ", ".join(invented), text, remedy)

@@ -125,7 +125,7 @@ class Runner:
             runs.runs.append(await self.run_once(task, len(runs.runs)))
         while self.at_once and runs.shown.ended and len(runs.pairs) == len(runs.failed_pairs) < PAIRS:
             meeting = threading.Barrier(2)
-            both = [self.run_once(task, runs.shown.number, meeting) for _ in range(2)]
+            both = [self.run_once(task, runs.shown.number, meeting, how=", twice at once") for _ in range(2)]
             runs.pairs.append(list(await asyncio.gather(*both)))
         return runs
 
@@ -144,9 +144,11 @@ class Runner:
             return True
         return any(not self.watch.ran(part) for part in self.watch.known)
 
-    async def run_once(self, task: Task, number: int, meeting: threading.Barrier | None = None) -> Run:
-        """Run the workflow once. With a `meeting` it overlaps another run."""
-        self.say(f"running {self.workflow.name} on task {task.id}{', twice at once' if meeting else ''} ...")
+    async def run_once(
+        self, task: Task, number: int, meeting: threading.Barrier | None = None, *, how: str = ""
+    ) -> Run:
+        """Run the workflow once. With a `meeting` it overlaps another run. `how` is added to the line that says so."""
+        self.say(f"running {self.workflow.name} on task {task.id}{how} ...")
         responder = self.responder(number)
         responder.meeting = meeting
         responder.limit = self.limits.calls

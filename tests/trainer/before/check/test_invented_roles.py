@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypedDict
 
 import pytest
@@ -12,7 +12,7 @@ from cotune.records.structs import CallRecord, Candidate
 from cotune.trainer.before.check.invented import names_in_answers, renamed
 from tests.integrations.provider import Provider
 from tests.trainer.before.check.test_dry_run import dry, texts
-from tests.trainer.tiny_app import application, ask
+from tests.trainer.tiny_app import application, ask, letters
 
 DESIGN = 'Name an agent and its work, for example "flipper: turn it around".'
 
@@ -36,7 +36,12 @@ def about_names(report: Any) -> list[tuple[str, str]]:
         ({"policies": "full"}, "Each new name becomes a role with a model of its own, which starts untrained."),
         (
             {"policy": [{"name": "both", "roles": ["designer", "flipper"]}]},
-            "A name that no [[policy]] lists has no policy, and its calls are not trained on.",
+            "Training does not start if a role calls that no [[policy]] lists.",
+        ),
+        ({"other_roles": "provider"}, "A name of the first episodes becomes a role with a LoRA of its own."),
+        (
+            {"other_roles": "provider", "policies": "shared"},
+            "A name of the first episodes becomes a role with the shared policy.",
         ),
     ],
 )
@@ -63,6 +68,43 @@ def test_a_choice_among_fixed_agents_is_no_invented_role(provider: Provider) -> 
     report = dry(application(routed))
     assert {"router", "writer", "critic"} == {role.role for role in report.roles}
     assert about_names(report) == []
+
+
+@pytest.mark.parametrize("policies", ["lora", "shared"])
+def test_an_invented_role_has_no_scorer_under_plan_tree(provider: Provider, policies: str) -> None:
+    report = dry(application(designed, designer=letters), config={"policies": policies})
+    (finding,) = (finding for finding in report.findings if "invents" in finding.text)
+    assert finding.about == "flipper"
+    assert finding.text.endswith("only roles with a scorer are trained, and no scorer knows a new name.")
+    assert "shared" not in finding.remedy
+
+
+def repeated_runs(app: Callable[[Mapping[str, str]], Awaitable[float]]) -> tuple[Any, list[str]]:
+    """The report on an application, and the lines about runs with other names in their answers."""
+    lines: list[str] = []
+    report = dry(application(app), say=lines.append)
+    return report, [line for line in lines if line.endswith(" on task a, again, with other names in its answers ...")]
+
+
+def test_after_the_first_invented_role_no_run_is_repeated(provider: Provider) -> None:
+    report, again = repeated_runs(designed)
+    assert about_names(report) == [("warns", "flipper")] and len(again) == 1
+
+
+def test_at_most_two_runs_of_a_task_are_repeated(provider: Provider) -> None:
+    runs: list[int] = []
+
+    async def in_turn(task: Mapping[str, str]) -> float:
+        """The agents of further runs have further names, which answers contain and do not choose."""
+        runs.append(1)
+        name = f"agent{len(runs)}"
+        await ask("router", f"{name}?")
+        await ask(name, "work")
+        return 0.0
+
+    report, again = repeated_runs(in_turn)
+    assert len(report.roles) > 4, "each of these names is in an answer, and a reason to repeat a run"
+    assert about_names(report) == [] and len(again) == 2
 
 
 def test_without_a_name_in_an_answer_nothing_runs_again(provider: Provider) -> None:
@@ -124,6 +166,11 @@ def test_only_whole_words_of_earlier_answers_name_a_role() -> None:
     calls = [call("team/Ada", "ada"), call("plan", "ask ADA, or bobby"), call("bob", "eve"), call("x/eve", "")]
     assert list(names_in_answers(calls)) == [("x/eve", "eve")]
     assert list(names_in_answers([call("plan", "ask ADA"), call("team/Ada", "")])) == [("team/Ada", "Ada")]
+
+
+def test_of_two_names_the_longer_one_changes() -> None:
+    message = {"role": "assistant", "content": "ada-2, ada and Ada-2"}
+    assert renamed(message, ["ada", "ada-2"]) == {"role": "assistant", "content": "ada-2x, adax and Ada-2x"}
 
 
 def test_names_change_in_texts_and_in_arguments_and_not_in_names_of_tools() -> None:
