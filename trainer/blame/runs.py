@@ -156,7 +156,9 @@ class Runs:
         self.judge = JudgeCalls()
         """The calls of the workflow's judge. They count as all others do."""
         self._judge_refused: set[str] = set()
-        """Ids of episodes without an outcome, as a call of the judge would have passed `max_calls`."""
+        """Ids of episodes without an outcome, as the calls of the judge would have passed a limit."""
+        self._rescoring = 0
+        """Runs that are scored again at the moment."""
         self.forks: list[FinishedFork] = []
         self.diverged = 0
         """Forks that did not repeat their episode."""
@@ -181,14 +183,14 @@ class Runs:
         for episode in sorted(self.store.episodes(), key=self._needs_judge):
             arm = OWN if episode.id in self.recorded else arm_of(episode.phase)
             if arm is not None:
-                await self._judge(episode)
+                await self._judge_within_limits(episode)
                 self._keep(arm, episode)
             elif episode.phase in (FORK, FRESH_FORK):
-                await self._judge(episode)
+                await self._judge_within_limits(episode)
                 self._keep_fork(episode)
                 self._next_fork = max(self._next_fork, episode.rollout + 1)
             elif episode.phase == RESCORED:
-                await self._judge(episode)
+                await self._judge_within_limits(episode)
                 self._keep_second_outcome(episode)
             elif episode.phase == JUDGING:
                 self._count_judging(episode)
@@ -325,7 +327,7 @@ class Runs:
 
     def _keep_fork(self, episode: Episode) -> FinishedFork | None:
         """Count the new calls of an ended fork and keep its result. Returns None if the fork or its judge was
-        cancelled or ran into `max_calls`, or if it did not repeat its episode up to the forked call."""
+        cancelled or ran into a limit, or if it did not repeat its episode up to the forked call."""
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
         new_calls = [call for call in calls if call.replayed is None and not is_cut([call])]
@@ -387,9 +389,13 @@ class Runs:
         async with self._gate:
             if not self._affords_judge():
                 return
-            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
-            await asyncio.to_thread(self.store.flush)
-            await self._judge(outcome.episode)
+            self._rescoring += 1
+            try:
+                outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+                await asyncio.to_thread(self.store.flush)
+                await self._judge(outcome.episode)
+            finally:
+                self._rescoring -= 1
         self._keep_second_outcome(outcome.episode)
 
     def _keep_second_outcome(self, episode: Episode) -> None:
@@ -398,6 +404,13 @@ class Runs:
         outcome = self.outcome_of(episode)
         if outcome is not None:
             self.second_outcomes[episode.task.id] = outcome
+
+    async def _judge_within_limits(self, episode: Episode) -> None:
+        """Have the judge give a recorded episode its outcome, unless that could pass a limit."""
+        if self._needs_judge(episode) and not self._affords_judge():
+            self._judge_refused.add(episode.id)
+        else:
+            await self._judge(episode)
 
     async def _judge(self, episode: Episode) -> None:
         """Have the workflow's judge, if it has one, give the episode an outcome that it does not have yet."""
@@ -441,7 +454,8 @@ class Runs:
         calls = self.calls + self._calls_under_way + self.judge.calls_per_episode
         if options.max_calls is not None and self.judge.calls and calls > options.max_calls:
             return False
-        cost = self.cost + self.judge.cost_per_episode
+        # What a call costs is known only afterwards, so the runs that are scored again right now count as this one.
+        cost = self.cost + (self._rescoring + 1) * self.judge.cost_per_episode
         return options.max_cost is None or not self.judge.cost or cost <= options.max_cost
 
     def outcome_of(self, episode: Episode) -> float | None:
@@ -544,9 +558,9 @@ class Runs:
 
     @property
     def cost_per_run(self) -> float:
-        """Mean cost of a run, with its judge; 0 before the first one."""
+        """Mean cost of a run, with its judge; before the first one, the cost of the judge alone, if it is known."""
         costs = [run.cost for run in self.runs.values() if not run.left_out]
-        return fmean(costs) + self.judge.cost_per_episode if costs else 0.0
+        return (fmean(costs) if costs else 0.0) + self.judge.cost_per_episode
 
     def affordable_runs(self) -> float:
         """How many more runs fit into the limits; infinite without limits."""

@@ -132,6 +132,48 @@ def test_the_cost_of_a_judge_ends_the_rescoring(out: str, provider_url: str) -> 
     assert len(answers) == 8 and more.scoring is not None
 
 
+def test_runs_that_are_scored_at_the_same_time_share_what_is_left(out: str, provider_url: str) -> None:
+    made, answers = Office({}), list[str]()
+    app = judged(provider_url, answers)
+    # Four runs cost 0.00404. There is room for exactly one further call of the judge, although four wait for one.
+    found = cotune.blame(app, tasks(4), max_cost=0.0055, out=out, responder=made, runs=1, prices=PRICES)
+    assert found.tasks == 4 and len(answers) == 5
+    assert found.scoring is not None and found.scoring.runs == 1
+    assert found.cost == pytest.approx(0.00504)
+
+
+def test_recorded_runs_are_not_judged_past_the_limit(out: str, provider_url: str) -> None:
+    made, answers = Office({}), list[str]()
+    broken = True
+    plain = application(("writer",)).cotune.fn
+
+    @cotune.workflow
+    async def solve(task: Any) -> None:
+        await plain(task)
+
+    @solve.judge
+    async def ask(episodes: Any, task: Any) -> list[float]:
+        if broken:
+            raise ValueError("no opinion")
+        async with openai.AsyncOpenAI(base_url=provider_url, api_key="none", max_retries=0) as client:
+            reply = await client.chat.completions.create(model="judge", messages=question(episodes[0]))
+        answers.append(reply.choices[0].message.content or "")
+        return [float(answers[-1] == task["word"])]
+
+    settings: dict[str, Any] = {"out": out, "responder": made, "runs": 1, "prices": PRICES}
+    with pytest.raises(cotune.CotuneError, match="no opinion"):
+        cotune.blame(solve, tasks(3), max_cost=1.0, **settings)
+    broken = False
+    # The three runs cost 0.00003, and one call of the judge 0.001: what it costs is known after the first one.
+    found = cotune.blame(solve, tasks(3), max_cost=0.0015, **settings)
+    assert (made.asked.total(), len(answers)) == (3, 1)
+    assert "max_cost = 0.0015" in found.ended
+    # With room, the other two are judged, and no run is made again.
+    more = cotune.blame(solve, tasks(3), max_cost=1.0, **settings)
+    assert made.asked.total() == 3 and more.tasks == 3 and more.left_out == {}
+    assert len(answers) == 3 + 3 and more.scoring is not None
+
+
 def test_a_judge_that_asks_no_model_leaves_no_records(out: str) -> None:
     plain = application(("writer",)).cotune.fn
 
