@@ -11,7 +11,7 @@ expert answers for each of their roles, and errs in 5% of the calls. One role er
 (`fixed`) always on this share of the tasks. The reference is the expert without an error, behind an address of its own.
 Every analysis is the command's own. It is compared to two guesses by the failed runs alone: the last role that spoke,
 and a scripted judge that reads the trace. Repetitions have other tasks and other errors. At the end come a summary by
-error rate and a line of JSON.
+error rate, of all faults and of the faults that cost something, and a line of JSON.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ import random
 import re
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 import cotune
 from benchmarks.blame_structures import ROLES, STRUCTURES
-from cotune.reading.blame import LEAST_EFFECT
+from benchmarks.blame_summary import summarize
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Episode, Usage
@@ -99,13 +98,18 @@ def analyse(
     """Plant a fault, run the analysis, and compare its verdict with the fault. With `guesses` nothing is swapped. The
     analysis stays in a folder below `out`, if that is named."""
     example = STRUCTURES.get(name) or importlib.import_module(f"examples.gallery.{name}")
-    expert = Expert(example, guilty, rate, fixed, random.Random(f"{name} {guilty} {rate} {fixed} {repetition}"))
+    seed, of_repetition = f"{name} {guilty} {rate} {fixed}", ""
+    if repetition:
+        # The first repetition repeats measurements from before there were several.
+        seed, of_repetition = f"{seed} {repetition}", f"r{repetition}"
+    expert = Expert(example, guilty, rate, fixed, random.Random(seed))
     # Their ids say on which of them a fixed fault errs.
-    ids = [f"r{repetition}t{place}" for place in range(tasks)]
+    ids = [f"{of_repetition}t{place}" for place in range(tasks)]
     questions = [{**task, "id": id} for id, task in zip(ids, example.tasks(tasks, 7 + repetition), strict=True)]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary, serving(answers=example.expert) as url:
-        folder = f"{out}/{name}-{guilty}" if out else temporary
+        kind = "fixed" if fixed else "drawn"
+        folder = f"{out}/{name}-{guilty}-{rate}-{kind}-{repetition}" if out else temporary
         os.environ["OPENAI_BASE_URL"] = url
         references = () if guesses else ("openai:expert",)
         report = cotune.blame(example.solve, questions, references=references, out=folder, responder=expert, runs=runs)
@@ -121,36 +125,6 @@ def analyse(
     }  # fmt: skip
     console.print(line)
     return line
-
-
-def summarize(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By error rate, and by whether the faults are drawn or fixed: how often the faulty role is named.
-
-    A fault counts if the mean of its measured costs over the repetitions is at least 10 points, and at least twice the
-    highest cost of another role. The application hides the others.
-    """
-    by_fault: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        by_fault[line["rate"], line["fixed"], line["application"], line["guilty"]].append(line)
-    counts: defaultdict[tuple[float, bool], Counter[str]] = defaultdict(Counter)
-    for (rate, fixed, _, guilty), repetitions in by_fault.items():
-        cost = fmean(line["cost"] or 0.0 for line in repetitions)
-        others = fmean(line["others"] or 0.0 for line in repetitions)
-        count = counts[rate, fixed]
-        if cost < LEAST_EFFECT or cost < 2 * others:
-            count["hidden"] += len(repetitions)
-            count["wrong when hidden"] += sum(
-                line["verdict"] in ("named", "either") and guilty not in line["named"] for line in repetitions
-            )
-            continue
-        for line in repetitions:
-            count["analysed"] += 1
-            count["first"] += line["first"] == guilty
-            count["named"] += line["verdict"] == "named" and line["named"][0] == guilty
-            count["wrong"] += line["verdict"] in ("named", "either") and guilty not in line["named"]
-            count["last that spoke"] += line["last_that_spoke"] == guilty
-            count["judge"] += line["judge"] == guilty
-    return [{"rate": rate, "fixed": fixed, **dict(count)} for (rate, fixed), count in sorted(counts.items())]
 
 
 def last_that_spoke(folder: Path) -> str:

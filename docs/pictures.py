@@ -10,7 +10,7 @@
 
     python -m benchmarks.blame_applications --applications flow_of_three --rates 0.6 --tasks 10 --runs 12 --first \\
         --out runs/planted
-    python -m docs.pictures runs/planted/flow_of_three-reader --of blame     # blame.png: which role is at fault
+    python -m docs.pictures runs/planted/flow_of_three-reader-0.6-drawn-0 --of blame  # blame.png: who is at fault
 
     python -m examples.judged.demo
     python -m docs.pictures runs/judged/run --of judges      # judges.png: candidates that a judge has ranked

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import kept_results
+from benchmarks.blame_summary import summarize
 from cotune.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +75,28 @@ def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
         once()
     assert once() == once() == tmp_path
     assert done == ["train", "train", "resume"]
+
+
+def planted_fault(application: str, cost: float | None, named: list[str], **fields: Any) -> dict[str, Any]:
+    """An analysis of a fault of the writer."""
+    verdict = "named" if named else "undecided"
+    line = {"application": application, "guilty": "writer", "rate": 0.3, "fixed": False, "cost": cost, "others": 0.0}
+    guesses = {"last_that_spoke": "writer", "judge": "reader"}
+    return {**line, "verdict": verdict, "named": named, "first": named[0] if named else "", **guesses, **fields}
+
+
+def test_a_planted_fault_that_the_analysis_misses_is_counted() -> None:
+    found = planted_fault("chain", 0.4, ["writer"])
+    # The fault is there, and the analysis measured next to nothing.
+    missed = planted_fault("loop", 0.02, [])
+    other_named = planted_fault("vote", 0.3, ["reader"], others=0.25)
+    every, visible = summarize([found, missed, other_named])
+    assert (every["faults"], visible["faults"]) == ("all", "visible")
+    assert (every["analysed"], every["named"], every["wrong"], every["judge"]) == (3, 1, 1, 0)
+    assert (visible["analysed"], visible["named"], visible["wrong"]) == (1, 1, 0)
+
+
+def test_without_measured_costs_every_planted_fault_counts() -> None:
+    every, visible = summarize([planted_fault("chain", None, [], others=None)] * 2)
+    assert every["analysed"] == visible["analysed"] == 2
+    assert visible["last that spoke"] == 2
