@@ -15,7 +15,8 @@ reference at 2% or less. The parts:
 - `obeys`: the reference makes the same errors.
 - `coverage`: how often the 95% interval of a role's cost holds the exact value.
 - `decisive`: how often the search for the call that lost an episode finds it, in episodes whose losses are known
-  exactly (`benchmarks.blame_calls`); beside it, equally many forks at every call.
+  exactly (`benchmarks.blame_calls`); beside it, equally many forks at every call. The lines `none_decides` say how
+  often it claims a call in an episode that loses less than 10 points at each of its calls.
 
 Every analysis runs the rounds of the command and reads its verdict. Shares stand with the counts behind them. The last
 line is JSON.
@@ -37,6 +38,7 @@ from benchmarks.blame_calls import failed_episode, search_adaptively, search_equ
 from benchmarks.blame_workflows import WORKFLOWS, Application, analyse, application
 from cotune.reading.blame import LEAST_EFFECT
 from cotune.trainer.blame.arms import ALL, Arm
+from cotune.trainer.blame.decisive import LEAST_LOSS
 from cotune.trainer.blame.estimates import role_effects
 
 RUNS = 30
@@ -200,6 +202,21 @@ def decisive(repetitions: int) -> list[Line]:
         line["right_when_claimed"] = round(counts["right_claim"] / max(counts["claimed"], 1), 4)
         line["runs"] = round(adaptive_runs / counts["analysed"], 1)
         lines.append(line)
+    return lines + none_decides(repetitions)
+
+
+def none_decides(repetitions: int) -> list[Line]:
+    """How often a call is claimed in an episode in which every call loses less than decides an episode."""
+    lines = []
+    for rate in (0.9, 0.97):
+        rng = random.Random(f"none decides {rate}")
+        counts: Counter[str] = Counter()
+        while counts["analysed"] < 10 * repetitions:
+            episode = failed_episode(rng, calls=rng.randrange(4, 13), rate=rate)
+            if episode.largest < LEAST_LOSS:
+                counts["analysed"] += 1
+                counts["claimed"] += search_adaptively(episode, rng, RUNS).claimed
+        lines.append(_line("none_decides", counts, "claimed", rate=rate))
     return lines
 
 

@@ -11,9 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from cotune.trainer.blame.decisive import CONFIDENCE, ForkSearch
+from cotune.trainer.blame.decisive import CONFIDENCE, LEAST_LOSS, ForkSearch
 
 
 @dataclass
@@ -58,8 +56,8 @@ class FailedEpisode:
         return max(self.losses)
 
     def is_right(self, call: int | None) -> bool:
-        """Whether a call loses at least half as much as the largest loss."""
-        return call is not None and self.losses[call] >= self.largest / 2
+        """Whether a call loses at least half as much as the largest loss, and no less than decides an episode."""
+        return call is not None and self.losses[call] >= max(self.largest / 2, LEAST_LOSS)
 
     def fork(self, call: int, rng: random.Random) -> float:
         """The outcome of a run that repeats the episode up to a call."""
@@ -99,8 +97,7 @@ class Search:
 def search_adaptively(episode: FailedEpisode, rng: random.Random, runs: int) -> Search:
     """The search of the command, with a budget of so many whole runs."""
     calls = len(episode.values) - 1
-    numbers = np.random.default_rng(rng.getrandbits(32))
-    search = ForkSearch(calls, runs * calls, range(calls), numbers)
+    search = ForkSearch(calls, runs * calls, range(calls), str(rng.getrandbits(32)))
     while forks := search.next_forks():
         for call in forks:
             search.add(call, episode.fork(call, rng))

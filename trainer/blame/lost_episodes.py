@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from cotune.errors import ConfigError, RecordError
 from cotune.intervals import Interval
@@ -19,7 +17,7 @@ from cotune.replay.script import Script, read_script
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import answer_line
 from cotune.trainer.blame.arms import OWN
-from cotune.trainer.blame.decisive import CONFIDENCE, ForkSearch, fresh_forks, loss_interval
+from cotune.trainer.blame.decisive import CONFIDENCE, FRESH, ForkSearch, fresh_forks, loss_interval
 from cotune.trainer.blame.estimates import Span
 from cotune.trainer.blame.options import FAILED
 from cotune.trainer.blame.runs import FinishedFork, Runs
@@ -36,7 +34,7 @@ def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
     span = runs.span()
     if runs.recorded:
         failed = [runs.store.episode(id) for id in runs.recorded]
-        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.id))[:MOST_EPISODES], 0
+        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.task.id))[:MOST_EPISODES], 0
     if chosen != FAILED:
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
         if is_cut_off(runs.store, episode):
@@ -82,19 +80,24 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         return lost
     forking = Forking(runs, episode, script, blocks, runs.span())
     recorded = _outcome(runs, episode, forking.span)
-    # A text as the seed: the same episode is searched in the same way.
-    rng = np.random.default_rng(random.Random(f"{episode.id} {runs.options.seed}").getrandbits(32))
-    search = ForkSearch(len(blocks), runs.options.runs * len(blocks), forkable, rng, recorded)
+    # Not by the id of the episode, which is new each time: the same records are searched in the same way anywhere.
+    seed = f"{episode.task.id} {runs.options.seed}"
+    search = ForkSearch(len(blocks), runs.options.runs * len(blocks), forkable, seed, recorded)
     for place, block in enumerate(blocks):
         for fork in forking.forks_at(block):
-            if fork.phase == FORK:
-                search.add(place, forking.value(fork))
+            value = forking.value(fork)
+            if fork.phase == FORK and value is not None:
+                search.add(place, value)
+            else:
+                # Fresh forks say nothing to the search. A fork that failed in an earlier command may succeed now.
+                search.add_cost(place)
 
     # 1. Look for the call.
     while places := search.next_forks():
         made = await forking.fork([blocks[place] for place in places], FORK)
         for place, finished in zip(places, made, strict=True):
-            search.add(place, None if finished is None else forking.value(finished))
+            value = None if finished is None else forking.value(finished)
+            search.add(place, value, diverged=finished is None)
     decision = search.decision
     count = sum(search.counts.forks)
     lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
@@ -106,7 +109,7 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
 
     # 2. Measure its loss by fresh forks: those that chose it overstate it.
     block = blocks[decision.call]
-    number = fresh_forks(search, decision.call)
+    number = min(forking.fresh_made(decision.call) + fresh_forks(search, decision.call), FRESH)
     before = await forking.fresh(block, number)
     after: list[float] | None = None
     if decision.call + 1 < len(blocks):
@@ -144,7 +147,8 @@ def _why_undecided(forks: int, likely: Block | None) -> str:
     if not forks:
         return "no fork came to an outcome"
     perhaps = "no single call decides" if likely is None else _block_name(likely)
-    return f"{forks} forks do not tell, perhaps {perhaps}"
+    subject = "1 fork does" if forks == 1 else f"{forks} forks do"
+    return f"{subject} not tell, perhaps {perhaps}"
 
 
 @dataclass
@@ -184,14 +188,20 @@ class Forking:
     async def fresh(self, block: Block, number: int) -> list[float]:
         """The outcomes of this number of fresh forks at a block. Forks of an earlier command are not made again."""
 
-        def values() -> list[float]:
-            known = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
-            return [value for value in known if value is not None]
-
-        missing = number - len(values())
+        missing = number - len(self.fresh_values(block))
         if missing > 0:
             await self.fork([block] * missing, FRESH_FORK)
-        return values()
+        return self.fresh_values(block)
+
+    def fresh_values(self, block: Block) -> list[float]:
+        """The outcomes of the fresh forks that were made at a block."""
+        known = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
+        return [value for value in known if value is not None]
+
+    def fresh_made(self, place: int) -> int:
+        """How many fresh forks were made both at a block and at the next one. Nothing is forked after the last one."""
+        blocks = self.blocks[place : place + 2]
+        return min(len(self.fresh_values(block)) for block in blocks)
 
     def effects(self, recorded: float) -> list[CallEffect]:
         """The effect of each call with forks at its block and at the next one; after the last block stands the recorded

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.reading.blame import (
+    DECISIVE,
     LEAST_TASKS,
     Blame,
     loss_points,
@@ -77,6 +78,7 @@ def _episodes(blame: Blame) -> list[RenderableType]:
         counts = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
         lines += [
             Text(f"\ndecided by luck, by role: {counts} of {plural(len(blame.episodes), 'episode')}"),
+            Text(DECISIVE, style=QUIET),
             Text("A redraw that wins shows luck, and not who is at fault: compare with a --reference.", style=QUIET),
         ]
     return lines

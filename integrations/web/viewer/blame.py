@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from cotune.integrations.web.viewer.viewer import Viewer, hues
 from cotune.reading.blame import (
+    DECISIVE,
     FORK,
     FRESH_FORK,
     LEAST_TASKS,
@@ -77,6 +78,7 @@ def blame_page(viewer: Viewer, request: Request) -> Response:
         money=shown_money,
         seconds=shown_seconds,
         least_tasks=LEAST_TASKS,
+        decisive=DECISIVE,
         lost=show_losses(run, found.episodes) if found else [],
         hues=hues(run, *(found.all_roles if found else ())),
     )

@@ -15,7 +15,7 @@ from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError
-from cotune.reading.blame import Blame
+from cotune.reading.blame import DECISIVE, FORK, FRESH_FORK, Blame
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Episode, Fork, RewardRecord, Task
@@ -64,11 +64,28 @@ def test_the_call_that_went_wrong_is_found(out: str) -> None:
         assert one.loss is not None and one.loss.low is not None and one.loss.low > 0.1
     report = render_text(found)
     assert "Calls that lost an episode" in report and "decided by luck, by role: " in report
+    assert DECISIVE in " ".join(report.split())
     # The same command makes no further fork.
     asked = made.asked.total()
     again = cotune.blame(application(), tasks(6), episodes="failed", out=out, responder=made, runs=20)
     assert [(one.episode, one.call) for one in again.episodes] == [(one.episode, one.call) for one in found.episodes]
     assert made.asked.total() - asked <= 6 * 3
+
+
+def test_the_same_command_repeats_its_answer_within_the_budget(out: str) -> None:
+    made = Office({"writer": 0.2}, seed=1)
+    settings: dict[str, Any] = {"episodes": "failed", "out": out, "responder": made, "concurrency": 1}
+
+    def fork_count() -> int:
+        with open_store(out, read_only=True) as store:
+            return sum(episode.phase in (FORK, FRESH_FORK) for episode in store.episodes())
+
+    # The budget has no room for twelve fresh forks before and after a call.
+    found = cotune.blame(application(), tasks(6), runs=14, **settings)
+    forks = fork_count()
+    assert any(one.call is not None for one in found.episodes)
+    again = cotune.blame(application(), tasks(6), runs=14, **settings)
+    assert again.episodes == found.episodes and fork_count() == forks
 
 
 def test_a_role_that_is_always_wrong_has_no_decisive_call(out: str) -> None:
@@ -100,10 +117,17 @@ def test_an_undecided_search_says_what_is_most_likely(
             await asyncio.sleep(0.05)  # so that the calls overlap
             return await super().respond(call)
 
-    monkeypatch.setattr(decisive, "consider", lambda counts, rng: Decision(call, 0.6, 0))
+    monkeypatch.setattr(decisive, "consider", lambda counts, rng, forkable: Decision(call, 0.6, 0))
     found = cotune.blame(side_by_side, tasks(1), episodes="failed", out=out, responder=Slow({}), runs=8)
     (lost,) = found.episodes
     assert lost.call is None and lost.why == f"{lost.forks} forks do not tell, {text}"
+
+
+def test_a_single_fork_does_not_tell(out: str) -> None:
+    made = Office({"writer": 1.0})
+    found = cotune.blame(application(("writer",)), tasks(1), episodes="failed", out=out, responder=made, runs=3)
+    (lost,) = found.episodes
+    assert lost.forks == 1 and lost.why.startswith("1 fork does not tell, perhaps ")
 
 
 def test_one_episode_by_its_id(out: str) -> None:
@@ -177,7 +201,7 @@ def test_forks_that_cannot_reach_the_model_are_counted(out: str) -> None:
     made.before = down_after_the_runs
     found = cotune.blame(application(("writer",)), tasks(1), episodes="failed", out=out, responder=made, runs=6)
     assert [(one.call, one.why) for one in found.episodes] == [(None, "no fork came to an outcome")]
-    assert any("1 fork without a known outcome left out. First error: " in note for note in found.notes)
+    assert any("2 forks without a known outcome left out. First error: " in note for note in found.notes)
 
 
 @pytest.fixture
@@ -201,16 +225,16 @@ def test_recorded_failures_are_forked_in_place_of_tasks(traced: tuple[str, Any, 
     failed = failed_in(records)
     assert 1 < len(failed) < 10
     before = made.asked.total()
-    found = cotune.blame(app, episodes=records, out=out, responder=made, runs=30)
+    # One episode at a time, so that the models draw their errors in the same order each time.
+    found = cotune.blame(app, episodes=records, out=out, responder=made, runs=30, concurrency=1)
     assert found.tasks == len(failed) and found.outcome is None
     # The recorded calls were made by somebody else.
     assert found.calls == made.asked.total() - before
     assert found.luck is not None and 0 < found.luck.mean < 1
     assert {one.episode for one in found.episodes} <= set(failed.values())
     decisive = [one for one in found.episodes if one.call is not None]
-    # One in twenty claims may be wrong.
-    right = [one for one in decisive if [one.call] == wrong_calls(out, one.episode)]
-    assert len(decisive) >= 2 and len(right) >= len(decisive) - 1
+    assert len(decisive) >= 2
+    assert all([one.call] == wrong_calls(out, one.episode) for one in decisive)
     assert render_text(found).splitlines()[1].endswith("the rest fail again.")
     # The analysis needs the records no more than once, and its runs are not made again.
     asked = made.asked.total()

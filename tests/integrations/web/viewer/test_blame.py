@@ -11,7 +11,7 @@ from selenium.webdriver import Chrome
 
 from cotune.integrations.web.viewer.server import viewing
 from cotune.intervals import Interval
-from cotune.reading.blame import FORK, REPORT, Blame, CallEffect, LostEpisode, RoleBlame
+from cotune.reading.blame import DECISIVE, FORK, REPORT, Blame, CallEffect, LostEpisode, RoleBlame
 from cotune.records.structs import CallRecord, Candidate, Episode, Fork, Message, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.conftest import SCRIPT
@@ -130,6 +130,7 @@ def test_the_page_has_the_verdict_the_roles_and_the_alternatives(folder: Path) -
         assert "outcome 0.50 (0.40 to 0.60) · with all roles swapped 1.00 (0.97 to 1.00)" in said
         assert "31 forks of an episode of 3 calls" in said
         assert "Task t2 : no single call decides" in said
+        assert DECISIVE in said
         linked = httpx.get(page).text
         assert '/run/blame/episode/good#call-1"' in linked and '/run/blame/blame" aria-current="page"' in linked
 
