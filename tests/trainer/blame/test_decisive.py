@@ -151,7 +151,7 @@ def test_an_application_that_never_repeats_its_episode_takes_few_forks(calls: in
     assert search.decision.call is None and search.decision.probability == 0
 
 
-@pytest.mark.parametrize(("calls", "diverges_at"), [(12, 5), (12, 9), (60, 31)])
+@pytest.mark.parametrize(("calls", "diverges_at"), [(12, 5), (12, 9)])
 def test_a_loss_before_the_application_diverges_is_found(calls: int, diverges_at: int) -> None:
     values = [0.95, 0.95, 0.95, *[0.05] * (calls - 3)]
     found = [searched(values, seed, diverges_at=diverges_at) for seed in range(10)]
