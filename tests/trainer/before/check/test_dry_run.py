@@ -395,7 +395,7 @@ def test_an_outage_for_want_of_a_recorded_answer_is_undecided(provider: Provider
 
     report = dry(application(asks_more), answers=f"records:{address}")
     (text,) = said(report, "undecided", "runs")
-    assert text.startswith("The model is down. The call of role 'first' failed: The records have no answer")
+    assert text.startswith("The records have no answer for turn 1 of role 'first'.")
 
 
 def test_recorded_answers_are_given_again(provider: Provider, tmp_path: Path) -> None:

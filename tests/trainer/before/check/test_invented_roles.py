@@ -91,22 +91,6 @@ def test_after_the_first_invented_role_no_run_is_repeated(provider: Provider) ->
     assert about_names(report) == [("warns", "flipper")] and len(again) == 1
 
 
-def test_at_most_two_runs_of_a_task_are_repeated(provider: Provider) -> None:
-    runs: list[int] = []
-
-    async def in_turn(task: Mapping[str, str]) -> float:
-        """The agents of further runs have further names, which answers contain and do not choose."""
-        runs.append(1)
-        name = f"agent{len(runs)}"
-        await ask("router", f"{name}?")
-        await ask(name, "work")
-        return 0.0
-
-    report, again = repeated_runs(in_turn)
-    assert len(report.roles) > 4, "each of these names is in an answer, and a reason to repeat a run"
-    assert about_names(report) == [] and len(again) == 2
-
-
 def test_without_a_name_in_an_answer_nothing_runs_again(provider: Provider) -> None:
     runs = 0
 
