@@ -67,14 +67,20 @@ async def design(operations: Sequence[str]) -> list[Agent]:
 
 
 def read_design(text: str) -> list[Agent]:
-    """The agents of a design, in order; none if a part of it is not `name : operation ...`."""
+    """The agents of a design, in order; none if a part of it is not `name : operation ...`.
+
+    An agent cannot have the designer's name: its model would be asked, and its answers would count as designs.
+    """
     agents: list[Agent] = []
     for part in text.split(";"):
         name, _, work = part.partition(":")
         operations = tuple(work.split())
-        if len(name.split()) != 1 or not operations or not set(operations) <= OPERATIONS.keys():
+        name = name.strip()
+        if len(name.split()) != 1 or name == DESIGNER:
             return []
-        agents.append(Agent(name.strip(), operations))
+        if not operations or not set(operations) <= OPERATIONS.keys():
+            return []
+        agents.append(Agent(name, operations))
     return agents if len(agents) <= MOST_AGENTS else []
 
 

@@ -19,8 +19,11 @@ from examples.designed_team.app import DESIGNER, Agent, design, execute
 from examples.designed_team.tasks import Task
 
 EXECUTOR = "executor"
-current_execution: ContextVar[int] = ContextVar("current_execution", default=1)
-"""The number of the execution that the running code belongs to, from 1 on."""
+current_execution: ContextVar[int] = ContextVar("current_execution")
+"""The number of the execution that the running code belongs to, from 1 on.
+
+It has no default: a call that has lost its context fails the episode, and is not taken for a call of execution 1.
+"""
 
 
 def role_of(call: CallRequest) -> str:
@@ -69,7 +72,8 @@ class DesignedTeam(Method):
         executor:                                A_mn = (r_mn - mean(r_m)) / (std(r_m) + 1e-6) over the N executions
 
     r_mn is the result of execution n of design m. All calls of an execution have its advantage. Executions are only
-    compared with others of the same design, so agents are not blamed for a bad design.
+    compared with others of the same design, so agents are not blamed for a bad design. Means and deviations are over
+    calls, which equals the paper's formula only if all executions of a design make equally many calls.
     """
 
     name = "designed_team"

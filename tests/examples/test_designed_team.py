@@ -43,6 +43,8 @@ def test_the_application_runs_alone_with_the_agents_that_the_designer_names() ->
         (": double", []),
         ("ada : double ; bob :", []),
         ("ada : turn", []),
+        ("designer : double", []),
+        ("ada : double ; designer : jump", []),
         ("double", []),
         ("", []),
         (" ; ".join(["ada : jump"] * 5), []),
@@ -144,10 +146,22 @@ def test_check_says_that_invented_names_become_adapters_without_the_rule() -> No
     assert [(role.policy, role.trained) for role in ruled.roles] == [("designer", True), *[("executor", True)] * 4]
     assert not any("invents" in finding.text for finding in ruled.findings)
 
+    # The README gives this command. With train.toml it would be an error: its policies do not name the new roles.
     by_name = cotune.check(train.solve, tasks.make_tasks(1, seed=0, executions=4), {"roles_by": "model"})
     (finding,) = (finding for finding in by_name.findings if "invents" in finding.text)
     assert finding.level == "warns" and "flipper" in finding.about
     assert "a LoRA of its own" in finding.text and "roles_by" in finding.remedy
+
+
+def test_a_call_that_has_lost_its_context_fails_the_episode() -> None:
+    @cotune.workflow(roles=train.role_of)
+    async def lost(task: tasks.Task) -> float:
+        await app.execute([app.Agent("ada", ("double",))], task["number"])
+        return 1.0
+
+    report = cotune.check(lost, tasks.make_tasks(1, seed=0))
+    assert not report.trainable
+    assert any("current_execution" in finding.text for finding in report.findings)
 
 
 @pytest.mark.parametrize("run", ["fixed", "designer", "both"])
