@@ -27,7 +27,7 @@ LEVEL_PRIOR = 0.6
 JUMP = 0.3
 """Prior probability that V changes at a call."""
 LEAST_LOSS = 0.1
-"""A call that loses less decides nothing, and is not named beside a larger loss."""
+"""A call that loses less decides nothing, and is not named with a larger loss."""
 CONFIDENCE = 0.97
 """Probability with which a search ends. Of the calls that it then claims, 98% were right in simulations of episodes of
 4 to 12 calls that lose 20 points or more at one of them."""

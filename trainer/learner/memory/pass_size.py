@@ -324,7 +324,7 @@ class PassMemory(NamedTuple):
         return self.fixed + until_backward + max(self.logits, tokens * self.backward(checkpointed=checkpointed))
 
     def gaps(self, tokens: int, *, checkpointed: bool) -> float:
-        """Return the bytes of pages that stay allocated beside a pass, on a CPU where pages are kept."""
+        """Return the bytes of pages that stay allocated in addition to a pass, on a CPU where pages are kept."""
         return GAPS[checkpointed] * tokens * self.plain
 
     def planned(self, *, checkpointed: bool) -> float:
@@ -435,8 +435,8 @@ def usual_share(room: float, total: float, device: str) -> float:
 
 
 def keeps_pages(memory: PassMemory, sizes: Mapping[bool, int], room: float) -> bool:
-    """Return whether pages may stay allocated during updates: `room` bytes hold a pass of either kind, and the gaps
-    beside it. `sizes` are the tokens of a pass by whether it is checkpointed."""
+    """Return whether pages may stay allocated during updates: `room` bytes hold a pass of either kind, and its gaps.
+    `sizes` are the tokens of a pass by whether it is checkpointed."""
     for checkpointed, tokens in sizes.items():
         needed = tokens * memory.planned(checkpointed=checkpointed) + memory.gaps(tokens, checkpointed=checkpointed)
         if needed > room:
