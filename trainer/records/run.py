@@ -257,7 +257,7 @@ def _refuse_opposed_roles(store: Store, turns: Recorded) -> None:
             "sweet_rl",
             f"sums the outcomes of an episode, and the outcomes of {', '.join(opposed)} always add up to the same "
             "number: these roles play against each other",
-            "Use a recipe that has an outcome for each role and samples new answers, such as spiral, without --records.",
+            "Use a recipe that has an outcome for each role and samples new answers, like spiral, without --records.",
         )
 
 
