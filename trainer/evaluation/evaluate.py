@@ -274,12 +274,11 @@ async def evaluate_modes(
         """Play one lineup and store its result under `label`."""
         player = None
         if lineup.policies is not None:
-            own_sampling: dict[str, Mapping[str, Any]] = {}
-            for role, policy in lineup.policies.items():
-                if policy.name in contest.own_sampling:
-                    own_sampling[role] = contest.own_sampling[policy.name]
             player = dataclasses.replace(
-                responder, policies=lineup.policies, override=lineup.override, own_sampling=own_sampling
+                responder,
+                policies=lineup.policies,
+                override=lineup.override,
+                own_sampling=contest.sampling_of_roles(lineup),
             )
             if lineup.others is not None:
                 player.others = lineup.others.player
@@ -361,12 +360,8 @@ def _sampling_note(evaluated: EvaluatedPolicies, contest: Contest, temperature: 
     # to other roles together with their policies.
     settings_of_side: dict[str, dict[str, Mapping[str, Any]]] = {}
     for label, lineup in contest.lineups.items():
-        if lineup.policies is None or label == "swapped":
-            continue
-        settings_of_side[label] = {}
-        for role, player in lineup.policies.items():
-            if player.name in evaluated.evaluation_sampling:
-                settings_of_side[label][role] = evaluated.evaluation_sampling[player.name]
+        if lineup.policies is not None and label != "swapped":
+            settings_of_side[label] = contest.sampling_of_roles(lineup)
     first, *others = settings_of_side.values() or [{}]
     if any(settings != first for settings in others):
         sides: list[str] = []

@@ -199,6 +199,14 @@ class Contest:
     notes: Sequence[str] = ()
     own_sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    def sampling_of_roles(self, lineup: Lineup) -> dict[str, Mapping[str, Any]]:
+        """The settings of sampling of the roles whose policy in a lineup has its own."""
+        settings: dict[str, Mapping[str, Any]] = {}
+        for role, policy in (lineup.policies or {}).items():
+            if policy.name in self.own_sampling:
+                settings[role] = self.own_sampling[policy.name]
+        return settings
+
     def pairs(self, sound: Collection[str]) -> list[tuple[str, str]]:
         """Return the comparisons of lineups that are in `sound`: not every episode of them failed."""
         compared = []
