@@ -105,12 +105,12 @@ async def open_records_run(
         stack.callback(store.close)
         say(f"reading the records of {store.address} ...")
         chosen, since = choose_episodes(folder, config.records, store)
-        labels, critic_notes = await _labels(folder, config, workflow, chosen, say)
+        # The critic of recipe sweet_rl and its policy hold out the same tasks.
+        split_tasks = await asyncio.to_thread(tasks_with_reference, chosen) if config.recipe == "sweet_rl" else set()
+        labels, critic_notes = await _labels(folder, config, workflow, chosen, split_tasks, say)
         recorded = await asyncio.to_thread(_read, config, chosen, labels)
         _check_same(folder, recorded)
         policies, untrained_note = _policies_with_rows(config, recorded)
-        # The policy holds out the tasks that its critic has held out, too.
-        split_tasks = await asyncio.to_thread(tasks_with_reference, chosen) if config.recipe == "sweet_rl" else ()
         episodes, held_out, note = split_for(policies, recorded, config.seed, split_tasks)
         players = policies.learning
         loss = _loss_spec(config)
@@ -177,11 +177,17 @@ def _readers(config: TrainConfig) -> Readers:
 
 
 async def _labels(
-    folder: RunFolder, config: TrainConfig, workflow: Workflow, store: Store, say: Callable[[str], None]
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    store: Store,
+    split_tasks: Collection[str],
+    say: Callable[[str], None],
 ) -> tuple[Mapping[str, float] | None, list[str]]:
-    """Return the scores of candidates that stand in for rewards, if there are any, and notes on them."""
+    """Return the scores of candidates that stand in for rewards, if there are any, and notes on them. A critic that
+    gives them holds out a part of `split_tasks`."""
     if config.recipe == "sweet_rl":
-        labels, notes = await _turn_advantages(folder, config, workflow, store, say)
+        labels, notes = await _turn_advantages(folder, config, workflow, store, split_tasks, say)
         _free_critic()
         return labels, notes
     return load_labels(config.records.labels) if config.records.labels else None, []
@@ -201,7 +207,12 @@ def _free_critic() -> None:
 
 
 async def _turn_advantages(
-    folder: RunFolder, config: TrainConfig, workflow: Workflow, store: Store, say: Callable[[str], None]
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    store: Store,
+    split_tasks: Collection[str],
+    say: Callable[[str], None],
 ) -> tuple[dict[str, float], list[str]]:
     """Return the advantage that a critic gives each recorded candidate, by its id, and notes on the critic.
 
@@ -216,7 +227,6 @@ async def _turn_advantages(
     policies = _policies(config, turns)
     players = policies.learning
     outcomes = await asyncio.to_thread(outcome_values, store, failure_reward(config.on_failure))
-    split_tasks = await asyncio.to_thread(tasks_with_reference, store)
     episodes, held_out, _ = split_for(policies, turns, config.seed, split_tasks)
     pairs = count_turns(turns, pair_episodes(episodes, turns.tasks, outcomes), players)
     held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)

@@ -135,10 +135,8 @@ def opposed_roles(store: Store, roles: Collection[str]) -> list[str]:
     opposed: set[str] = set()
     sums: list[float] = []
     differ = False
-    for episode in learned_from(store, Counter()):
-        if episode.status != "ok":
-            continue
-        rewards = store.rewards([episode.id]).get(episode.id, {})
+    finished = [episode.id for episode in learned_from(store, Counter()) if episode.status == "ok"]
+    for rewards in store.rewards(finished).values():
         of_roles = {name: value for name, value in rewards.items() if name in roles}
         if len(of_roles) < 2:
             continue
