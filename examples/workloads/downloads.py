@@ -25,8 +25,6 @@ FILES = "files"
 """Folder of the downloaded files, as they are on the hub."""
 SPLITS = {"train": "tasks.jsonl", "held_out": "held_out.jsonl"}
 """By split: the file that its tasks are written to."""
-BLOCK = 1 << 20
-"""Bytes that are hashed at once."""
 Reader = Callable[[Path], Iterator[Any]]
 """The tasks of a file; None for a row that is left out."""
 
@@ -222,8 +220,9 @@ def fetch(
             path.unlink()
         if not path.exists():
             download_file(source.repo, commit, file, path, endpoint)
-        sha256 = hash_file(path, hashlib.sha256())
-        if hub_hash(path, file) != file.hash or known.get(file.path, sha256) != sha256:
+        sha256 = hash_file(path)
+        stated = sha256 if file.is_large else hub_hash(path, file)
+        if stated != file.hash or known.get(file.path, sha256) != sha256:
             raise changed(path, sha256, known.get(file.path, file.hash))
         files.append(DataFile(file.path, file.split, file.size, sha256))
     download = Download(source.repo, commit, licence, list(patterns), files)
@@ -313,7 +312,7 @@ def check_files(folder: Path, record: Download) -> None:
         path = folder / FILES / file.path
         if not path.is_file():
             raise DownloadError(f"{path} is gone. Delete {folder / RECORD} to download it again.")
-        sha256 = hash_file(path, hashlib.sha256())
+        sha256 = hash_file(path)
         if sha256 != file.sha256:
             raise changed(path, sha256, file.sha256)
 
@@ -353,16 +352,15 @@ def read_record(folder: Path) -> Download | None:
 def hub_hash(path: Path, file: HubFile) -> str:
     """The hash of a file on this machine, of the kind that the hub states for it."""
     if file.is_large:
-        return hash_file(path, hashlib.sha256())
-    return hash_file(path, hashlib.sha1(b"blob %d\0" % path.stat().st_size))  # as git hashes a file
+        return hash_file(path)
+    header = b"blob %d\0" % path.stat().st_size
+    return hash_file(path, lambda: hashlib.sha1(header))  # as git hashes a file
 
 
-def hash_file(path: Path, hasher: Any) -> str:
-    """Feed a file to a hasher of hashlib, and return the digest in hexadecimal."""
+def hash_file(path: Path, digest: Any = "sha256") -> str:
+    """The digest of a file in hexadecimal. `digest` is a name of hashlib, or makes a hasher."""
     with path.open("rb") as content:
-        while block := content.read(BLOCK):
-            hasher.update(block)
-    return str(hasher.hexdigest())
+        return hashlib.file_digest(content, digest).hexdigest()
 
 
 def megabytes(size: int) -> str:
