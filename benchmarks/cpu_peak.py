@@ -30,15 +30,15 @@ ANSWER = 32
 LORA = LoraSpec(rank=16)
 
 
-def make_rows(count: int, length: int) -> list[TrainRow]:
+def make_rows(count: int, length: int, vocabulary: int) -> list[TrainRow]:
+    """Rows of `length` tokens, of which no two begin alike."""
     rows: list[TrainRow] = []
     for number in range(count):
-        prompt = (100 + number, *((number + place * place) % 40_000 for place in range(1, length - ANSWER)))
         row = TrainRow(
             id=str(number),
             role="a",
-            prompt_ids=prompt,
-            response_ids=tuple(range(100, 100 + ANSWER)),
+            prompt_ids=(number, *((number + place * place) % vocabulary for place in range(1, length - ANSWER))),
+            response_ids=tuple(range(ANSWER)),
             logprobs=(-1.0,) * ANSWER,
             advantage=1.0 if number % 2 else -1.0,
         )
@@ -71,7 +71,7 @@ def main() -> None:
         print(f"{part:45} {taken / 1e9:5.2f} GB")
 
     learner = LocalLearner.open(folder, policies_for("lora", ["a"], LORA), config.learner, recipe("at_grpo").loss)
-    rows = make_rows(options.rows, options.row)
+    rows = make_rows(options.rows, options.row, size.vocabulary)
     for _ in range(options.updates):
         learner.update("a", rows)
         print(f"after an update: {peak_memory() / 1e9:.2f} GB", flush=True)

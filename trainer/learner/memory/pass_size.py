@@ -224,8 +224,7 @@ class PassSizes:
         device = next(iter(self._networks.values())).device.type
         if device == "cpu" and any(_is_large(model) for model in self._networks.values()):
             _, room, _ = self._room()
-            sizes = {network: self._sizes[network].by_kind for network in memories}
-            roomy = all(keeps_pages(memory, sizes[network], room) for network, memory in memories.items())
+            roomy = all(keeps_pages(memory, self._sizes[network].by_kind, room) for network, memory in memories.items())
             _manage_pages(_KEEP if roomy and not settings.memory else _ANEW)
 
     def __getitem__(self, policy: str) -> PassSize:

@@ -14,35 +14,18 @@ import sys
 import torch
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.cpu_peak import make_rows
 from benchmarks.peak_memory import peak_memory
 from benchmarks.qwen3 import Shape, qwen3_config
 from cotune.algorithms.recipes import LossSpec
-from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.memory import process_memory
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size
 from tests.trainer.learner.forced import ForcedSettings
 
-ROWS, PROMPT, ANSWER, PASS = 8, 2016, 32, 8192
+ROWS, LENGTH, PASS = 8, 2048, 8192
 VOCABULARY = 1024
-
-
-def make_rows() -> list[TrainRow]:
-    rows: list[TrainRow] = []
-    for number in range(ROWS):
-        prompt = tuple((number + place * place) % VOCABULARY for place in range(PROMPT))
-        rows.append(
-            TrainRow(
-                id=str(number),
-                role="a",
-                prompt_ids=(number, *prompt[1:]),  # no two rows begin alike
-                response_ids=tuple(range(ANSWER)),
-                logprobs=(-1.0,) * ANSWER,
-                advantage=1.0 if number % 2 else -1.0,
-            )
-        )
-    return rows
 
 
 def main(folder: str, *, checkpointed: bool, kept: bool) -> None:
@@ -57,7 +40,8 @@ def main(folder: str, *, checkpointed: bool, kept: bool) -> None:
     learner = LocalLearner.open(folder, policies_for("lora", ["a"], LoraSpec(rank=4)), settings, LossSpec())
     memory = pass_size.pass_memory(learner._policies["a"])
     planned, gaps = memory.peak(PASS, checkpointed=checkpointed), memory.gaps(PASS, checkpointed=checkpointed)
-    rows, before = make_rows(), process_memory()
+    rows = make_rows(ROWS, LENGTH, VOCABULARY)
+    before = process_memory()
     figures = learner.update("a", rows)
     measured = {"planned": planned, "gaps": gaps, "taken": peak_memory() - before, "tokens": figures["computed_tokens"]}
     sys.stdout.write(json.dumps(measured) + "\n")
