@@ -19,7 +19,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.before.doctor.machine import look
+from cotune.trainer.before.doctor.machine import examine_machine
 from cotune.trainer.before.doctor.memory import Workload, learner_memory
 from cotune.trainer.before.doctor.model_size import measure_folder
 from cotune.trainer.config.load import convert
@@ -58,7 +58,7 @@ def main() -> None:
     learner_settings = {"lr": 1e-4, "dtype": options.dtype, "mini_batch": options.rows}
     config = convert({"model": folder, "policies": "lora", "lora": {"rank": 16}, "learner": learner_settings})
     size = measure_folder(Path(folder), LORA, options.dtype, joined=True)
-    machine = msgspec.structs.replace(look(Path()), gpus=())
+    machine = msgspec.structs.replace(examine_machine(Path()), gpus=())
     plan = learner_memory(
         size,
         config,
