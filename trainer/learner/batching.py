@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
@@ -39,30 +40,38 @@ def lengths_of(rows: Sequence[TrainRow]) -> list[int]:
 
 
 def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator) -> list[list[int]]:
-    """Split row indices into optimizer steps of at most `size` rows and nearly equal size, in random order.
+    """Split the indices of rows into mini-batches, one for each optimizer step. They have at most `size` rows and
+    nearly equal sizes, and are in random order.
 
-    Rows of one conversation stay together, as later turns hold the earlier ones, and of these first the rows of one
-    prompt, whose advantages sum to about zero. Where a step would grow over `size`, conversations are split, and then
-    prompts.
+    Rows of one conversation stay together, because later turns begin with the earlier ones, which a pass then computes
+    once. If a conversation does not fit, its prompts are split up, and rows of one prompt stay together: their
+    advantages sum to about zero. If they do not fit either, rows are placed one by one.
     """
-    steps = -(-len(rows) // size)
-    # Keep the largest units whole that fit: conversations, then prompts, then single rows.
-    for labels in (
-        conversation_numbers(rows),
-        _number_keys([(row.prompt_ids, row.images) for row in rows]),
-        list(range(len(rows))),
-    ):
-        members: dict[int, list[int]] = {}
-        for index, label in enumerate(labels):
-            members.setdefault(label, []).append(index)
-        # Random order, then the longest first into the step that is shortest so far.
-        groups = [members[label] for label in torch.randperm(len(members), generator=generator).tolist()]
-        batches: list[list[int]] = [[] for _ in range(steps)]
-        for group in sorted(groups, key=len, reverse=True):
-            min(batches, key=len).extend(group)
+    steps = math.ceil(len(rows) / size)
+    by_conversation = conversation_numbers(rows)
+    by_prompt = _number_keys([(row.prompt_ids, row.images) for row in rows])
+    by_row = list(range(len(rows)))
+    # Each of these lists has the number of the unit to which each row belongs. Try the largest units first.
+    for unit_of_row in (by_conversation, by_prompt, by_row):
+        batches = _distribute_units(unit_of_row, steps, generator)
         if all(0 < len(batch) <= size for batch in batches):
             break
     return [batches[step] for step in torch.randperm(steps, generator=generator).tolist()]
+
+
+def _distribute_units(unit_of_row: Sequence[int], steps: int, generator: torch.Generator) -> list[list[int]]:
+    """Distribute the indices of rows over mini-batches of similar size. Rows with the same unit go into the same
+    one."""
+    rows_of_unit: dict[int, list[int]] = {}
+    for row, unit in enumerate(unit_of_row):
+        rows_of_unit.setdefault(unit, []).append(row)
+
+    # The largest units first, each into the smallest mini-batch so far. Units of the same size are in random order.
+    units = [rows_of_unit[unit] for unit in torch.randperm(len(rows_of_unit), generator=generator).tolist()]
+    batches: list[list[int]] = [[] for _ in range(steps)]
+    for rows in sorted(units, key=len, reverse=True):
+        min(batches, key=len).extend(rows)
+    return batches
 
 
 def _number_keys(keys: Sequence[Hashable]) -> list[int]:
@@ -72,8 +81,12 @@ def _number_keys(keys: Sequence[Hashable]) -> list[int]:
 
 
 def conversation_numbers(rows: Sequence[TrainRow]) -> list[int]:
-    """A number for each row: equal where one row's prompt begins with the whole prompt of the other, as that of a later
-    turn does, or both begin with that of a third. Prompts with other first images are of other conversations."""
+    """Return a number for each row, equal for rows of one conversation.
+
+    The prompt of a later turn begins with the whole prompt of an earlier one. So two rows are of one conversation if
+    one prompt begins with the other, or if both begin with the prompt of a third row. Prompts with different first
+    images are of different conversations.
+    """
     first_images = _number_keys([row.images[:1] for row in rows])
     # The number of the first image stands before the tokens, so that prompts with other images share no beginning.
     prompt_of_row = [(image, *row.prompt_ids) for image, row in zip(first_images, rows, strict=True)]
@@ -94,17 +107,22 @@ def conversation_numbers(rows: Sequence[TrainRow]) -> list[int]:
 def passes_of_rank(
     rows: Sequence[TrainRow], indices: Sequence[int], budget: int, *, shared: bool, rank: int = 0, size: int = 1
 ) -> list[list[int]]:
-    """The micro-batches that `rank` of `size` computes of `indices`; equally many on each rank, so the last ones may be
-    empty."""
-    parts = [micro_batches(rows, part, budget, shared) for part in rank_parts(rows, indices, size, shared)]
-    most = max(map(len, parts))
-    return parts[rank] + [[]] * (most - len(parts[rank]))
+    """Return the passes (micro-batches) over the rows at `indices` that `rank` of `size` ranks computes.
+
+    All ranks get the same number of passes, so the last passes of some ranks may be empty.
+    """
+    passes = [micro_batches(rows, part, budget, shared) for part in rank_parts(rows, indices, size, shared)]
+    most_passes = max(map(len, passes))
+    empty_passes: list[list[int]] = [[] for _ in range(most_passes - len(passes[rank]))]
+    return passes[rank] + empty_passes
 
 
 def rank_parts(rows: Sequence[TrainRow], indices: Sequence[int], size: int, shared: bool) -> list[list[int]]:
-    """Split `indices` into `size` parts of which the largest has as few tokens to compute as can be.
+    """Split `indices` into one part for each of `size` ranks, so that the part with most tokens has as few tokens as
+    possible.
 
-    With `shared`, what rows of a part have in common counts once. With fewer rows than `size` some parts are empty.
+    With `shared`, tokens that rows of a part have in common count once. With fewer rows than ranks, some parts are
+    empty.
     """
     if size == 1:
         return [list(indices)]
@@ -121,11 +139,13 @@ def tokens_of(row: TrainRow) -> tuple[int, ...]:
 
 
 def pass_tokens(rows: Sequence[TrainRow], shared: bool) -> int:
-    """How many tokens a pass over these rows computes: with `shared` the distinct ones, else the padded ones."""
+    """Return the number of tokens that a pass over these rows computes: with `shared` the distinct tokens, else all
+    rows padded to the longest."""
     sequences = [tokens_of(row) for row in rows]
     if not shared:
         return len(rows) * max(map(len, sequences), default=0)
-    return sum(map(len, sequences)) - int(sort_sequences(sequences)[1].sum())
+    _, shared_tokens = sort_sequences(sequences)
+    return sum(map(len, sequences)) - int(shared_tokens.sum())
 
 
 def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int, shared: bool) -> list[list[int]]:
@@ -134,10 +154,11 @@ def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int,
 
 
 class PassPlan:
-    """Rows that go through the model in passes of any size: sorted once, and then cut quickly.
+    """Divides rows into passes of any size. The rows are sorted once, so that they are divided quickly for each size.
 
-    With `shared`, rows go along their tree, and it is cut where least has to be computed again; what the rows of a
-    pass have in common counts once. Else they are padded, and rows of like length go together.
+    With `shared`, rows are in the order of a walk through the tree of their tokens. Tokens that the rows of a pass have
+    in common are computed once, and the tree is cut where few tokens have to be computed again. Without `shared`, rows
+    are padded, and rows of similar length share a pass.
     """
 
     def __init__(self, rows: Sequence[TrainRow], indices: Sequence[int], shared: bool) -> None:
@@ -158,21 +179,21 @@ class PassPlan:
         return [self._indices[start:end] for start, end in pairwise(self._cuts(budget))]
 
     def computed(self, budget: int) -> int:
-        """How many tokens these passes compute."""
+        """Return the number of tokens that the passes of this budget compute."""
         cuts = self._cuts(budget)
         if self._shared:
             return distinct_tokens(self._lengths, self._common, cuts)
         return sum(int((end - start) * self._lengths[end - 1]) for start, end in pairwise(cuts))
 
     def _cuts(self, budget: int) -> list[int]:
-        """Where each pass begins, and the number of rows. Each budget is asked for several times."""
+        """Return the index of the first row of each pass, and the number of rows. Callers need the same budget several
+        times, so the result is stored."""
         if budget not in self._cuts_by_budget:
             self._cuts_by_budget[budget] = self._find_cuts(budget)
         return self._cuts_by_budget[budget]
 
     def _find_cuts(self, budget: int) -> list[int]:
-        """Cut the sorted rows into passes of at most `budget` tokens: the index of the first row of each pass, and the
-        index after the last row."""
+        """Compute `_cuts` for a budget."""
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
         cuts = [0]

@@ -22,34 +22,40 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Judged(NamedTuple):
-    """A critic's view of the rows of an update, each [tokens of the row]: values, advantages, and values to learn."""
+    """Figures of a critic for the rows of an update: an array [tokens of the row] for each row."""
 
     values: list[Floats]
+    """The values that the head gives."""
     advantages: list[Floats]
     targets: list[Floats]
+    """The values that the head should have given, which it learns."""
 
 
 class Critic:
-    """Value heads, one per policy whose loss has a critic: GAE makes the advantages of tokens from their values and the
-    row's reward, which stands in `advantage`; after the update the heads learn the values that they should have given.
+    """Value heads, one for each policy whose loss has a critic.
 
-    A head is linear in the policy's last hidden state, which gets no gradient from it, and begins at 0. It is in the
-    checkpoints and nowhere else. In a process group of several all ranks have the same heads: each computes the values
-    and gradients of the rows that are its part, and their sums go to all.
+    GAE computes the advantages of tokens from their values and from the reward of their row, which is in
+    `TrainRow.advantage`. After the update, a head learns the values that it should have given.
+
+    A head is a linear function of the policy's last hidden state, and begins at 0. The policy gets no gradient from it.
+    Heads are saved in checkpoints only, and are not published. All ranks of a process group have the same heads. Each
+    rank computes the values and gradients of its part of the rows, and the ranks add them up.
     """
 
     def __init__(self, policies: Mapping[str, tuple[int, LossSpec]], group: ProcessGroup) -> None:
         """`policies` has, by name of policy, the width of its hidden states and its loss."""
-        self._losses = {name: loss for name, (_, loss) in policies.items() if loss.critic}
         self._group = group
+        self._losses: dict[str, LossSpec] = {}
         self._heads: dict[str, nn.Linear] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
-        for policy, loss in self._losses.items():
-            width, _ = policies[policy]
+        for policy, (width, loss) in policies.items():
+            if not loss.critic:
+                continue
             head = nn.Linear(width, 1)
-            self._heads[policy] = head
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
+            self._losses[policy] = loss
+            self._heads[policy] = head
             self._optimizers[policy] = torch.optim.AdamW(head.parameters(), lr=loss.critic_lr, weight_decay=0.0)
 
     def __contains__(self, policy: str) -> bool:
@@ -58,16 +64,25 @@ class Critic:
     def judge(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> Judged:
         """Compute values and advantages of all tokens of the rows.
 
-        `states` are the last hidden states [tokens of the row, hidden] of this rank's part of the rows.
+        `states` has the last hidden states of this rank's part of the rows, [tokens of the row, hidden], by the row's
+        number.
         """
-        values = self._values(policy, rows, states)
         loss = self._losses[policy]
-        raw = [gae(v, row.advantage, loss.gae_gamma, loss.gae_lambda) for v, row in zip(values, rows, strict=True)]
-        return Judged(values, whitened(raw), [a + v for a, v in zip(raw, values, strict=True)])
+        values = self._values(policy, rows, states)
+        advantages = []
+        targets = []
+        for row, row_values in zip(rows, values, strict=True):
+            row_advantages = gae(row_values, row.advantage, loss.gae_gamma, loss.gae_lambda)
+            advantages.append(row_advantages)
+            targets.append(row_advantages + row_values)
+        return Judged(values, whitened(advantages), targets)
 
     def learn(self, policy: str, states: Mapping[int, Tensor], judged: Judged) -> dict[str, float]:
-        """Train the head; returns `value_loss` (mean squared error of the values before the update) and
-        `explained_variance`, 1 - var(target - value) / var(target)."""
+        """Train the head on the targets. `states` is the argument of `judge`, and `judged` its result.
+
+        Returns `value_loss`, the mean squared error of the values before this training, and `explained_variance`,
+        1 - var(target - value) / var(target).
+        """
         self._fit(policy, states, judged.targets)
         targets = np.concatenate(judged.targets)
         errors = targets - np.concatenate(judged.values)
@@ -87,38 +102,44 @@ class Critic:
         return tensors
 
     def load(self, policy: str, state: Mapping[str, Tensor]) -> None:
-        """Restore the tensors of `state`."""
+        """Restore the head and its optimizer from the tensors that `state` returned."""
         head = self._heads[policy]
         optimizer = self._optimizers[policy]
         head.load_state_dict({key: state[key] for key in ("weight", "bias")})
         for key, parameter in head.named_parameters():
-            optimizer.state[parameter] = {k: state[at] for k in _MOMENTS if (at := f"{k}/{key}") in state}
+            moments = {moment: f"{moment}/{key}" for moment in _MOMENTS}
+            # A head that no update has trained has no moments.
+            optimizer.state[parameter] = {moment: state[name] for moment, name in moments.items() if name in state}
 
     def _values(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> list[Floats]:
         """Return the values of each row, [tokens of the row]. `states` has the hidden states of this rank's rows."""
         lengths = lengths_of(rows)
-        values = torch.zeros(sum(lengths))
-        parts = values.split(lengths)
+        values_here = torch.zeros(sum(lengths))
+        by_row = values_here.split(lengths)
         with torch.no_grad():
             for number, row_states in states.items():
-                parts[number].copy_(self._heads[policy](row_states).squeeze(-1))
-        return [part.numpy().astype(np.float64) for part in self._group.sum(values).split(lengths)]
+                by_row[number].copy_(self._heads[policy](row_states).squeeze(-1))
+        # Rows of other ranks are 0 here, so the sum over ranks has the values of all rows.
+        values = self._group.sum(values_here)
+        return [row_values.numpy().astype(np.float64) for row_values in values.split(lengths)]
 
     def _fit(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
         """Take `EPOCHS` optimizer steps on the mean squared error over the tokens of all rows.
 
-        `states` are the hidden states of this rank's part of the rows.
+        `states` has the hidden states of this rank's part of the rows, by the row's number, and `targets` the target
+        values of all rows.
         """
         head = self._heads[policy]
         optimizer = self._optimizers[policy]
-        tokens = sum(map(len, targets))
-        inputs = torch.cat([torch.empty(0, head.in_features), *states.values()])
+        tokens_of_all_ranks = sum(map(len, targets))
         # The empty arrays are for a rank without rows.
-        targets_of_rank = np.concatenate([np.empty(0), *(targets[number] for number in states)])
-        targets_tensor = torch.from_numpy(targets_of_rank).float()
+        inputs = torch.cat([torch.empty(0, head.in_features), *states.values()])  # [tokens of the rank, hidden]
+        targets_here = np.concatenate([np.empty(0), *(targets[number] for number in states)])  # [tokens of the rank]
+        expected = torch.from_numpy(targets_here).float()
         for _ in range(EPOCHS):
             optimizer.zero_grad()
-            ((head(inputs).squeeze(-1) - targets_tensor).square().sum() / tokens).backward()
+            errors = head(inputs).squeeze(-1) - expected
+            (errors.square().sum() / tokens_of_all_ranks).backward()
             for parameter in head.parameters():
                 parameter.grad = self._group.sum(parameter.grad)
             optimizer.step()

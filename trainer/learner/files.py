@@ -4,7 +4,8 @@
 |---|---|
 | `learner.json` | the policies |
 | `<i>.safetensors` | weights of the i-th trained policy, whole |
-| `<i>.optimizer.safetensors` or `<i>.optimizer/` | its optimizer state: of a learner of one process, or in parts |
+| `<i>.optimizer.safetensors` | its optimizer state, if one process trains |
+| `<i>.optimizer/` | its optimizer state, if several processes train: each writes its part |
 | `<i>.progress.safetensors` | the state of its row order, and its number of optimizer steps |
 | `<i>.critic.safetensors` | its value head with the optimizer state of the head, if the recipe has a critic |
 
@@ -76,21 +77,23 @@ def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Op
 
 
 def read_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restore moments and step counts, written by whichever learner, into this one's parts of the tensors."""
+    """Restore moments and step counts. The file may be of a local or an FSDP learner; this learner reads its part."""
     from safetensors import safe_open
 
     parameters = policy.parameters()
     optimizer.state.clear()
-    if (path := folder / f"{policy.index}.optimizer").is_dir():
-        _open_state(parameters, optimizer, _sharded_names(path))
-        _read_sharded(path, _optimizer_tensors(parameters, optimizer))
+    parts = folder / f"{policy.index}.optimizer"
+    if parts.is_dir():
+        _create_state(parameters, optimizer, _sharded_names(parts))
+        _read_sharded(parts, _optimizer_tensors(parameters, optimizer))
         return
     with safe_open(folder / f"{policy.index}.optimizer.safetensors", "pt") as file:
         names = list(file.keys())
+        # Only adamw8bit has a tensor "state1".
         if any(name.startswith("state1/") for name in names):
-            _read_blocks(parameters, optimizer, {name: file.get_tensor(name) for name in names})
+            _read_8bit_state(parameters, optimizer, {name: file.get_tensor(name) for name in names})
             return
-        _open_state(parameters, optimizer, names)
+        _create_state(parameters, optimizer, names)
         for name, tensor in _optimizer_tensors(parameters, optimizer).items():
             copy_whole(tensor, file.get_tensor(name))
 
@@ -100,7 +103,7 @@ def write_progress(folder: Path, policy: PolicyModel, order: torch.Generator, st
 
 
 def read_progress(folder: Path, policy: PolicyModel, order: torch.Generator) -> int:
-    """Restore the order of rows, and return the number of optimizer steps."""
+    """Restore the state of the row order, and return the number of optimizer steps."""
     from safetensors.torch import load_file
 
     progress = load_file(folder / f"{policy.index}.progress.safetensors")
@@ -121,7 +124,7 @@ def read_critic(folder: Path, policy: PolicyModel) -> dict[str, Tensor]:
 
 @contextmanager
 def errors_of_folder(folder: Path) -> Iterator[None]:
-    """Whatever breaks while `folder` is read becomes a RunError that names it."""
+    """Raise a RunError that names `folder` for any error of reading it."""
     from safetensors import SafetensorError
 
     broken = (OSError, LookupError, RuntimeError, ValueError, TypeError, AssertionError, SafetensorError)
@@ -132,7 +135,7 @@ def errors_of_folder(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises OSError, as other ways to write a file do."""
+    """Write tensors to a safetensors file. Raises OSError, also if safetensors raises an error of its own."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -143,23 +146,26 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _policy_identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
-    """The policies without the places of their base models, which may have moved; run.json has their digests."""
+    """Return the policies by name, without the paths of their base models: these may have moved, and run.json has
+    their digests."""
     return {spec.name: msgspec.to_builtins(msgspec.structs.replace(spec, model=None)) for spec in specs}
 
 
-def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Give the parameters in these "kind/parameter" a blank state of AdamW, sharded like they are."""
-    for name in {name.partition("/")[2] for name in names}:
-        parameter = parameters[name]
+def _create_state(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: Iterable[str]
+) -> None:
+    """Create AdamW's state, with zeros, for the parameters in `names` ("kind/parameter"). It is sharded as they are."""
+    for parameter_name in {name.partition("/")[2] for name in names}:
+        parameter = parameters[parameter_name]
         moments = {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _read_blocks(
+def _read_8bit_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
 ) -> None:
-    """Restore the state of adamw8bit, whose step is a number."""
+    """Restore the state of adamw8bit from its tensors, by "kind/parameter". Its step is a number, and no tensor."""
     for name, tensor in state.items():
         kind, _, parameter_name = name.partition("/")
         parameter = parameters[parameter_name]
@@ -167,12 +173,13 @@ def _read_blocks(
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors as "kind/parameter"."""
-    return {
-        f"{kind}/{name}": value.clone() if kind in _SHARED else torch.as_tensor(value)
-        for name, parameter in parameters.items()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
+    """Return the tensors of the optimizer's state, not copied, by "kind/parameter"."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            # safetensors refuses to write one tensor under several names.
+            tensors[f"{kind}/{name}"] = value.clone() if kind in _SHARED else torch.as_tensor(value)
+    return tensors
 
 
 def _write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
@@ -190,26 +197,28 @@ def _write_sharded(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _sharded_names(folder: Path) -> set[str]:
-    """Names of the tensors in `folder`."""
+    """Return the names of the tensors that `_write_sharded` has written into `folder`."""
     import torch.distributed.checkpoint as dcp
 
     return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def _read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
-    """Fill the tensors of `state`, whole ones or parts, from `folder`, which any number of ranks may have written.
+    """Fill the tensors of `state`, whole or sharded, from `folder`, which any number of ranks may have written.
 
-    Raises RunError if it is incomplete.
+    Raises RunError if values are missing in the folder.
     """
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    written = reader.read_metadata().state_dict_metadata
+    stored = reader.read_metadata().state_dict_metadata
     for name, tensor in state.items():
-        stored = sum(chunk.sizes.numel() for chunk in written[name].chunks) if name in written else 0
-        if stored != tensor.numel():
+        stored_values = 0
+        if name in stored:
+            stored_values = sum(chunk.sizes.numel() for chunk in stored[name].chunks)
+        if stored_values != tensor.numel():
             raise RunError(
-                f"The optimizer state in {folder} is not whole: {stored} of {tensor.numel()} values of {name}.",
+                f"The optimizer state in {folder} is not whole: {stored_values} of {tensor.numel()} values of {name}.",
                 "Use another checkpoint.",
             )
     try:
@@ -221,4 +230,5 @@ def _read_sharded(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _error_causes(error: Any) -> str:
+    """Return the errors of all ranks in one line. `error` is a CheckpointException."""
     return "; ".join(str(failure[0]) for failure in error.failures.values())

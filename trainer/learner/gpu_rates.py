@@ -9,9 +9,9 @@ class GpuRates(NamedTuple):
     """Published peaks of a GPU."""
 
     bfloat16: float
-    """Dense operations in bfloat16 a second."""
+    """Dense operations in bfloat16 per second."""
     bandwidth: float
-    """Bytes of its memory read a second."""
+    """Bytes read from its memory per second."""
 
 
 _A100 = 312e12
@@ -31,11 +31,11 @@ RATES = {
     "A10": GpuRates(125e12, 600e9),
     "4090": GpuRates(165e12, 1008e9),
 }
-"""By words of the GPU's name; more words come first."""
+"""By words of the GPU's name. `rates_of` takes the first match, so longer names come before the names they contain."""
 
 
 def rates_of(name: str) -> GpuRates | None:
-    """The rates of a GPU by its name; None for an unknown one, and for a part of one (MIG)."""
+    """Return the rates of the GPU with this name. None for an unknown GPU, and for a part of a GPU (MIG)."""
     words = f" {name.replace('-', ' ')} "
     if " MIG " in words:
         return None

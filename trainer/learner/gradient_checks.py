@@ -3,7 +3,7 @@ the step is too small for its precision, which is reported."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ BFLOAT16 = 2.0**16
 """A unit in the last place of bfloat16, as a multiple of a unit in the last place of float32."""
 
 SURE = 2.0
-"""A step of more than this number of half units moves its entry, even if the optimizer rounds on the way."""
+"""A step of more than this number of half units changes its entry, even if the optimizer rounds on the way."""
 
 CHUNK = 1 << 22
-"""Entries looked at in one go: bounds the memory."""
+"""Entries of a tensor that are examined at once. It limits the memory."""
 
 
 def check_optimizers(
@@ -30,27 +30,31 @@ def check_optimizers(
 
     `trainable` gives the tensors of each policy by name.
     """
-    held = {
-        policy: Counter(id(p) for group in optimizer.param_groups for p in group["params"])
-        for policy, optimizer in optimizers.items()
-    }
+    # By tensor, the policy of each optimizer that has it. An optimizer that has it twice is listed twice.
+    policies_of_tensor: defaultdict[int, list[str]] = defaultdict(list)
+    for policy, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                policies_of_tensor[id(parameter)].append(policy)
+
     for policy, parameters in trainable.items():
         for name, parameter in parameters.items():
-            holders = [owner for owner, ids in held.items() for _ in range(ids[id(parameter)])]
-            if holders != [policy]:
+            owners = policies_of_tensor[id(parameter)]
+            if owners != [policy]:
                 raise LearnerError(
-                    f"Tensor {name} of policy {policy!r} is in the optimizers of {holders or 'no policy'}.",
+                    f"Tensor {name} of policy {policy!r} is in the optimizers of {owners or 'no policy'}.",
                     "Build one optimizer per policy, after its adapter has been added, over its own tensors only.",
                 )
 
 
 class GradientChecks:
-    """Checks a policy's tensors until each has changed once (`pending` holds those that have not); costs nothing after.
+    """Checks that each tensor of a policy has changed in an optimizer step. `pending` has the tensors that no step has
+    changed yet; once it is empty, the checks cost nothing.
 
-    Of each tensor one entry is compared before and after the step: the one, on whichever rank, whose step is largest in
-    units in the last place. Where even that is under half a unit, float32 rounds the whole step away, as it may early
-    in a warm-up: the tensor is in `lost` and checked again at the next step. B of a LoRA starts at zero, so A has no
-    gradient before the second step.
+    One entry of each tensor is compared before and after the step: the entry with the largest step of all ranks, in
+    units in the last place. If this step is below half a unit, float32 rounds the whole step of the tensor away, which
+    may happen early in a warm-up. The tensor is then in `lost`, and it is checked again at the next step. The matrix B
+    of a LoRA starts at zero, so its matrix A has no gradient before the second step.
     """
 
     def __init__(
@@ -65,50 +69,60 @@ class GradientChecks:
         "bfloat16", steps too small for it are reported too."""
         self.pending = dict(parameters)
         self.lost: dict[str, float] = {}
-        """By tensor that its last step did not change: the largest step, in halves of a unit in the last place."""
+        """The tensors that their last step did not change, with the largest step of their entries, in halves of a unit
+        in the last place."""
         self.steps = 0
         self._optimizer = optimizer
         self._dtype = dtype
         self._group = group or SingleProcess()
-        self._before: dict[str, tuple[float, tuple[int, float] | None]] = {}
-        self._counts = torch.zeros(3, dtype=torch.float64)
-        self._found: dict[str, float] = {}
+        self._watched: dict[str, _WatchedEntry] = {}
+        self._counts = torch.zeros(3, dtype=torch.float64)  # the counts of `_Reach`, over the steps of an update
+        self._new_metrics: dict[str, float] = {}
         self._reported: set[str] = set()
 
     def before_step(self) -> None:
-        """Note the value of one entry of each tensor that has a gradient, and how far its step will reach."""
+        """Store the value of one entry of each tensor that has a gradient, and the size of its coming step."""
         names = list(self.pending)
         reaches = [_reach(self.pending[name], self._optimizer) for name in names]
-        largest = self._group.max(torch.tensor([reach.largest for reach in reaches])).tolist()
+        largest_of_ranks = self._group.max(torch.tensor([reach.largest for reach in reaches])).tolist()
         counts = torch.tensor([reach.counts for reach in reaches], dtype=torch.float64).reshape(-1, 3)
         self._counts = self._counts + self._group.sum(counts.sum(0))
-        self._before = {}
-        for name, reach, peak in zip(names, reaches, largest, strict=True):
-            if peak > 0:
-                held = reach.largest == peak
-                value = (reach.entry, _entry_value(self.pending[name], reach.entry)) if held else None
-                self._before[name] = (peak, value)
+        self._watched = {}
+        for name, reach, largest in zip(names, reaches, largest_of_ranks, strict=True):
+            if largest == 0:
+                continue  # no gradient, on any rank
+            # Only the rank that has the entry with the largest step can compare it.
+            if reach.largest == largest:
+                value = _entry_value(self.pending[name], reach.entry)
+                self._watched[name] = _WatchedEntry(largest, reach.entry, value)
+            else:
+                self._watched[name] = _WatchedEntry(largest, None, 0.0)
 
     def after_step(self) -> None:
-        """Compare the entries. Raises LearnerError when one is unchanged though its step does not round away."""
-        absent = all(parameter.grad is None for parameter in self.pending.values())
-        self.steps += bool(self._before) or absent
-        unchanged = [
-            value is not None and _entry_value(self.pending[name], value[0]) == value[1]
-            for name, (_, value) in self._before.items()
+        """Compare the entries with their values before the step. Raises LearnerError if an entry has not changed
+        although its step was too large to be rounded away."""
+        no_gradients = all(parameter.grad is None for parameter in self.pending.values())
+        # A step whose gradients are all zero says nothing about the tensors, so it is not counted.
+        if self._watched or no_gradients:
+            self.steps += 1
+        unchanged_here = [
+            watched.entry is not None and _entry_value(self.pending[name], watched.entry) == watched.value
+            for name, watched in self._watched.items()
         ]
-        unmoved = self._group.max(torch.tensor(unchanged, dtype=torch.float32)).tolist()
-        for (name, (reach, _)), still in zip(self._before.items(), unmoved, strict=True):
-            if still and reach > SURE:
+        unchanged = self._group.max(torch.tensor(unchanged_here, dtype=torch.float32)).tolist()
+        for (name, watched), is_unchanged in zip(self._watched.items(), unchanged, strict=True):
+            reach = watched.reach
+            if is_unchanged and reach > SURE:
                 raise LearnerError(
                     f"Tensor {name} has a gradient but did not move in its first optimizer step, which reaches "
                     f"{reach:.3g} times half a unit in the last place.",
                     "The optimizer does not have the trained tensors: report this with the versions of torch and peft.",
                 )
             if self._dtype == "bfloat16" and reach < BFLOAT16:
-                self._found[f"lost_bfloat16/{name}"] = reach / BFLOAT16
-            if still:
-                self.lost[name] = self._found[f"lost/{name}"] = reach
+                self._new_metrics[f"lost_bfloat16/{name}"] = reach / BFLOAT16
+            if is_unchanged:
+                self.lost[name] = reach
+                self._new_metrics[f"lost/{name}"] = reach
             else:
                 self.lost.pop(name, None)
                 del self.pending[name]
@@ -119,37 +133,57 @@ class GradientChecks:
         - `lost_tensors`: the number of tensors that no step has changed yet
         - `lost_share`: the share of entries whose step was below half a unit in the last place, over the tensors that
           were checked; absent if none was
-        - `lost/<tensor>`, once for each tensor without an entry above that: its largest step, in half units
+        - `lost/<tensor>`, once for each tensor whose largest step was below that: this step, in half units
 
-        With passes in bfloat16, there are also `lost_share_bfloat16` and `lost_bfloat16/<tensor>` for its precision:
-        these steps show in a pass once several have added up in float32.
+        With passes in bfloat16, there are also `lost_share_bfloat16` and `lost_bfloat16/<tensor>` for its precision. A
+        pass sees these steps once several of them have added up in float32.
 
         Raises LearnerError if a tensor has had no gradient although it should.
         """
-        late = [name for name in self.pending if name not in self.lost and (self.steps > 1 or ".lora_A." not in name)]
-        if late and self.steps:
+        without_gradient = []
+        for name in self.pending:
+            # The matrix A of a LoRA has no gradient in the first step, as B is zero then.
+            may_lack_gradient = self.steps <= 1 and ".lora_A." in name
+            if name not in self.lost and not may_lack_gradient:
+                without_gradient.append(name)
+        if without_gradient and self.steps:
             raise LearnerError(
-                f"{len(late)} tensors of policy {policy!r} got no gradient from its first update: {late[:3]}",
+                f"{len(without_gradient)} tensors of policy {policy!r} got no gradient from its first update: "
+                f"{without_gradient[:3]}",
                 "Check lora.targets: the loss must depend on every target module.",
             )
+
         metrics = {"lost_tensors": float(len(self.lost))}
-        entries, lost, unseen = self._counts.tolist()
+        entries, lost, lost_in_bfloat16 = self._counts.tolist()
         if entries:
             metrics["lost_share"] = lost / entries
             if self._dtype == "bfloat16":
-                metrics["lost_share_bfloat16"] = unseen / entries
-        metrics |= {name: reach for name, reach in self._found.items() if name not in self._reported}
-        self._reported |= self._found.keys()
+                metrics["lost_share_bfloat16"] = lost_in_bfloat16 / entries
+        for name, reach in self._new_metrics.items():
+            if name not in self._reported:
+                metrics[name] = reach
+        self._reported |= self._new_metrics.keys()
         self._counts = torch.zeros(3, dtype=torch.float64)
-        self._found = {}
+        self._new_metrics = {}
         return metrics
+
+
+class _WatchedEntry(NamedTuple):
+    """The entry of a tensor with the largest step of all ranks. On ranks that do not have it, `entry` is None.
+
+    `reach` is the size of its step, in half units in the last place, and `value` its value before the step.
+    """
+
+    reach: float
+    entry: int | None
+    value: float
 
 
 class _Reach(NamedTuple):
     """The next step of this rank's part of a tensor, in half units in the last place of float32.
 
-    It has the index and the size of the largest step, and three counts of entries: with a step, with a step below one
-    half unit, and with a step below one half unit of bfloat16.
+    `largest` is the largest step, and `entry` the index of its entry. `counts` are three numbers of entries: with a
+    step, with a step below one half unit, and with a step below one half unit of bfloat16.
     """
 
     entry: int
@@ -168,23 +202,24 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     # AdamW's step depends on the learning rate and betas of the tensor's group.
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     state = optimizer.state.get(parameter, {})
-    parts = [parameter.detach(), parameter.grad]
-    taken = 0
-    if "exp_avg" in state:  # adamw8bit has its moments in another form
-        parts += [state["exp_avg"], state["exp_avg_sq"]]
-        taken = int(state["step"])
-    for start, pieces in enumerate(zip(*(local_shard(p).reshape(-1).split(CHUNK) for p in parts), strict=True)):
-        if not pieces[0].numel():
-            continue
-        value = pieces[0]
-        size = _adam_step(group, taken, *pieces[1:]).abs()
+    tensors = [parameter.detach(), parameter.grad]
+    steps_taken = 0
+    # adamw8bit has its moments in another form. Its step is then estimated from the gradient alone.
+    if "exp_avg" in state:
+        tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        steps_taken = int(state["step"])
+    chunks = zip(*(local_shard(tensor).reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
+    for number, (value, gradient, *moments) in enumerate(chunks):
+        if not value.numel():
+            continue  # this rank has no part of the tensor
+        size = _adam_step(group, steps_taken, gradient, *moments).abs()
         # The distance to the next float32 number: a step below half of it is rounded away.
         unit = torch.nextafter(value.abs(), value.new_tensor(torch.inf)) - value.abs()
         reach = size / (unit / 2).clamp(min=torch.finfo(torch.float32).tiny)
-        place = int(reach.argmax())
-        if reach[place] > largest:
-            index = start * CHUNK + place
-            largest = float(reach[place])
+        index_in_chunk = int(reach.argmax())
+        if reach[index_in_chunk] > largest:
+            index = number * CHUNK + index_in_chunk
+            largest = float(reach[index_in_chunk])
         has_step = size > 0
         lost = has_step & (reach < 1)
         lost_in_bfloat16 = has_step & (reach < BFLOAT16)
@@ -192,12 +227,15 @@ def _reach(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> _Reach:
     return _Reach(index, largest, tuple(counts.tolist()))
 
 
-def _adam_step(group: Mapping[str, Any], taken: int, gradient: Tensor, first: Any = 0.0, second: Any = 0.0) -> Tensor:
-    """Return the next step of AdamW, without weight decay, from its moments after `taken` steps."""
+def _adam_step(
+    group: Mapping[str, Any], steps_taken: int, gradient: Tensor, mean: Any = 0.0, square: Any = 0.0
+) -> Tensor:
+    """Return the next step of AdamW, without weight decay, from the moments `mean` and `square` after `steps_taken`
+    steps."""
     beta1, beta2 = group["betas"]
-    mean = (beta1 * first + (1 - beta1) * gradient) / (1 - beta1 ** (taken + 1))
-    square = (beta2 * second + (1 - beta2) * gradient**2) / (1 - beta2 ** (taken + 1))
-    return group["lr"] * mean / (square.sqrt() + group["eps"])
+    new_mean = (beta1 * mean + (1 - beta1) * gradient) / (1 - beta1 ** (steps_taken + 1))
+    new_square = (beta2 * square + (1 - beta2) * gradient**2) / (1 - beta2 ** (steps_taken + 1))
+    return group["lr"] * new_mean / (new_square.sqrt() + group["eps"])
 
 
 def _entry_value(parameter: nn.Parameter, index: int) -> float:

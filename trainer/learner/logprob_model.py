@@ -28,41 +28,52 @@ from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, 
 
 
 def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None = None) -> Tensor:
-    """One padded sequence per row: states [tokens, hidden] that predict the response tokens, rows in order.
+    """Compute the states that predict the response tokens, [tokens, hidden], rows in order, from one padded sequence
+    per row.
 
-    Padding is on the right, where a causal model never looks, so no mask is needed; the last response token
-    predicts nothing and is left out. Of rows with `images` those go together whose images are of one form.
+    Padding is on the right, where a causal model never looks, so no mask is needed. The last response token predicts
+    nothing and is left out. Rows with images are computed together if their images have the same form. Raises
+    LearnerError for a row with an image if the network sees none (`images` is None).
     """
     device = network.get_input_embeddings().weight.device
     sequences = [tokens_of(row) for row in rows]
-    seeing = [number for number, row in enumerate(rows) if row.images]
-    texts = [number for number, row in enumerate(rows) if not row.images]
-    found: dict[int, Tensor] = {}
+    states_of_row: dict[int, Tensor] = {}
 
-    def compute(members: Sequence[int], ids: Tensor, **given: Any) -> None:
-        """`ids` [members, longest], padded."""
-        states = network.base_model(input_ids=to_device(ids, device), use_cache=False, **given).last_hidden_state
-        for number, own in zip(members, states, strict=True):  # [longest, hidden]
-            found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
+    def compute(numbers: Sequence[int], ids: Tensor, **image_inputs: Any) -> None:
+        """Compute the states of the rows with these numbers from their padded `ids` [rows, longest]."""
+        output = network.base_model(input_ids=to_device(ids, device), use_cache=False, **image_inputs)
+        for number, states in zip(numbers, output.last_hidden_state, strict=True):  # [longest, hidden]
+            # A state predicts the next token: the states of a response begin at the last token of its prompt.
+            first = len(rows[number].prompt_ids) - 1
+            states_of_row[number] = states[first : len(sequences[number])]
 
-    if texts:
-        compute(texts, _pad([sequences[number] for number in texts]))
-    if seeing and images is None:
+    text_rows = [number for number, row in enumerate(rows) if not row.images]
+    if text_rows:
+        compute(text_rows, _pad([sequences[number] for number in text_rows]))
+
+    image_rows = [number for number, row in enumerate(rows) if row.images]
+    if image_rows and images is None:
         raise LearnerError(
-            f"Row {rows[seeing[0]].id} has an image, and {type(network).__name__} sees none.", "Train one that does."
+            f"Row {rows[image_rows[0]].id} has an image, but {type(network).__name__} cannot see images.",
+            "Train a model that sees images.",
         )
-    if seeing and images is not None:
-        width = max(len(sequences[number]) for number in seeing)  # a row's last token is never an image's
-        filled = [sequences[number] + sequences[number][-1:] * (width - len(sequences[number])) for number in seeing]
-        asked = [(ids, rows[number].images) for ids, number in zip(filled, seeing, strict=True)]
-        for members, given in images.together(network, asked):
-            compute([seeing[i] for i in members], torch.tensor([filled[i] for i in members]), **given)
-    return torch.cat([found[number] for number in range(len(rows))])
+    if image_rows and images is not None:
+        longest = max(len(sequences[number]) for number in image_rows)
+        # Padded with the last token of the row, which is never an image's: 0 may be the token of an image.
+        padded: list[tuple[int, ...]] = []
+        for number in image_rows:
+            sequence = sequences[number]
+            padded.append(sequence + sequence[-1:] * (longest - len(sequence)))
+        requests = [(ids, rows[number].images) for ids, number in zip(padded, image_rows, strict=True)]
+        for members, image_inputs in images.together(network, requests):
+            ids_of_members = torch.tensor([padded[member] for member in members])
+            compute([image_rows[member] for member in members], ids_of_members, **image_inputs)
+    return torch.cat([states_of_row[number] for number in range(len(rows))])
 
 
 def tree_states(network: Any, inputs: PassInputs, *, flex: bool = False) -> Tensor:
-    """The same states with each distinct token computed once, however the rows' beginnings are shared; `flex`: by
-    FlexAttention."""
+    """Compute the states of `plain_states` with each distinct token computed once. `flex` says whether the network
+    attends by FlexAttention. The inputs need a tree."""
     assert inputs.tree is not None and inputs.places is not None
     device = network.get_input_embeddings().weight.device
     states = states_over(network, TreePass(inputs.tree, device, flex=flex, blocks=inputs.blocks))
@@ -70,25 +81,27 @@ def tree_states(network: Any, inputs: PassInputs, *, flex: bool = False) -> Tens
 
 
 def _pad(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Ids [sequences, longest] (int64), padded with 0 on the right."""
+    """Return the sequences as ids [sequences, longest] (int64), padded with 0 on the right."""
     ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
-    for row, sequence in zip(ids, sequences, strict=True):
-        row[: len(sequence)] = sequence
+    for number, sequence in enumerate(sequences):
+        ids[number, : len(sequence)] = sequence
     return torch.from_numpy(ids)
 
 
 FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), logprobs=(0.0, 0.0), advantage=0.0)
-"""What a rank computes that has no rows left while other ranks still do."""
+"""The row that a rank computes when it has no rows left and other ranks still have some: all must make the same
+passes."""
 
 
 class LogprobModel(nn.Module):  # type: ignore[misc]
-    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` and `states` only.
+    """A network that computes the log-probabilities of rows.
 
-    No rows stand for those of `FILLER`. Passes are in the precision `dtype` of the settings.
+    FSDP gathers the network's weights for `forward` and `states` only. Without any rows, these compute the row
+    `FILLER`. Passes are in the precision of the settings.
     """
 
     sharded = False
-    """Set by FSDP's wrapping."""
+    """Whether FSDP has sharded the network (`fsdp.worker`)."""
 
     def __init__(self, network: Any, settings: LearnerSettings) -> None:
         """Wrap a loaded network: fuse its layers where its device has kernels, and find out whether its attention can
@@ -103,7 +116,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
         wanted = settings.shared_prompts and self.images is None
         self.shares = wanted and attends_over_trees(network, flex=self._flex)
-        """Whether a pass computes once what its rows have in common: asked for, and possible with this model."""
+        """Whether a pass computes common beginnings of its rows only once: the settings ask for it, and the model can
+        do it."""
         logits = network.get_output_embeddings().weight.shape[0]
         self.sampled_distribution = SampledDistribution(network.config.name_or_path, logits)
         self._head: Head | None = None
@@ -111,7 +125,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self._autocast = self._needs_autocast(network.parameters())
 
     def fuse_layers(self, device: torch.device) -> None:
-        """Compute by fused kernels from now on, if `device` is a GPU that they work on."""
+        """Let the network compute by fused kernels, if they work on `device`."""
         fuse_layers(self.network, device, getattr(torch, self._dtype))
 
     def choose_attention(self, group: ProcessGroup) -> None:
@@ -123,31 +137,37 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
             dtype = getattr(torch, self._dtype)
             self._flex = prefers_flex(self.network, dtype, autocast=self._autocast, group=group)
 
-    def _needs_autocast(self, computing: Iterable[Tensor]) -> bool:
-        """Whether some weights that passes compute with are in another precision than the passes. Networks that see
-        images are given them in float32."""
+    def _needs_autocast(self, weights: Iterable[Tensor]) -> bool:
+        """Whether passes need autocast: some of the `weights` that they compute with, or images, are in another
+        precision than the passes."""
+        if self._dtype == "float32":
+            return False
+        if self.images is not None:
+            return True  # images are in float32
         dtype = getattr(torch, self._dtype)
-        return self._dtype != "float32" and (self.images is not None or any(p.dtype != dtype for p in computing))
+        return any(weight.dtype != dtype for weight in weights)
 
     def take_products(self, dtype: str) -> None:
-        """Products are rounded to `dtype` on a CPU (`products.join_layers`); so are those of the logits from now on."""
+        """Round the factors of the logits' products to `dtype` on a CPU, as `products.join_layers` does in layers."""
         self._head = Head(self.network.get_output_embeddings().weight) if dtype == "bfloat16" else None
 
     def compute_by_itself(self, copies: AdapterCopies) -> None:
-        """Layers compute with their adapters in one step (`products.join_layers`), by `copies`, which begin a pass.
-        Autocast has nothing left to do, unless other weights are in another precision."""
+        """Refresh `copies` before each pass: layers now compute with their adapters in one step
+        (`products.join_layers`). Autocast is then only needed for other weights in another precision."""
         self._copies = copies
-        joined: set[int] = set()
+        copied: set[int] = set()
         for layer in copies.layers:
-            joined.update(id(p) for part in (layer.lora_A, layer.lora_B) for p in part.parameters())
-        self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in joined)
+            copied.update(id(parameter) for parameter in layer.lora_A.parameters())
+            copied.update(id(parameter) for parameter in layer.lora_B.parameters())
+        self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in copied)
 
     def prepare(self, rows: Sequence[TrainRow]) -> PassInputs:
-        """The inputs of a pass over rows (`prepare_pass`). Any thread may call it."""
+        """Prepare the inputs of a pass over rows (`prepare_pass`). Any thread may call this."""
         return prepare_pass(rows or [FILLER], shared=self.shares, flex=self._flex)
 
     def forward(self, rows: Sequence[TrainRow] | PassInputs) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
+        """Compute the log-probability and the entropy of each response token, rows in order; both [tokens], float32, in
+        nats."""
         inputs = rows if isinstance(rows, PassInputs) else self.prepare(rows)
         distribution = self.sampled_distribution
         head = self.network.get_output_embeddings()
@@ -164,7 +184,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         )
 
     def states(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
-        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""
+        """Compute the last hidden states that predict the response tokens, [tokens, hidden], rows in order."""
         inputs = rows if isinstance(rows, PassInputs) else self.prepare(rows)
         device = self.network.get_output_embeddings().weight.device
         if self._copies is not None:
@@ -175,11 +195,12 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
             return plain_states(self.network, inputs.rows, self.images)
 
     def reduce_next(self, on: bool) -> None:
-        """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""
+        """Choose whether the next backward pass sums gradients over ranks (`on`), or only adds to the gradients of this
+        rank. Without FSDP, it does nothing."""
         if self.sharded:
             self.set_requires_gradient_sync(on)
 
     def release(self) -> None:
-        """Give gathered weights back after a pass without gradients."""
+        """Free the weights that FSDP has gathered for a pass without gradients."""
         if self.sharded:
             self.reshard()

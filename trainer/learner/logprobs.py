@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,13 @@ from cotune.integrations.models.float32 import product, widened_product
 from cotune.trainer.learner.device import to_device
 
 FORBIDDEN = -1e9
-"""The logit of a token that a grammar forbids, or of none: its probability is 0 in fp32, and 0 times it is still 0."""
+"""The logit of a token that a grammar forbids, and of padding. Its probability is 0 in fp32. Unlike -inf, 0 times it
+is still 0."""
 
 CHUNK_BYTES = 4 * 2**20
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}
-"""A chunk has as many tokens as fit their fp32 logits into `CHUNK_BYTES` (a cache), but at least so many, for which
-reading the output embedding pays. About three buffers of a chunk live at a time."""
+"""The fp32 logits of a chunk fit into `CHUNK_BYTES` (a cache). But a chunk has at least `CHUNK_ROWS` tokens, because
+each chunk reads the whole output embedding. About three buffers of a chunk live at a time."""
 
 
 class LogitShaping(NamedTuple):
@@ -34,32 +36,42 @@ class LogitShaping(NamedTuple):
     added_at: Tensor
 
     def apply(self, logits: Tensor, part: slice) -> None:
-        """Change the logits of tokens `part` in place."""
-        for at, change in ((self.bits_at[part], self._forbid), (self.added_at[part], self._add)):
-            changed = (at >= 0).nonzero().squeeze(1)
-            if len(changed):
-                places, numbers = (to_device(each, logits.device) for each in (changed, at[changed]))
-                logits.index_copy_(0, places, change(logits.index_select(0, places), numbers))
+        """Change the logits of the tokens in `part` in place, [tokens of `part`, V]."""
+        _change_rows(logits, self.bits_at[part], self._forbid)
+        _change_rows(logits, self.added_at[part], self._add)
 
-    def _forbid(self, logits: Tensor, at: Tensor) -> Tensor:
-        places = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = (self.bits[at, :, None] >> places & 1).bool().flatten(1)[:, : logits.shape[1]]
+    def _forbid(self, logits: Tensor, masks: Tensor) -> Tensor:
+        """Apply to each row of logits [n, V] the mask with its number in `masks` [n]."""
+        bit = torch.arange(32, dtype=torch.int32, device=logits.device)
+        bits = self.bits[masks, :, None] >> bit & 1  # [n, words, 32]
+        allowed = bits.bool().flatten(1)[:, : logits.shape[1]]
         return logits.masked_fill_(~allowed, FORBIDDEN)
 
-    def _add(self, logits: Tensor, at: Tensor) -> Tensor:
-        return logits + self.added[at]
+    def _add(self, logits: Tensor, biases: Tensor) -> Tensor:
+        """Add to each row of logits [n, V] the bias with its number in `biases` [n]."""
+        return logits + self.added[biases]
+
+
+def _change_rows(logits: Tensor, numbers: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Replace the rows of logits [n, V] that have a mask or bias, in place. `numbers` [n] has the index of it for each
+    row, -1 for none. `change` gets these rows and their indices."""
+    changed = (numbers >= 0).nonzero().squeeze(1)
+    if len(changed):
+        rows = to_device(changed, logits.device)
+        numbers_of_rows = to_device(numbers[changed], logits.device)
+        logits.index_copy_(0, rows, change(logits.index_select(0, rows), numbers_of_rows))
 
 
 class LogitOptions(NamedTuple):
-    """How logits come from hidden states, and how many at once."""
+    """How logits are computed from hidden states."""
 
     shaping: LogitShaping | None
     rows: int
-    """Tokens of a chunk."""
+    """The number of tokens of a chunk."""
     head: Head | None
-    """The output embedding in place of `weight`, if it is not trained."""
+    """The output embedding to use in place of `weight`, if it is not trained."""
     token_ids: int
-    """Only the first so many logits are tokens; the others are padding."""
+    """The number of logits that are tokens. The logits after them are padding."""
 
 
 class Head:
@@ -70,7 +82,7 @@ class Head:
         self._packed = pack(self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] of states [N, H]."""
+        """Return the logits, [N, V], of the hidden states, [N, H]."""
         return exact_product(hidden.bfloat16(), self._packed)
 
 
@@ -80,8 +92,8 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     With z = (W h + b, shaped) / T, log p = z - logsumexp(z) and H = -sum(p log p):
     d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H).
 
-    Where only the hidden states are trained, the forward pass has d log p[y] / dh as well, `slope`: the backward pass
-    needs no logits then, unless the entropy has a gradient.
+    If only the hidden states have a gradient, the forward pass also computes d log p[y] / dh, `slope`. The backward
+    pass then needs no logits, unless the entropy has a gradient.
     """
 
     @staticmethod
@@ -112,7 +124,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             p = z.exp()
             entropy[part] = -torch.linalg.vecdot(p, z)
             if slope is not None:
-                # (onehot(y) - p) / T, in place of p, which no one needs any more.
+                # (onehot(y) - p) / T, written over p, which is not needed any more.
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
                 slope[part] = product(p.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)

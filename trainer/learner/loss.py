@@ -19,11 +19,11 @@ from cotune.runtime.user_code import error_origin
 class Tokens:
     """The response tokens of one pass that count, flattened over rows; every tensor has shape [N].
 
-    `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
-    and of the policy before the update. `row` numbers the row of each token from 0. `weight` is the token's share of
-    the loss (`row_weights`). `entropy` (with gradient) and `reference` are needed by their loss terms only;
-    `exploration` multiplies the weight of `entropy`, where given. There are `rows` rows; a pass gives the number, as
-    to read it from `row` would wait for the GPU.
+    `new`, `sampler` and `old` are log-probabilities in nats: of the weights being trained (with gradient), of the
+    sampler, and of the policy before the update. `row` is the number of each token's row, from 0. `weight` is the
+    token's share of the loss (`row_weights`). Only their loss terms need `entropy` (with gradient) and `reference`, the
+    log-probabilities of a reference policy. `exploration`, if given, multiplies the weight of the entropy. `rows` is
+    the number of rows; a pass gives it, because reading it from `row` would wait for the GPU.
     """
 
     new: Tensor
@@ -38,24 +38,27 @@ class Tokens:
     rows: int | None = None
 
     def detached(self) -> Tokens:
-        """The same without their graph, which holds the memory of the pass."""
+        """Return the tokens without their autograd graph, which holds the memory of the pass."""
         entropy = None if self.entropy is None else self.entropy.detach()
         return replace(self, new=self.new.detach(), entropy=entropy)
 
 
 class LossParts(NamedTuple):
-    """The loss (a scalar), and of each token [N], detached: the ratio, whether the clip holds it, whether the
-    correction was truncated, and k3 of KL(policy || reference), None where no reference is given."""
+    """The loss (a scalar), and figures of each token, [N], all detached from the graph except `loss`."""
 
     loss: Tensor
     ratio: Tensor
+    """The policy ratio."""
     clipped: Tensor
+    """Whether the clip of the loss stops the token's gradient."""
     truncated: Tensor
+    """Whether `tis_cap` has truncated the token's off-policy correction."""
     kl: Tensor | None
+    """k3, an estimate of KL(policy || reference). None without a reference."""
 
 
 KL_SLOPE = 10.0
-"""How steep k3 gets, at most, where the policy is less likely than the reference: as at a quotient of this size."""
+"""k3 is continued along its tangent where reference / policy is above this quotient, so its slope stays below it."""
 
 
 def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
@@ -82,7 +85,7 @@ def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = N
 
 
 def logit_gradients(slope: Tensor, logprob: Tensor, temperature: Tensor) -> Tensor:
-    """Return the length of the loss's gradient at the logits of each token, [N], but for a factor from 1 to sqrt(2).
+    """Return the length of the loss's gradient at the logits of each token, [N], up to a factor between 1 and sqrt(2).
 
     `slope` [N] is the derivative of the loss by the token's log-probability `logprob` [N]. With p = softmax(logits / T)
     the gradient is slope (onehot(y) - p) / T, and the sum of the other tokens' p^2 is at most (1 - p[y])^2. The entropy
@@ -92,17 +95,18 @@ def logit_gradients(slope: Tensor, logprob: Tensor, temperature: Tensor) -> Tens
 
 
 def kept_by_mask(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:
-    """Return which tokens the recipe's mask leaves in, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each.
+    """Return which tokens the recipe's mask keeps, [N]. `mismatch` [N] is log pi_old - log pi_sampler of each token.
 
-    A token stays in if the exp of a mismatch is within the bounds: its own (token), the sum of its row (sequence), or
-    the mean of its row (geometric).
+    A token is kept if the exp of a mismatch is within the bounds: the token's own mismatch (mask "token"), the sum over
+    its row ("sequence"), or the mean over its row ("geometric").
     """
-    low, high = spec.mask_bounds
+    log_quotient = mismatch
     if spec.mask == "sequence":
-        mismatch = _row_sum(mismatch, row)
+        log_quotient = _row_sum(mismatch, row)
     elif spec.mask == "geometric":
-        mismatch = _row_mean(mismatch, row)
-    quotient = mismatch.exp()
+        log_quotient = _row_mean(mismatch, row)
+    quotient = log_quotient.exp()
+    low, high = spec.mask_bounds
     return (quotient >= low) & (quotient <= high)
 
 
@@ -120,12 +124,12 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     """
     if tokens.reference is not None and spec.kl_in == "reward":
         tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (tokens.old - tokens.reference))
-    ratio, correction, truncated = _importance_ratio(spec, tokens)
+    ratio, correction, truncated = _importance_weights(spec, tokens)
     if spec.token_loss:
         gain = -_own_loss(spec.token_loss, tokens)
         clipped = torch.zeros_like(ratio, dtype=torch.bool)
     else:
-        gain, clipped = _clipped_loss(spec, tokens, ratio)
+        gain, clipped = _clipped_gain(spec, tokens, ratio)
     per_token = -correction * gain
     kl = None
     if tokens.reference is not None:
@@ -140,75 +144,90 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     return LossParts(loss, ratio.detach(), clipped, truncated, None if kl is None else kl.detach())
 
 
-def _importance_ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Ratio (with gradient), correction weight (without), and where either was truncated."""
-    cap = float("inf") if spec.tis_cap is None else spec.tis_cap
+class _ImportanceWeights(NamedTuple):
+    """Figures of each token, [N]. See `policy_loss` for the formulas."""
+
+    ratio: Tensor
+    """The policy ratio, with gradient; for ratio "none" new / sampler, without."""
+    correction: Tensor
+    """The weight that corrects for the sampler, without gradient; 1 without `tis_cap`."""
+    truncated: Tensor
+    """Whether `tis_cap` has truncated the correction."""
+
+
+def _importance_weights(spec: LossSpec, tokens: Tokens) -> _ImportanceWeights:
+    """Compute the policy ratio and the off-policy correction of each token."""
     if spec.ratio == "none":
+        # There is no gradient by a ratio. It is a metric, and corrects for the sampler and for earlier steps at once.
         ratio = (tokens.new.detach() - tokens.sampler).exp()
-        correction = torch.ones_like(ratio) if spec.tis_cap is None else ratio.clamp(max=cap)
-        return ratio, correction, ratio > cap
-    change = tokens.new - tokens.old
-    if spec.ratio == "sequence":
-        change = _row_mean(change, tokens.row, tokens.rows)
-    ratio = change.exp()
+        quotient = ratio
+    else:
+        # The ratio compares the policy with itself before the update, which is compared with the sampler separately.
+        change = tokens.new - tokens.old
+        mismatch = tokens.old - tokens.sampler
+        if spec.ratio == "sequence":
+            change = _row_mean(change, tokens.row, tokens.rows)
+            mismatch = _row_mean(mismatch, tokens.row, tokens.rows)
+        ratio = change.exp()
+        quotient = mismatch.exp()
     if spec.tis_cap is None:
-        return ratio, torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
-    mismatch = tokens.old - tokens.sampler
-    if spec.ratio == "sequence":
-        mismatch = _row_mean(mismatch, tokens.row, tokens.rows)
-    mismatch = mismatch.exp()
-    return ratio, mismatch.clamp(max=cap), mismatch > cap
+        return _ImportanceWeights(ratio, torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
+    return _ImportanceWeights(ratio, quotient.clamp(max=spec.tis_cap), quotient > spec.tis_cap)
 
 
-def _clipped_loss(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the negative policy loss of each token, before weights, and whether the clip bounds it."""
+def _clipped_gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the negative policy loss of each token, before weights, and whether the clip stops its gradient."""
     advantage = tokens.advantage
-    none = torch.zeros_like(ratio, dtype=torch.bool)
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     if spec.ratio == "none":
-        return advantage * tokens.new, none
-    value = ratio.detach()
+        return advantage * tokens.new, nowhere
     if spec.style == "none":
-        return ratio * advantage, none
+        return ratio * advantage, nowhere
+
     low, high = 1.0 - spec.clip_low, 1.0 + spec.clip_high
+    below = ratio.detach() < low
+    above = ratio.detach() > high
     if spec.style == "cispo":
-        return value.clamp(low, high) * advantage * tokens.new, (value < low) | (value > high)
-    clipped = ((advantage > 0) & (value > high)) | ((advantage < 0) & (value < low))
+        return ratio.detach().clamp(low, high) * advantage * tokens.new, below | above
+
+    # PPO clips a token only in the direction in which its advantage pushes it.
+    clipped = ((advantage > 0) & above) | ((advantage < 0) & below)
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if spec.dual_clip is not None:
         floor = spec.dual_clip * advantage
-        beyond = (advantage < 0) & (gain.detach() < floor)
-        gain = torch.where(beyond, floor, gain)
-        clipped = clipped | beyond
+        below_floor = (advantage < 0) & (gain.detach() < floor)
+        gain = torch.where(below_floor, floor, gain)
+        clipped = clipped | below_floor
     return gain, clipped
 
 
-def _own_loss(spec: str, tokens: Tokens) -> Tensor:
-    """Return the loss of each token by the user's function."""
+def _own_loss(function: str, tokens: Tokens) -> Tensor:
+    """Return the loss of each token, [N], by the user's `function` ("module:name")."""
     try:
-        loss = own_function("token_loss", spec)(tokens)
+        loss = own_function("token_loss", function)(tokens)
     except Exception as error:
         raise LearnerError(
-            f"{spec} raised {error_text(error)}{error_origin(error)}.", "Correct the function."
+            f"{function} raised {error_text(error)}{error_origin(error)}.", "Correct the function."
         ) from error
     if not isinstance(loss, Tensor) or loss.shape != tokens.new.shape or not loss.requires_grad:
-        cause = f"{spec} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
+        cause = f"{function} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
         raise LearnerError(cause, "Return a tensor of the shape of tokens.new that is computed from it.")
     return loss
 
 
 def _k3(gap: Tensor) -> Tensor:
-    """exp(q) - q - 1; where exp(q) is above KL_SLOPE the tangent there, whose slope is KL_SLOPE - 1."""
+    """Return exp(q) - q - 1 for each `gap` q, [N]. Above exp(q) = KL_SLOPE, it is continued along its tangent there."""
     bounded = gap.clamp(max=math.log(KL_SLOPE))
     return bounded.exp() * (1.0 + gap - bounded) - gap - 1.0
 
 
 def _row_mean(values: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
-    """Mean over each row, given back to each of its tokens."""
+    """Return the mean over its row for each token, [N]. `values` and `row` are [N]."""
     return _row_sum(values, row, rows) / _row_sum(torch.ones_like(values), row, rows)
 
 
 def _row_sum(values: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
-    """Sum over each row, given back to each of its tokens."""
+    """Return the sum over its row for each token, [N]. `values` and `row` are [N]."""
     if rows is None:
         rows = int(row.max()) + 1
     return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)[row]

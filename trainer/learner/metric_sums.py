@@ -12,12 +12,14 @@ from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
 MAXIMA = ("ratio_max", "sampler_gap_max")
-_OF_ALL = (
+"""Figures that are the largest value of any token. All other figures are means over tokens."""
+_OF_TRAINED_TOKENS = (
     "clip_share", "tis_clipped_share", "ratio_mean", "ratio_max", "kl", "sampler_gap_mean", "sampler_gap_max",
     "sampler_kl",
 )  # fmt: skip
-TOKENS_OF = {**dict.fromkeys(_OF_ALL, "tokens"), "entropy": "entropy_tokens"}
-"""The count of the tokens that each figure is a mean, or the largest, of."""
+TOKENS_OF = {**dict.fromkeys(_OF_TRAINED_TOKENS, "tokens"), "entropy": "entropy_tokens"}
+"""For each figure, the name of the count of its tokens. The entropy is also estimated for tokens that no pass
+computes."""
 GRADIENT = "squared_gradients"
 SUMS = ("tokens", "entropy_tokens", GRADIENT, *(name for name in TOKENS_OF if name not in MAXIMA))
 
@@ -26,9 +28,10 @@ class MetricSums:
     """Adds up the reports of `policy_loss`, token by token, by the role of each row."""
 
     def __init__(self, roles: Sequence[str]) -> None:
+        """`roles` has the role of each row."""
         self._names = sorted(set(roles))
-        self._role = torch.tensor([self._names.index(role) for role in roles])
-        self._sums: dict[str, Tensor] = {}
+        self._role = torch.tensor([self._names.index(role) for role in roles])  # [rows] index into _names
+        self._sums: dict[str, Tensor] = {}  # by figure, [roles]: the sum over tokens, or the maximum
         self._computed = 0
 
     def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, gradients: Tensor, *, computed: int) -> None:
@@ -54,27 +57,27 @@ class MetricSums:
             facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": ones}
         if parts.kl is not None:
             facts["kl"] = parts.kl
-        roles = to_device(self._role[torch.tensor(rows)], tokens.row.device)
-        self._add(roles.index_select(0, tokens.row), facts)
+        role_of_row = to_device(self._role[torch.tensor(rows)], tokens.row.device)
+        self._add(role_of_row.index_select(0, tokens.row), facts)
 
     def skip(self, row: Tensor, logprobs: Tensor) -> None:
-        """Count tokens that no pass computes, by their `row` [N] and the sampler's log-probability [N]: the mean of
-        -log pi estimates the entropy."""
+        """Add the entropy of tokens that no pass computes. `row` [N] is the row of each token, and `logprobs` [N] its
+        log-probability under the sampler: the mean of -log pi estimates the entropy."""
         facts = {"entropy": -logprobs, "entropy_tokens": torch.ones_like(logprobs)}
         self._add(to_device(self._role[row], logprobs.device), facts)
 
-    def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
-        """Add values of tokens, [N] by name, to the figures of their roles. `owner` [N] has the number of each token's
+    def _add(self, role: Tensor, facts: Mapping[str, Tensor]) -> None:
+        """Add values of tokens, [N] by figure, to the figures of their roles. `role` [N] has the index of each token's
         role."""
         for name, values in facts.items():
             before = self._sums.get(name)
             if name in MAXIMA:
-                maxima = values.new_zeros(len(self._names)).scatter_reduce(0, owner, values, "amax")
+                maxima = values.new_zeros(len(self._names)).scatter_reduce(0, role, values, "amax")
                 self._sums[name] = maxima if before is None else torch.maximum(before, maxima)
             else:
                 # float32 loses counts above 2^24.
                 sums = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
-                sums.index_add_(0, owner, values.double())
+                sums.index_add_(0, role, values.double())
                 self._sums[name] = sums if before is None else before + sums
 
     def metrics(self, group: ProcessGroup) -> dict[str, float]:
@@ -84,7 +87,7 @@ class MetricSums:
         `computed_tokens` is the number of tokens that the passes of all ranks have put through the model.
         """
         sums = self._sum_over_ranks(group)
-        metrics = _means({name: _pool(name, values) for name, values in sums.items()})
+        metrics = _means({name: _over_roles(name, values) for name, values in sums.items()})
         if len(self._names) > 1:
             for index, role in enumerate(self._names):
                 of_role = _means({name: float(values[index]) for name, values in sums.items()})
@@ -108,27 +111,34 @@ class MetricSums:
         }
 
     def _sum_over_ranks(self, group: ProcessGroup) -> dict[str, Tensor]:
-        """Return sums and maxima over all ranks, for each name that any rank has counted: a rank may have no rows."""
-        empty = torch.zeros(len(self._names), dtype=torch.float64)
+        """Return sums and maxima over all ranks, [roles] by figure. "tokens" is always among them, and each figure that
+        any rank has counted: a rank may have no rows."""
         names = (*SUMS, *MAXIMA)
-        counted_by_any = group.max(torch.tensor([float(name in self._sums) for name in names])).tolist()
-        of_rank = {name: self._sums.get(name, empty).double().cpu() for name in names}
-        sums = dict(zip(SUMS, group.sum(torch.stack([of_rank[name] for name in SUMS])), strict=True))
-        maxima = dict(zip(MAXIMA, group.max(torch.stack([of_rank[name] for name in MAXIMA])), strict=True))
-        reduced: dict[str, Tensor] = {}
-        for name, counted in zip(names, counted_by_any, strict=True):
+        was_counted = group.max(torch.tensor([float(name in self._sums) for name in names])).tolist()
+
+        # All ranks must exchange tensors of the same shape, so figures that this rank has not counted are zeros.
+        zeros = torch.zeros(len(self._names), dtype=torch.float64)
+        of_rank = {name: self._sums.get(name, zeros).double().cpu() for name in names}
+        sums = group.sum(torch.stack([of_rank[name] for name in SUMS]))  # [figures, roles]
+        maxima = group.max(torch.stack([of_rank[name] for name in MAXIMA]))
+
+        over_ranks: dict[str, Tensor] = {}
+        for name, counted, values in zip(names, was_counted, torch.cat([sums, maxima]), strict=True):
             if counted or name == "tokens":
-                reduced[name] = sums[name] if name in sums else maxima[name]
-        return reduced
+                over_ranks[name] = values
+        return over_ranks
 
 
-def _pool(name: str, values: Tensor) -> float:
+def _over_roles(name: str, values: Tensor) -> float:
+    """Return the sum of a figure over the roles, or its maximum. `values` is [roles]."""
     return float(values.max() if name in MAXIMA else values.sum())
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
+    """Return `tokens`, and each figure that has any tokens: its mean over them, or its maximum."""
     means = {"tokens": sums["tokens"]}
-    for name, counted in TOKENS_OF.items():
-        if name in sums and (count := sums[counted]):
-            means[name] = sums[name] if name in MAXIMA else sums[name] / count
+    for name, count_name in TOKENS_OF.items():
+        if name not in sums or not sums[count_name]:
+            continue
+        means[name] = sums[name] if name in MAXIMA else sums[name] / sums[count_name]
     return means

@@ -18,19 +18,26 @@ def floating_point_operations(layer_parameters: int, tokens: int, *, all_trained
 
 
 def model_utilization(model: PolicyModel, tokens: int, seconds: float) -> dict[str, float]:
-    """`mfu`, from 0 to 1, of an update that put so many tokens through the model; nothing without a known GPU."""
+    """Return `mfu`, from 0 to 1, of an update that put `tokens` through the model in `seconds`. It is left out on a CPU
+    and on an unknown GPU."""
     if model.device.type != "cuda":
         return {}
     rates = rates_of(torch.cuda.get_device_name(model.device))
     if rates is None:
         return {}
-    ends = {id(module.weight) for module in _embedding_parameters(model)}
-    held = [p for p in model.network.parameters() if id(p) not in ends]
-    layers = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in held)  # of four bits two are in a byte
-    return {
-        "mfu": floating_point_operations(layers, tokens, all_trained=model.adapter is None) / (rates.bfloat16 * seconds)
+    operations = floating_point_operations(_layer_parameters(model), tokens, all_trained=model.adapter is None)
+    return {"mfu": operations / (rates.bfloat16 * seconds)}
+
+
+def _layer_parameters(model: PolicyModel) -> int:
+    """Return the number of parameters without both embeddings."""
+    embeddings = {
+        id(model.network.get_input_embeddings().weight),
+        id(model.network.get_output_embeddings().weight),
     }
-
-
-def _embedding_parameters(model: PolicyModel) -> list[torch.nn.Module]:
-    return [model.network.get_input_embeddings(), model.network.get_output_embeddings()]
+    total = 0
+    for parameter in model.network.parameters():
+        if id(parameter) not in embeddings:
+            # Weights of four bits are stored as bytes with two weights each.
+            total += parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
+    return total

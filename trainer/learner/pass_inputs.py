@@ -23,34 +23,39 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True)
 class PassInputs:
-    """Rows, and arrays of the machine's memory for their N response tokens, rows in order.
-
-    `places` [N] are the tokens of the tree whose states predict them. Without a tree rows are padded.
-    """
+    """The rows of a pass, and arrays in the host's memory for their N response tokens, rows in order."""
 
     rows: Sequence[TrainRow]
     targets: npt.NDArray[np.int64]
+    """[N] the ids of the response tokens."""
     temperatures: npt.NDArray[np.float32]
+    """[N] the temperatures at which they were sampled."""
     tree: TokenTree | None = None
+    """The tree of the rows' tokens. Without it, the rows are padded."""
     blocks: Sequence[Block] = ()
-    """Empty for FlexAttention, which needs none."""
+    """The tree's blocks of attention. Empty for FlexAttention, which needs none."""
     places: npt.NDArray[np.int64] | None = None
+    """[N] the number, in the tree, of the token whose state predicts each response token."""
 
     @property
     def computed(self) -> int:
-        """How many tokens go through the network."""
+        """The number of tokens that go through the network."""
         return pass_tokens(self.rows, shared=False) if self.tree is None else len(self.tree.tokens)
 
 
 def prepare_pass(rows: Sequence[TrainRow], *, shared: bool, flex: bool) -> PassInputs:
-    """The inputs of a pass over rows. `shared`: common beginnings are computed once, in a tree. `flex`: the network
-    attends by FlexAttention."""
+    """Prepare the inputs of a pass over rows.
+
+    With `shared`, common beginnings of rows are computed once, in a tree. `flex` says whether the network attends by
+    FlexAttention.
+    """
     targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])
     temperatures = np.repeat([np.float32(row.temperature) for row in rows], lengths_of(rows))
     if not shared:
         return PassInputs(rows, targets, temperatures)
     tree = token_tree([tokens_of(row) for row in rows])
     blocks: list[Block] = [] if flex else attention_blocks(tree)
+    # A state predicts the next token: the states of a response begin at the last token of its prompt.
     places = [path[len(row.prompt_ids) - 1 :] for path, row in zip(tree.paths, rows, strict=True)]
     return PassInputs(rows, targets, temperatures, tree, blocks, np.concatenate(places))
 

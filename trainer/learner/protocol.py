@@ -26,7 +26,7 @@ class Learner(Protocol):
         ...
 
     def has_room(self, tokens: int) -> bool:
-        """Whether passes of so many tokens fit into the memory that is free now."""
+        """Whether passes of this number of tokens fit into the memory that is free now."""
         ...
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
@@ -43,8 +43,8 @@ class Learner(Protocol):
         ...
 
     def adopt(self, policy: str, weights: Weights) -> None:
-        """Continue from these weights, with the names of `weights`. The optimizer does not change. Raises RunError if
-        they have another shape."""
+        """Replace the policy's weights by these, whose names are the ones that `Learner.weights` returns. The optimizer
+        does not change. Raises RunError if a name is missing or a shape differs."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -55,8 +55,8 @@ class Learner(Protocol):
         ...
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore a checkpoint of `save`, except for policies that are `new`, which do not change. Raises RunError if
-        it does not fit this learner."""
+        """Restore a checkpoint of `save`. Policies in `new` are not in the checkpoint, and do not change. Raises
+        RunError if the checkpoint does not fit this learner."""
         ...
 
     def begin_profile(self) -> None:
@@ -64,13 +64,13 @@ class Learner(Protocol):
         ...
 
     def end_profile(self, file: Path | None) -> None:
-        """Stop it and write its trace to `file` (.json.gz); without a file, discard it. Raises RuntimeError and
-        OSError."""
+        """Stop the profiler and write its trace to `file` (.json.gz); without a file, discard the trace. Raises
+        RuntimeError and OSError."""
         ...
 
 
 class LearnerAround:
-    """A learner around `inner`. It changes some calls, and passes all others on."""
+    """A base for learners that change some calls of another learner, `inner`. It passes all calls on unchanged."""
 
     def __init__(self, inner: Learner) -> None:
         self.inner = inner
@@ -114,7 +114,7 @@ class Teacher(Protocol):
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Its counts so far, for example of `retried` requests."""
+        """The teacher's counts so far, for example of `retried` requests."""
         ...
 
     def logprobs(self, rows: Sequence[TrainRow]) -> Sequence[npt.NDArray[np.float32] | None]:

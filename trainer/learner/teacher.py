@@ -20,7 +20,7 @@ from cotune.trainer.learner.memory.pass_size import MOST, PassSize
 
 
 class LocalTeacher:
-    """A model in this process. `logprobs` may be called from any thread, one at a time runs."""
+    """A model in this process. `logprobs` may be called from any thread; calls run one after the other."""
 
     counters: Mapping[str, float] = {}
 
@@ -34,24 +34,29 @@ class LocalTeacher:
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """As `Teacher.logprobs`."""
         with self._lock, torch.no_grad():
-            return self._size.fitting(lambda: self._scores(rows), lambda: None)
+            return self._size.fitting(lambda: self._logprobs_in_passes(rows), lambda: None)
 
-    def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
-        """Compute the log-probabilities of each row's response tokens, in passes of the present size, in the order of
-        `rows`."""
-        scores: dict[int, npt.NDArray[np.float32]] = {}
-        for part in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
-            part_rows = [rows[i] for i in part]
-            values = self._model(part_rows)[0].cpu()  # one wait for the device per pass
-            for i, row_values in zip(part, values.split(lengths_of(part_rows)), strict=True):
-                scores[i] = row_values.numpy()
-        return [scores[i] for i in range(len(rows))]
+    def _logprobs_in_passes(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
+        """Compute the log-probabilities of each row's response tokens, in passes of the present size."""
+        logprobs_by_row: dict[int, npt.NDArray[np.float32]] = {}
+        for row_numbers in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
+            rows_of_pass = [rows[number] for number in row_numbers]
+            logprobs, _ = self._model(rows_of_pass)
+            # One copy for the whole pass, so that the host waits for the device only once.
+            by_row = logprobs.cpu().split(lengths_of(rows_of_pass))
+            for number, logprobs_of_row in zip(row_numbers, by_row, strict=True):
+                logprobs_by_row[number] = logprobs_of_row.numpy()
+        return [logprobs_by_row[number] for number in range(len(rows))]
 
 
 def check_tokenizers(teacher: str, tokenizer: Any, models: Mapping[str, str]) -> None:
-    """Raises ConfigError unless all models have the tokens of the teacher's `tokenizer` under the same ids. Each of
-    `models` has the field that names its teacher."""
+    """Raises ConfigError unless all models have the tokens of the teacher's `tokenizer` under the same ids.
+
+    `models` has, for each model, the setting that names its teacher.
+    """
     for model, field in models.items():
         if tokenizer_of(model).get_vocab() != tokenizer.get_vocab():
             fault = f"has another tokenizer than {model}"
-            raise ConfigError(field, teacher, fault, "Take a larger model of its family.")
+            raise ConfigError(
+                field, teacher, fault, f"Choose a teacher with the tokenizer of {model}: a larger model of its family."
+            )

@@ -27,14 +27,14 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 @dataclass(frozen=True)
 class Update:
-    """The data that the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row
-    without an advantage only counts in the denominators. `weight` [R] is the share of each token of a row in the loss
-    of its mini-batch."""
+    """The data that the optimizer steps of one update share."""
 
     model: PolicyModel
     tokens: UpdateTokens
     passed: Sequence[bool]
+    """[R] whether each row goes through the model. A row without an advantage only counts in the denominators."""
     weight: Tensor
+    """[R] the share of each token of a row in the loss of its mini-batch."""
     sums: MetricSums
 
 
@@ -45,15 +45,13 @@ class UpdateTokens:
         tokens      a b c  d e  f
         row [N]     0 0 0  1 1  2      `at([2, 0])` = 5 0 1 2
 
-    `advantages` has the advantages of each row's tokens, if a critic has computed them; else each token has the
-    advantage of its row. `counted` [N] says which tokens count: they are not masked in their row and not rejected by
-    the loss's mask. Other tokens have no gradient and are in no denominator and no metric. `moves` [R] says which rows
-    have an advantage.
+    `counted` [N] says which tokens count: they are not masked in their row and not rejected by the loss's mask. Other
+    tokens have no gradient and are in no denominator and no metric. `moves` [R] says which rows have an advantage.
     """
 
     def __init__(self, rows: Sequence[TrainRow], loss: LossSpec, advantages: Sequence[Floats] | None = None) -> None:
-        """Flatten `rows` into tensors. `advantages` [R] has an array of the advantages of each row's tokens, if a
-        critic computed them."""
+        """Flatten `rows` into tensors. `advantages` has the advantages of each row's tokens, if a critic has computed
+        them. Without it, each token has the advantage of its row."""
         lengths = lengths_of(rows)
         self.rows = rows
         self.old: Tensor | None = None
@@ -62,7 +60,7 @@ class UpdateTokens:
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        self.sampler = _concatenate([array("f", row.logprobs) for row in rows])  # reads a tuple faster than numpy
+        self.sampler = _concatenate([array("f", row.logprobs) for row in rows])  # array reads a tuple fastest
         if advantages is None:
             self.moves = [bool(row.advantage) for row in rows]
             self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
@@ -72,9 +70,9 @@ class UpdateTokens:
         self._temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         unmasked = np.ones(len(self.row), np.bool_)
-        for number, row in enumerate(rows):
+        for row, start, end in zip(rows, self._starts[:-1], self._starts[1:], strict=True):
             if row.loss_mask:
-                unmasked[self._starts[number] : self._starts[number + 1]] = row.loss_mask
+                unmasked[start:end] = row.loss_mask
         self._unmasked = torch.from_numpy(unmasked)
         self.counted = self._unmasked
         self._figures = torch.full((2, len(self.row)), torch.nan)  # [log pi, entropy] of each token, once computed
@@ -82,8 +80,8 @@ class UpdateTokens:
         self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
-        """The places of these rows' tokens in the flat tensors, in the order of `rows`."""
-        return torch.cat([torch.arange(*self._starts[i : i + 2]) for i in rows])
+        """Return the indices of these rows' tokens in the flat tensors, in the order of `rows`."""
+        return torch.cat([torch.arange(self._starts[row], self._starts[row + 1]) for row in rows])
 
     def compare(self, old: Tensor | None) -> None:
         """Store log pi before the update, `old`, and leave out the tokens that the loss's mask rejects."""
@@ -102,41 +100,46 @@ class UpdateTokens:
     @cached_property
     def trajectory_lengths(self) -> Tensor:
         """The number of tokens that count in the trajectory of each row, [R]."""
-        _, numbers = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
-        trajectory = torch.from_numpy(numbers)
-        return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, trajectory, self.lengths)[trajectory]
+        _, trajectory_numbers = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
+        trajectory_of_row = torch.from_numpy(trajectory_numbers)
+        # There are at most as many trajectories as rows.
+        sums = torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, trajectory_of_row, self.lengths)
+        return sums[trajectory_of_row]
 
     def weights(self, batches: Sequence[Sequence[int]]) -> Tensor:
-        """Return the weight of each token of a row in the loss of its mini-batch, [R], and 0 for rows in none.
+        """Return the weight of each token of a row in the loss of its mini-batch, [R]; 0 for rows in no mini-batch.
 
-        `batches` has the rows of each mini-batch. With `balance = "equal"` the rows of each role are scaled.
+        `batches` has the numbers of the rows of each mini-batch. With `balance = "equal"`, the rows of each role are
+        scaled.
         """
         weight = torch.zeros(len(self.rows))
         for batch in batches:
-            places = torch.tensor(batch)
-            weight[places] = row_weights(self.loss, self.lengths[places], self.trajectory_lengths[places])
+            rows = torch.tensor(batch)
+            weight[rows] = row_weights(self.loss, self.lengths[rows], self.trajectory_lengths[rows])
         if self.loss.balance == "equal":
             weight *= self._role_factors(weight)
         return weight
 
     def _role_factors(self, weight: Tensor) -> Tensor:
-        """Return the factors by which `weight` [R] gives the gradients of all roles the same length, [R].
+        """Return a factor for the weight of each row, [R], with which the gradients of all roles have the same length.
 
-        A role without an advantage keeps its weight.
+        `weight` [R] has the weights without the factors. A role without an advantage keeps its weight.
         """
-        # The gradients of the first optimizer step, by what is known before it: there the policy ratio is 1, and the
-        # sampler's log-probabilities are about the policy's own.
+        # Estimate the gradients of the first optimizer step before it is computed. The policy ratio is 1 there, and the
+        # sampler's log-probabilities are close to the policy's.
         slope = weight[self.row] * self._advantage
-        squared = logit_gradients(slope, self.sampler, self._temperature[self.row]).double().square()
-        names = sorted({row.role for row in self.rows})
-        role = torch.tensor([names.index(row.role) for row in self.rows])
-        counted_squares = torch.where(self.counted, squared, 0.0)
-        lengths = torch.zeros(len(names), dtype=torch.float64).index_add(0, role[self.row], counted_squares).sqrt()
-        factors = torch.ones(len(names))
-        learning = lengths > 0
-        if learning.any():
-            factors[learning] = (lengths[learning].mean() / lengths[learning]).float()
-        return factors[role]
+        gradients = logit_gradients(slope, self.sampler, self._temperature[self.row]).double()
+        squares = torch.where(self.counted, gradients.square(), 0.0)  # [N]
+
+        # The length of a role's gradient is about the root of the sum of these squares: see `MetricSums`.
+        roles = sorted({row.role for row in self.rows})
+        role_of_row = torch.tensor([roles.index(row.role) for row in self.rows])
+        lengths = torch.zeros(len(roles), dtype=torch.float64).index_add(0, role_of_row[self.row], squares).sqrt()
+        factors = torch.ones(len(roles))
+        has_gradient = lengths > 0
+        if has_gradient.any():
+            factors[has_gradient] = (lengths[has_gradient].mean() / lengths[has_gradient]).float()
+        return factors[role_of_row]
 
     def temperatures(self, rows: Sequence[int]) -> Tensor:
         """Return the sampling temperature of the tokens of these rows that count, [N], on the CPU."""
@@ -144,14 +147,15 @@ class UpdateTokens:
         return self._temperature[self.row[at[self.counted[at]]]]
 
     def masked_share(self) -> dict[str, float]:
-        """Return `masked_share`: the share of tokens that the loss rejects, of the tokens that the rows' masks leave
-        in. With several roles, each role also has one, as `<role>/masked_share`."""
+        """Return `masked_share`: of the tokens that the rows' own masks keep, the share that the loss's mask rejects.
+        With several roles, each role also has one, as `<role>/masked_share`."""
         unmasked = Counter[str]()
         counted = Counter[str]()
-        unmasked_of_rows = self._per_row(self._unmasked).tolist()
-        for number, (row, length) in enumerate(zip(self.rows, self.lengths.tolist(), strict=True)):
-            unmasked[row.role] += unmasked_of_rows[number]
-            counted[row.role] += length
+        unmasked_of_row = self._per_row(self._unmasked).tolist()
+        counted_of_row = self.lengths.tolist()
+        for number, row in enumerate(self.rows):
+            unmasked[row.role] += unmasked_of_row[number]
+            counted[row.role] += counted_of_row[number]
         shares = {"masked_share": 1.0 - counted.total() / max(unmasked.total(), 1)}
         if len(unmasked) > 1:
             for role in sorted(unmasked):
@@ -161,65 +165,79 @@ class UpdateTokens:
     def of_pass(
         self, rows: Sequence[int], weight: Tensor, *, new: Tensor, entropy: Tensor, untrained: Tensor | None
     ) -> Tokens:
-        """Return the tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its
-        row. `new`, `entropy` and `untrained` have all tokens of the pass, in its order, on its device."""
+        """Return the tokens of a pass over `rows` that count, N of them.
+
+        `weight` [R] is the share of each token of a row in the loss. `new`, `entropy` and `untrained` [tokens of the
+        pass] are the results of the pass, on its device: log-probabilities and entropies under the trained weights, and
+        log-probabilities under the untrained ones.
+        """
         device = new.device
         tokens_of_pass = self.at(rows)
         counted = self.counted[tokens_of_pass]
-        at = tokens_of_pass[counted]
-        row = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
+        at = tokens_of_pass[counted]  # [N] indices into the tensors of the update
+        row_in_pass = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
 
-        # The places are computed on the CPU: a mask on the GPU would make the host wait for their number.
-        places = to_device(counted.nonzero().squeeze(1), device)
-        new = new.index_select(0, places)
-        entropy = entropy.index_select(0, places)
-        current = new.detach()
-        old = current if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
+        # [N] indices into the results of the pass. They are computed on the CPU: a mask on the GPU would make the host
+        # wait for the number of tokens.
+        at_in_pass = to_device(counted.nonzero().squeeze(1), device)
+        new_counted = new.index_select(0, at_in_pass)
+        current = new_counted.detach()
+        # Where log pi before the update is not stored, the weights have not changed since: it is the current one.
+        old = current
+        if self.old is not None:
+            stored = self.old.index_select(0, to_device(at, self.old.device))
+            old = torch.where(stored.isnan(), current, stored)
+
+        reference: Tensor | None = None
         if self._teacher is not None:
-            reference: Tensor | None = to_device(self._teacher[at], device)
-        else:
-            reference = None if untrained is None else untrained.index_select(0, places)
+            reference = to_device(self._teacher[at], device)
+        elif untrained is not None:
+            reference = untrained.index_select(0, at_in_pass)
         return Tokens(
-            new=new,
+            new=new_counted,
             sampler=to_device(self.sampler[at], device),
             advantage=to_device(self._advantage[at], device),
             exploration=to_device(self._exploration[self.row[at]], device),
             weight=to_device(weight[self.row[at]], device),
-            row=to_device(row, device),
-            old=torch.where(old.isnan(), current, old),
-            entropy=entropy,
+            row=to_device(row_in_pass, device),
+            old=old,
+            entropy=entropy.index_select(0, at_in_pass),
             reference=reference,
             rows=len(rows),
         )
 
     def note(self, rows: Sequence[int], tokens: Tokens) -> None:
-        """Store the figures of a pass for its tokens that count, for `seen`."""
-        at = self.at(rows)
+        """Store the figures of a pass over `rows` for `seen`. `tokens` are its tokens that count."""
         if tokens.entropy is not None:
-            self._pending_figures.append(
-                (at[self.counted[at]], torch.stack([tokens.new, tokens.entropy]).detach().float())
-            )
+            tokens_of_pass = self.at(rows)
+            at = tokens_of_pass[self.counted[tokens_of_pass]]
+            figures = torch.stack([tokens.new, tokens.entropy]).detach().float()
+            self._pending_figures.append((at, figures))
 
     def seen(self, group: ProcessGroup) -> dict[str, CandidateTokens]:
-        """Return the figures of the tokens, by the id of their row. Rows that no pass has computed are left out."""
+        """Return the figures of the tokens that `note` has stored on any rank, by the id of their row. Rows without any
+        are left out."""
         for at, values in self._pending_figures:  # copied only now, so that no pass has waited for the GPU
             self._figures[:, at] = values.cpu()
         self._pending_figures.clear()
-        # Each rank has computed some tokens: add up their figures and the number of ranks.
-        computed = ~self._figures[0].isnan()
-        summed = group.sum(torch.cat([torch.where(computed, self._figures, 0.0), computed[None].float()]))
-        new, entropy, count = (part.numpy() for part in summed.cpu())
-        gaps = np.where(count > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
-        entropies = np.where(count > 0, entropy, np.nan).astype(np.float16)
-        parts = zip(np.split(gaps, self._starts[1:-1]), np.split(entropies, self._starts[1:-1]), strict=True)
+
+        # Each token is computed by one rank at most. The others add 0 to its figures.
+        computed_here = ~self._figures[0].isnan()
+        figures_here = torch.where(computed_here, self._figures, 0.0)
+        summed = group.sum(torch.cat([figures_here, computed_here[None].float()])).cpu()  # [3, N]
+        new, entropy, ranks = (values.numpy() for values in summed)
+        gaps = np.where(ranks > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
+        entropies = np.where(ranks > 0, entropy, np.nan).astype(np.float16)
+
         figures: dict[str, CandidateTokens] = {}
-        for row, (row_gaps, row_entropies) in zip(self.rows, parts, strict=True):
-            if not np.isnan(row_gaps).all():
-                figures[row.id] = CandidateTokens(row_gaps, row_entropies)
+        for row, start, end in zip(self.rows, self._starts[:-1], self._starts[1:], strict=True):
+            if not np.isnan(gaps[start:end]).all():
+                figures[row.id] = CandidateTokens(gaps[start:end], entropies[start:end])
         return figures
 
-    def _per_row(self, chosen: Tensor) -> Tensor:
-        return torch.bincount(self.row[chosen], minlength=len(self.rows))
+    def _per_row(self, selected: Tensor) -> Tensor:
+        """Count the tokens of each row for which `selected` [N] is true, [R]."""
+        return torch.bincount(self.row[selected], minlength=len(self.rows))
 
 
 def _concatenate(parts: Sequence[Sequence[float] | npt.NDArray[np.floating]]) -> Tensor:
@@ -230,5 +248,5 @@ def _teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
     """[tokens] log pi_teacher of each response token, rows in order, float32, in nats. Raises GroupError."""
     for row in rows:
         if len(row.reference) != len(row.response_ids):
-            raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
+            raise GroupError(f"No teacher has scored row {row.id} of role {row.role!r}.", "Set distill.teacher.")
     return _concatenate([row.reference for row in rows])
