@@ -1,7 +1,7 @@
 """A trial on the GPU, before the first update, of the two ways in which a network can attend over token trees.
 
-Which one is faster depends on the GPU and the versions of torch and Triton, so it is measured. Both round
-differently, so the verdict is kept in the state folder: a run that is resumed or repeated on this machine attends in
+Which one is faster depends on the GPU and the versions of torch and Triton, so it is measured. The two round
+differently, so the verdict is stored in the state folder: a run that is resumed or repeated on this machine attends in
 the same way.
 """
 
@@ -36,32 +36,36 @@ KIND = "attention_trials"
 SCALE = 128
 """The timed tree has 32 times as many tokens: 4,096, about a pass of a few episodes."""
 ROUNDS = 5
-"""The fastest of so many rounds counts, after one that compiles and warms up."""
+"""The number of timed rounds, of which the fastest counts. One more round before them compiles and warms up."""
 CLEARLY_FASTER = 0.9
 """FlexAttention must take at most this share of the time of blocks. It compiles kernels for half a minute or more,
 which a small gain does not pay for, and repeated measurements differ by some percent."""
 TOLERANCE = {torch.float32: 3e-3}
-"""How far outputs and gradients may be apart, as a share of their norm. Tensor cores round float32 to TF32."""
+"""The largest allowed difference of outputs and gradients, as a share of their norm. Tensor cores round float32 to
+TF32."""
 HALF_TOLERANCE = 5e-2
-"""The same in half precision."""
+"""The tolerance in half precision."""
 
 _SOURCE = hashlib.sha256(Path(tree_attention.__file__).read_bytes()).hexdigest()
-"""A verdict holds for the code that it was made with."""
+"""The digest of the code that the trial measures. A stored verdict is used only with the same code."""
 
 Attention = BlockedAttention | FlexAttention
 States = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """Heads of queries, heads of keys and values, and the width of a head."""
+    """The size of a network's attention."""
 
     heads: int
+    """Heads of queries."""
     groups: int
+    """Heads of keys and values."""
     width: int
+    """The width of a head."""
 
 
 class _OtherValues(Exception):
-    """FlexAttention does not compute what blocks compute."""
+    """FlexAttention computes other values than `BlockedAttention`."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +76,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefers_flex(network: Any, dtype: torch.dtype, *, autocast: bool, group: ProcessGroup) -> bool:
-    """Whether `network`, trained in `dtype` on a GPU, attends over trees faster by FlexAttention.
+    """Whether `network`, trained in `dtype` on a GPU, attends over trees faster by FlexAttention than in blocks.
 
     Always False on a CPU, and for networks whose values have another width than their queries. Rank 0 decides for all
     ranks of `group`, so all must call this.
@@ -83,13 +87,14 @@ def prefers_flex(network: Any, dtype: torch.dtype, *, autocast: bool, group: Pro
     shape = attention_shape(network.config.get_text_config())
     if shape is None:
         return False
-    chosen = group.rank == 0 and tried_once(shape, device, dtype, autocast=autocast).flex
-    return bool(group.max(torch.tensor([int(chosen)], device=device)).item())
+    is_faster = group.rank == 0 and tried_once(shape, device, dtype, autocast=autocast).flex
+    # The other ranks contribute 0, so the maximum is the verdict of rank 0.
+    return bool(group.max(torch.tensor([int(is_faster)], device=device)).item())
 
 
 def attention_shape(config: Any) -> AttentionShape | None:
-    """The shape of a network's attention; None for multi-head latent attention (MLA), whose queries and values differ
-    in width. The trial does not cover it."""
+    """Return the shape of a network's attention. None for multi-head latent attention (MLA), whose queries and values
+    differ in width: the trial does not cover it."""
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -101,9 +106,10 @@ def attention_shape(config: Any) -> AttentionShape | None:
 
 @cache
 def tried_once(shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool) -> Verdict:
-    """The verdict of an earlier trial on this kind of GPU with these versions, or of one that is made now.
+    """Return the stored verdict of an earlier trial on this kind of GPU with these versions, or make a trial now.
 
-    A trial that failed is made again by the next run: a compiler may be installed, or memory free, by then.
+    The verdict of a trial that failed is not stored. The next run makes the trial again: by then, a compiler may be
+    installed or memory may be free.
     """
     gpu = torch.cuda.get_device_name(device)
     key = msgspec.json.encode([shape, str(dtype), autocast, gpu, str(torch.__version__), _triton_version(), _SOURCE])
@@ -132,11 +138,11 @@ def _triton_version() -> str:
 def try_flex(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, autocast: bool
 ) -> tuple[Verdict, bool]:
-    """Run both kinds of attention forward and backward, and log which is taken and why. Also return whether the trial
-    was completed, so that its verdict lasts.
+    """Run both kinds of attention forward and backward, choose one, and log why. Returns the verdict, and whether the
+    trial was completed, so that its verdict can be stored.
 
-    FlexAttention is not taken if it fails, for example without Triton, with too little shared memory for its backward
-    kernel, or if memory runs out; nor if it computes other values or is not clearly faster.
+    FlexAttention is not chosen if it fails, for example without Triton, with too little shared memory for its backward
+    kernel, or if memory runs out. It is not chosen either if it computes other values or is not clearly faster.
     """
     try:
         # Kernels are compiled for trees of any size, but specially for one block. The last tree is the timed one.
@@ -178,19 +184,22 @@ def two_turns(scale: int) -> list[list[int]]:
     """
     token = 0
 
-    def fresh_states(count: int) -> list[int]:
+    def new_tokens(count: int) -> list[int]:
         nonlocal token
         token += count
         return list(range(token - count, token))
 
-    prompt = fresh_states(8 * scale)
-    answers = [fresh_states(3 * scale // 2) for _ in range(8)]
-    second_prompt = prompt + answers[0] + fresh_states(4 * scale)
-    return [prompt + answer for answer in answers[1:]] + [second_prompt + fresh_states(scale) for _ in range(8)]
+    prompt = new_tokens(8 * scale)
+    answers = [new_tokens(3 * scale // 2) for _ in range(8)]
+    second_prompt = prompt + answers[0] + new_tokens(4 * scale)
+    first_turn = [prompt + answer for answer in answers[1:]]
+    second_turn = [second_prompt + new_tokens(scale) for _ in range(8)]
+    return first_turn + second_turn
 
 
 def _random_states(shape: AttentionShape, tokens: int, device: torch.device, dtype: torch.dtype) -> States:
-    """Queries [1, heads, tokens, width], and keys and values [1, groups, tokens, width], all with gradients."""
+    """Return random queries [1, heads, tokens, width], and keys and values [1, groups, tokens, width], all with
+    gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def states(heads: int) -> Tensor:
@@ -201,27 +210,30 @@ def _random_states(shape: AttentionShape, tokens: int, device: torch.device, dty
 
 
 def _forward_and_backward(attention: Attention, states: States) -> list[Tensor]:
-    """The output [tokens, heads, width], and the gradients of `states`."""
+    """Return the output [tokens, heads, width] of the attention, and the gradients of `states`."""
     output = attention(*states, None)
     return [output, *torch.autograd.grad(output.float().square().sum(), states)]
 
 
 def _check_equal(flex: FlexAttention, blocks: BlockedAttention, states: States) -> None:
-    """Raises _OtherValues unless outputs, with and without a gradient, and gradients agree."""
-    found = _forward_and_backward(flex, states)
+    """Raise _OtherValues unless both kinds of attention have equal gradients and outputs, the latter also without
+    gradients."""
+    computed = _forward_and_backward(flex, states)
     expected = _forward_and_backward(blocks, states)
-    with torch.no_grad():  # a kernel of its own
-        found.append(flex(*states, None))
+    with torch.no_grad():  # FlexAttention then uses another kernel
+        computed.append(flex(*states, None))
         expected.append(expected[0])
     tolerance = TOLERANCE.get(states[0].dtype, HALF_TOLERANCE)
-    for one, other in zip(found, expected, strict=True):
-        if not (one.float() - other.float()).norm() <= tolerance * other.float().norm():
+    for values, expected_values in zip(computed, expected, strict=True):
+        difference = values.float() - expected_values.float()
+        # Written so that it also raises for NaN.
+        if not difference.norm() <= tolerance * expected_values.float().norm():
             raise _OtherValues("it computes other values")
 
 
 def fastest_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of `ROUNDS` rounds, with the time of the host to start the kernels."""
-    wait: Callable[[], object] = contextlib.nullcontext
+    """Return the seconds of the fastest of `ROUNDS` rounds. They include the time of the host to start the kernels."""
+    wait: Callable[[], object] = contextlib.nullcontext  # a CPU has nothing to wait for
     if device.type == "cuda":
         wait = torch.cuda.synchronize
     work()

@@ -27,9 +27,9 @@ SILU = ("SiLU", "SiLUActivation")
 """The names of this function in torch and transformers."""
 NARROW = 256
 MANY_ROWS = 2**15
-"""Liger has another kernel for norms up to this width and from this number of rows on: for queries and keys."""
+"""Liger has another kernel for norms up to the width `NARROW` and from `MANY_ROWS` rows on: for queries and keys."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Most difference between output and gradients and the ones of transformers, as a share of their norm."""
+"""The largest allowed difference of outputs and gradients from those of transformers, as a share of their norm."""
 
 
 class KernelDiffers(Exception):
@@ -37,8 +37,11 @@ class KernelDiffers(Exception):
 
 
 def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a network that is trained in `dtype` on a GPU compute by fused kernels. If they are missing or fail a trial,
-    forward and backward, on that GPU, the network stays as it is, and the log says why."""
+    """Let a network that is trained in `dtype` on a GPU compute by fused kernels.
+
+    The kernels are first tried forward and backward on that GPU. If they are missing or fail the trial, the network
+    stays as it is, and the log says why.
+    """
     if device.type != "cuda":
         return
     try:
@@ -51,8 +54,8 @@ def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
             "Fused kernels cannot be used here (%s): updates launch more kernels than they need", error_text(error)
         )
         return
-    for module, forward in replaced:
-        module.forward = forward
+    for module, fused_forward in replaced:
+        module.forward = fused_forward
 
 
 def fused_forwards(
@@ -66,6 +69,7 @@ def fused_forwards(
     replacements: list[tuple[Any, Callable[..., Any]]] = []
     tried_kinds: set[tuple[Any, ...]] = set()
     for module in network.modules():
+        rotary_forward = _rotary_forward(module)
         if _is_norm(module):
             kind: tuple[Any, ...] = (type(module), module.weight.shape, module.weight.dtype)
             if kind not in tried_kinds:
@@ -76,34 +80,38 @@ def fused_forwards(
             if kind not in tried_kinds:
                 _try_gated(module, kernels, device, dtype)
             replacements.append((module, partial(_fused_gated, kernels, module)))
-        elif (forward := _rotary_forward(module)) is not None:
+        elif rotary_forward is not None:
             kind = (type(module), module.head_dim)
             if kind not in tried_kinds:
-                _try_rotary(forward.__globals__[ROTARY], module, kernels, device, dtype)
-            replacements.append((module, MethodType(_with_fused_rotary(forward, kernels), module)))
+                _try_rotary(rotary_forward.__globals__[ROTARY], module, kernels, device, dtype)
+            replacements.append((module, MethodType(_with_fused_rotary(rotary_forward, kernels), module)))
         else:
-            continue
+            continue  # no kernel for this module
         tried_kinds.add(kind)
     return replacements
 
 
 def _is_norm(module: Any) -> bool:
-    return (
-        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and hasattr(module, "weight")
-    )
+    """Whether the module is an RMSNorm with the attributes that transformers gives it."""
+    is_rms_norm = type(module).__name__.endswith("RMSNorm")
+    return is_rms_norm and hasattr(module, "variance_epsilon") and hasattr(module, "weight")
 
 
 def _is_gated(module: Any) -> bool:
-    """Whether it is a feed-forward layer of the form down(silu(gate(x)) * up(x))."""
-    parts = dict(module.named_children())
-    return set(parts) == {"gate_proj", "up_proj", "down_proj", "act_fn"} and type(parts["act_fn"]).__name__ in SILU
+    """Whether the module is a feed-forward layer of the form down(silu(gate(x)) * up(x))."""
+    children = dict(module.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    return type(children["act_fn"]).__name__ in SILU
 
 
 def _rotary_forward(module: Any) -> FunctionType | None:
-    """The `forward` of an attention that rotates its queries and keys by the usual function, else None."""
+    """Return the `forward` of an attention that rotates its queries and keys by `ROTARY`; None for other modules."""
     forward = type(module).forward
-    rotates = isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
-    return forward if rotates and ROTARY in forward.__globals__ and hasattr(module, "head_dim") else None
+    if not isinstance(forward, FunctionType) or not hasattr(module, "head_dim"):
+        return None
+    calls_rotation = ROTARY in forward.__code__.co_names and ROTARY in forward.__globals__
+    return forward if calls_rotation else None
 
 
 def _fused_norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
@@ -116,20 +124,22 @@ def _fused_gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
 
 
 def _with_fused_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
-    """Return a copy of the function with another rotation. Its module does not change, as samplers in this process use
-    it."""
-    plain = forward.__globals__[ROTARY]
+    """Return a copy of an attention's `forward` that rotates by the fused kernel.
+
+    The Python module that defines `forward` does not change, because samplers in this process use it.
+    """
+    original_rotation = forward.__globals__[ROTARY]
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
-        # The trial has seen whole heads, along the usual axes. Early versions of Liger rotate parts of heads wrongly.
+        # The trial covers whole heads along the usual axes. Early versions of Liger rotate parts of heads wrongly.
         if args or options or cos.shape[-1] != query.shape[-1]:
-            return plain(query, key, cos, sin, *args, **options)
+            return original_rotation(query, key, cos, sin, *args, **options)
         return kernels.rotate(query, key, cos, sin)
 
     names = {**forward.__globals__, ROTARY: rotate}
-    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    changed.__kwdefaults__ = forward.__kwdefaults__
-    return changed
+    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    return fused
 
 
 def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
@@ -138,7 +148,10 @@ def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.
     layer = copy.copy(module)
     layer._parameters = {"weight": _random_tensor(tuple(module.weight.shape), device, module.weight.dtype)}
     width = module.weight.shape[-1]
-    for rows in (24, MANY_ROWS) if width <= NARROW else (24,):
+    row_counts = [24]
+    if width <= NARROW:
+        row_counts.append(MANY_ROWS)
+    for rows in row_counts:
         x = _random_tensor((1, rows, width), device, dtype)
         _check_equal(layer, partial(_fused_norm, kernels, layer), [x], [layer.weight], type(module).__name__)
 
@@ -165,25 +178,28 @@ def _try_rotary(
 ) -> None:
     """Compare the fused rotation of queries and keys with `rotation`, the model's function, at the sizes of this
     attention. Raises KernelDiffers if they differ."""
-    config = module.config
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    states = []
-    for heads in (config.num_attention_heads, groups):
-        states.append(_random_tensor((1, 24, heads, module.head_dim), device, dtype))
+    query_heads = module.config.num_attention_heads
+    key_heads = getattr(module.config, "num_key_value_heads", None) or query_heads
+    query = _random_tensor((1, 24, query_heads, module.head_dim), device, dtype)
+    key = _random_tensor((1, 24, key_heads, module.head_dim), device, dtype)
+    # Both halves of a head are rotated by the same angles.
     angles = _random_tensor((1, 24, module.head_dim // 2), device, torch.float32).detach()
-    cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    angles = torch.cat([angles, angles], -1)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
 
     def rotate_both(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
-        # Times 1: the kernel changes its input in place.
-        rotated = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
-        return torch.cat([part.flatten() for part in rotated])
+        # Times 1 copies the input, because the kernel changes it in place.
+        rotated_query, rotated_key = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
+        return torch.cat([rotated_query.flatten(), rotated_key.flatten()])
 
-    _check_equal(
-        partial(rotate_both, rotation), partial(rotate_both, kernels.rotate), states, [], "the rotary embedding"
-    )
+    plain = partial(rotate_both, rotation)
+    fused = partial(rotate_both, kernels.rotate)
+    _check_equal(plain, fused, [query, key], [], "the rotary embedding")
 
 
 def _random_tensor(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the same normal random numbers in each call, with a gradient."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
@@ -195,14 +211,18 @@ def _check_equal(
     weights: list[Tensor],
     name: str,
 ) -> None:
-    """Raise KernelDiffers if outputs or gradients of the two functions differ."""
-    results: list[list[Tensor]] = []
-    for function in (plain, fused):
+    """Raise KernelDiffers if the two functions differ in their output for `inputs`, or in the gradients of `inputs` and
+    `weights`. `name` is the name of the replaced module, for the error."""
+
+    def output_and_gradients(function: Callable[..., Tensor]) -> list[Tensor]:
         output = function(*inputs)
+        # Random factors: the gradients of a plain sum would hide differences.
         factors = _random_tensor(tuple(output.shape), output.device, output.dtype).detach()
         gradients = torch.autograd.grad((output * factors).sum(), [*inputs, *weights])
-        results.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
+        return [output.detach().float(), *(gradient.float() for gradient in gradients)]
+
     tolerance = TOLERANCE.get(inputs[0].dtype, 2e-2)
-    for expected, computed in zip(*results, strict=True):
+    for expected, computed in zip(output_and_gradients(plain), output_and_gradients(fused), strict=True):
+        # Written so that it also raises for NaN.
         if not (computed - expected).norm() <= tolerance * expected.norm():
             raise KernelDiffers(f"the kernel for {name} computes other values")

@@ -14,9 +14,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 JOINT_BRANCHES = 4
-"""Branches of one path attend together if all of them together have at most 1 / JOINT_BRANCHES of the tokens of their
-shared path. The keys of the shared path are then stored once, and about 1 / JOINT_BRANCHES of the scores are not
-needed."""
+"""Branches of one trunk attend together if all of them together have at most 1 / JOINT_BRANCHES of the tokens of the
+path that they share. The keys of this path are then stored once, and about 1 / JOINT_BRANCHES of the scores are
+computed without need."""
 MOST_PADDING = 1.3
 """Blocks of different sizes attend in one call if it computes at most this many times the scores that are needed ..."""
 FREE_SCORES = 4096
@@ -27,26 +27,27 @@ twice."""
 
 
 class Segment(NamedTuple):
-    """Tokens `start` to `end` of a tree: each the child of the one before it, the first of the last of `ancestors`.
-
-    `trunk` is the number of the segment that the branch leaves, -1 for a root.
-    """
+    """A run of tokens of a tree without branches inside: each token is the child of the token before it."""
 
     start: int
+    """The number of the first token."""
     end: int
+    """One more than the number of the last token."""
     ancestors: Ints
+    """The numbers of the tokens on the path from a root to the segment. The first token is a child of the last of
+    them."""
     trunk: int
+    """The number of the segment from which this segment branches off; -1 for a root."""
 
 
 class TokenTree(NamedTuple):
     """The distinct tokens of sequences: equal beginnings are stored once.
 
-    `tokens` and `depths` [T] (int64) have the id and the depth of each token, by its number. `paths` has the numbers of
-    each sequence's tokens, sequences in order. `segments` cover all tokens in order, long ones first, so that a branch
-    comes after its trunk.
+    `tokens` and `depths` [T] (int64) have the id and the depth of each token, by its number. `paths` has, for each
+    sequence, the numbers of its tokens. `segments` cover all tokens in order, and a branch comes after its trunk.
 
-    `places` [T] is the place of each token in a depth-first walk, and `lasts` [T] the last place below it. A token sees
-    another one if its own place is between the place and the last place of that one.
+    `places` [T] is the place of each token in a depth-first walk, and `lasts` [T] is the last place in the subtree
+    below it. So token a is an ancestor of token b, or b itself, if places[a] <= places[b] <= lasts[a].
     """
 
     tokens: Ints
@@ -67,27 +68,28 @@ def sort_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[int], Ints]
 
 
 def token_array(sequence: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Token ids as an array. `array` reads a tuple several times faster than numpy does."""
+    """Return token ids as an array. `array` reads a tuple several times faster than numpy does."""
     return np.frombuffer(array("i", sequence), np.int32)
 
 
 def _sort_paths(arrays: Sequence[npt.NDArray[np.int32]]) -> tuple[list[int], Ints]:
-    keys = [tokens.astype(">i4").tobytes() for tokens in arrays]  # bytes in the order of the numbers
+    """See `sort_sequences`."""
+    # Big-endian bytes sort in the order of the ids.
+    keys = [tokens.astype(">i4").tobytes() for tokens in arrays]
     order = sorted(range(len(keys)), key=lambda number: keys[number])
     common = [common_length(arrays[first], arrays[second]) for first, second in pairwise(order)]
     return order, np.asarray([0, *common][: len(order)], np.int64)
 
 
 def common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many first tokens two sequences have in common."""
+    """Return the number of first tokens that two sequences have in common."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
-    """Build the tree of sequences, none of which may be empty. A longer sequence is the trunk of shorter ones that
-    branch off it."""
+    """Build the tree of sequences, which must not be empty. Shorter sequences branch off longer ones."""
     arrays = [token_array(sequence) for sequence in sequences]
     # `order` has the numbers of the sequences in lexicographic order. A rank is an index into it. `common[rank]` is the
     # number of first tokens that the sequence of this rank shares with the one of the rank before.
@@ -179,10 +181,11 @@ def hidden_keys(place: Any, first: Any, last: Any) -> Any:
 
 
 class Block(NamedTuple):
-    """Queries that attend in one call, padded: `queries` [B, q] and `keys` [B, k] are numbers of tokens.
+    """Tokens that attend in one call, as B rows that are padded to the same length.
 
+    `queries` [B, q] and `keys` [B, k] are numbers of tokens, and `real` [B, q] says which queries are not padding.
     `spans` says which keys a query sees. A padded query sees its first key, and no query sees a padded key. Without
-    `spans`, each query sees all keys up to its own. `real` [B, q] says which queries are not padding.
+    `spans`, each query sees all keys up to its own.
     """
 
     queries: Ints
@@ -193,33 +196,39 @@ class Block(NamedTuple):
 
 def attention_blocks(tree: TokenTree) -> list[Block]:
     """Return the blocks of attention. Each token of the tree is a query in one block, and sees only itself and its
-    ancestors."""
+    ancestors.
+
+    A unit is a list of segments that attend together (`_attention_units`), and becomes a row of a block.
+    """
     units = _attention_units(tree.segments)
     # Branches come before roots, as only roots need no mask. Within both, the largest come first: neighbours then have
     # similar sizes, and little of a block is padding.
-    units.sort(key=lambda unit: (bool(len(unit[0].ancestors)), _count_keys(unit), _count_queries(unit)), reverse=True)
+    units.sort(key=lambda unit: (_is_branch(unit), _count_keys(unit), _count_queries(unit)), reverse=True)
     blocks = []
-    batch = [units[0]]  # units of the next block
-    needed = _count_queries(units[0]) * _count_keys(units[0])
+    units_of_block = [units[0]]
+    needed = _count_queries(units[0]) * _count_keys(units[0])  # scores of the block without padding
     for unit in units[1:]:
-        area = _count_queries(unit) * _count_keys(unit)
-        widest = max(_count_queries(unit), *(_count_queries(other) for other in batch))
-        padded = (len(batch) + 1) * widest * _count_keys(batch[0])
-        both_have_ancestors = bool(len(unit[0].ancestors)) == bool(len(batch[0][0].ancestors))
-        if both_have_ancestors and padded <= max(
-            MOST_PADDING * (needed + area), needed + area + FREE_SCORES * len(batch)
-        ):
-            batch.append(unit)
-            needed += area
+        needed_with_unit = needed + _count_queries(unit) * _count_keys(unit)
+        most_queries = max(_count_queries(unit), *(_count_queries(other) for other in units_of_block))
+        most_keys = _count_keys(units_of_block[0])
+        padded_with_unit = (len(units_of_block) + 1) * most_queries * most_keys
+        allowed = max(MOST_PADDING * needed_with_unit, needed_with_unit + FREE_SCORES * len(units_of_block))
+        if _is_branch(unit) == _is_branch(units_of_block[0]) and padded_with_unit <= allowed:
+            units_of_block.append(unit)
+            needed = needed_with_unit
         else:
-            blocks.append(_build_block(batch, tree))
-            batch = [unit]
-            needed = area
-    return [*blocks, _build_block(batch, tree)]
+            blocks.append(_build_block(units_of_block, tree))
+            units_of_block = [unit]
+            needed = _count_queries(unit) * _count_keys(unit)
+    return [*blocks, _build_block(units_of_block, tree)]
 
 
 def _attention_units(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments that attend together: branches of one trunk, the deepest first; a root alone."""
+    """Divide segments into units that attend together.
+
+    Branches of one trunk may form a unit, with the deepest first: see `JOINT_BRANCHES`. Any other segment is a unit of
+    its own.
+    """
     units: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: (s.trunk, -len(s.ancestors))):
         if units and segment.trunk >= 0 and units[-1][0].trunk == segment.trunk:
@@ -233,37 +242,45 @@ def _attention_units(segments: Sequence[Segment]) -> list[list[Segment]]:
     return units
 
 
+def _is_branch(unit: Sequence[Segment]) -> bool:
+    """Whether a unit branches off a trunk. Otherwise it is a root."""
+    return len(unit[0].ancestors) > 0
+
+
 def _count_queries(unit: Sequence[Segment]) -> int:
     return sum(segment.end - segment.start for segment in unit)
 
 
 def _count_keys(unit: Sequence[Segment]) -> int:
+    # The first segment is the deepest, so its ancestors are the ancestors of all.
     return len(unit[0].ancestors) + _count_queries(unit)
 
 
 def _build_block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
-    """Build one block of `units`, a row of the block for each, padded to the longest unit."""
+    """Build the block of `units`, with a row for each unit, padded to the longest one."""
     rows = len(units)
     most_queries = max(map(_count_queries, units))
     most_keys = max(map(_count_keys, units))
-    queries, keys = np.zeros((rows, most_queries), np.int64), np.zeros((rows, most_keys), np.int64)
+    queries = np.zeros((rows, most_queries), np.int64)
+    keys = np.zeros((rows, most_keys), np.int64)
     real = np.zeros(queries.shape, np.bool_)
+    # The spans of padded keys are empty: they begin after every place of the tree.
     place = np.zeros(queries.shape, np.int32)
-    first, last = np.full(keys.shape, len(tree.tokens), np.int32), np.zeros(keys.shape, np.int32)
-    # Roots see all keys up to their own: no mask.
-    roots = all(not len(unit[0].ancestors) for unit in units)
-    for index, unit in enumerate(units):
+    first = np.full(keys.shape, len(tree.tokens), np.int32)
+    last = np.zeros(keys.shape, np.int32)
+    for row, unit in enumerate(units):
         unit_queries = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
         unit_keys = np.concatenate([unit[0].ancestors, unit_queries])
-        queries[index, : len(unit_queries)] = unit_queries
-        real[index, : len(unit_queries)] = True
-        keys[index, : len(unit_keys)] = unit_keys
-        if not roots:
-            place[index] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
-            place[index, : len(unit_queries)] = tree.places[unit_queries]
-            first[index, : len(unit_keys)] = tree.places[unit_keys]
-            last[index, : len(unit_keys)] = tree.lasts[unit_keys]
-    return Block(queries, keys, real, None if roots else Spans(place, first, last))
+        queries[row, : len(unit_queries)] = unit_queries
+        real[row, : len(unit_queries)] = True
+        keys[row, : len(unit_keys)] = unit_keys
+        place[row] = tree.places[unit_keys[0]]  # also of padding, which then sees its first key
+        place[row, : len(unit_queries)] = tree.places[unit_queries]
+        first[row, : len(unit_keys)] = tree.places[unit_keys]
+        last[row, : len(unit_keys)] = tree.lasts[unit_keys]
+    # Roots see all keys up to their own, so they need no spans.
+    spans = Spans(place, first, last) if any(map(_is_branch, units)) else None
+    return Block(queries, keys, real, spans)
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
@@ -280,10 +297,13 @@ def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:
     best = np.zeros(len(lengths) + 1, np.int64)
     start_of = [0]
     for end in range(1, len(lengths) + 1):
+        # The longest part that ends here and fits begins at `first`. A part has one sequence at least.
         first = min(int(np.searchsorted(starts, ends[end] - budget)), end - 1)
         costs = best[first:end] + common[first:end] + price
         start_of.append(first + int(costs.argmin()))
         best[end] = costs.min()
+
+    # Follow the starts back from the last sequence.
     cuts = [len(lengths)]
     while cuts[-1]:
         cuts.append(start_of[cuts[-1]])
@@ -323,9 +343,10 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
 
 
 def _distinct_token_sums(lengths: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Sums to count distinct tokens: the sequences from `start` to `end` have ends[end] - starts[start] of them.
+    """Return two arrays that count distinct tokens: the sequences from `start` to `end` have
+    ends[end] - starts[start] distinct tokens.
 
-    `ends` is [n + 1] and `starts` is [n]; both rise.
+    `ends` is [n + 1] and `starts` is [n]. Both are in ascending order.
     """
     ends = np.concatenate([[0], (lengths - common).cumsum()])
     return ends, ends[:-1] - common
