@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 class ProcessGroup(Protocol):
-    """The processes that train the same weights together, seen from the one with number `rank` of `size`."""
+    """The processes that train the same weights together. This process has the number `rank` of `size`."""
 
     rank: int
     size: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over all ranks, of the same shape on each."""
+        """Return the elementwise sum over all ranks. `values` must have the same shape on each."""
         ...
 
     def max(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over all ranks, of the same shape on each."""
+        """Return the elementwise maximum over all ranks. `values` must have the same shape on each."""
         ...
 
 
@@ -38,12 +38,12 @@ class SingleProcess:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, for which all ranks must call this; any other tensor as it is."""
+    """Return the whole of a sharded tensor; any other tensor as it is. All ranks must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor (may be empty); any other tensor as it is."""
+    """Return this rank's part of a sharded tensor, which may be empty; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -52,17 +52,19 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into one that may be sharded."""
-    if is_sharded(target):
-        from torch.distributed.tensor import distribute_tensor
+    """Copy a whole tensor, `source`, which every rank has, into `target`, which may be sharded."""
+    if not is_sharded(target):
+        target.copy_(source)
+        return
+    from torch.distributed.tensor import distribute_tensor
 
-        source = source.to(device=target.device, dtype=target.dtype)
-        source = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(source)
+    whole = source.to(device=target.device, dtype=target.dtype)
+    # src_data_rank None: each rank takes its part of its own copy, and nothing is sent.
+    target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
 
 
 def clip_gradients(parameters: Sequence[Tensor], limit: float) -> float:
-    """Scale the gradients to an L2 norm of at most `limit` (0: as they are); returns the norm that they had."""
+    """Scale the gradients to an L2 norm of at most `limit`; 0 means no limit. Returns the norm before scaling."""
     if not parameters:
         return 0.0
     norm = gather(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
@@ -71,5 +73,5 @@ def clip_gradients(parameters: Sequence[Tensor], limit: float) -> float:
 
 
 def total_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the L2 norm of all tensors together. Each rank may hold a part of a tensor."""
+    """Return the L2 norm of all tensors together. Tensors may be sharded."""
     return float(gather(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])))

@@ -33,7 +33,7 @@ from cotune.trainer.learner.policy_model import PolicyModel
 log = logging.getLogger(__name__)
 
 LARGE = 1000.0
-"""The largest logit of the check of the output embedding: far above every cap that models put on theirs."""
+"""The largest logit in the check of the output embedding: far above every cap of known models."""
 SEED_STRIDE = 7919
 """Sets the seeds of a run's policies so far apart that neighbouring seeds of two runs share none."""
 
@@ -48,53 +48,72 @@ def open_policy_models(
     empty: bool = False,
     device_name: str | None = None,
 ) -> dict[str, PolicyModel]:
-    """The trained policies by name; frozen and provider policies are left out.
+    """Load the models of the trained policies, by name. Frozen and provider policies are left out.
 
-    With `empty` they have all modules and no weights: these are on torch's meta device, and take no memory.
-
-    They are on the learner's device, or on another that `device_name` names.
-    A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). The initial weights of a
-    policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
-    Raises ConfigError for a model that cannot be trained this way.
+    They are on the learner's device, or on `device_name`. With `empty` they have all modules but no weights: their
+    tensors are on torch's meta device, and take no memory. A `full` model in `reference` keeps a frozen copy; an
+    adapter's reference is its base. The initial weights of a policy's adapter depend only on `seed` and on its number
+    among the trained policies. Raises ConfigError for a model that cannot be trained this way.
     """
     device = torch.device("meta") if empty else _torch_device(device_name or settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
-    shared: dict[str, tuple[Any, LogprobModel]] = {}
+    adapters_of_base: dict[str, PolicyModel] = {}
     with torch.random.fork_rng(devices=[]):
         for index, spec in enumerate(trained):
             torch.manual_seed(seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), settings)
-                frozen = (
-                    _load(path, "float32", device, settings).requires_grad_(False) if spec.name in reference else None
-                )
-                copy = None if frozen is None else LogprobModel(frozen, settings)
-                opened[spec.name] = PolicyModel(spec, index, network, frozen_copy=copy)
+                has_reference = spec.name in reference
+                opened[spec.name] = _open_full(spec, index, path, device, settings, has_reference=has_reference)
             else:
-                adapter = f"policy{index}"
-                if path in shared:
-                    with _built_on(device):
-                        shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
-                else:
-                    base = _load(path, settings.precision, device, settings)
-                    with _built_on(device):
-                        base = add_adapter(base, spec, adapter)
-                    shared[path] = (base, LogprobModel(base.get_base_model(), settings))
-                base, network = shared[path]
-                opened[spec.name] = PolicyModel(spec, index, network, peft=base, adapter=adapter)
+                # Adapters of one base share its network.
+                policy = _open_adapter(spec, index, path, device, settings, adapters_of_base.get(path))
+                adapters_of_base[path] = opened[spec.name] = policy
     if not opened:
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
-    for policy in {id(p.network): p for p in opened.values()}.values():
-        if not empty:
-            _check_head(policy.network)
+    if not empty:
+        for network in {id(policy.network): policy.network for policy in opened.values()}.values():
+            _check_head(network)
     if settings.shared_prompts:
         for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
-            log.warning("%s: %s. Rows compute what they have in common each.", kind, why)
+            log.warning("%s: %s. Common beginnings of rows are computed for each row.", kind, why)
     return opened
+
+
+def _open_full(
+    spec: PolicySpec, index: int, path: str, device: torch.device, settings: LearnerSettings, *, has_reference: bool
+) -> PolicyModel:
+    """Load the network of a `full` policy, and a frozen copy of it if its loss needs the untrained policy."""
+    network = LogprobModel(_freeze_vision(_load(path, "float32", device, settings)), settings)
+    frozen_copy: LogprobModel | None = None
+    if has_reference:
+        frozen_network = _load(path, "float32", device, settings).requires_grad_(False)
+        frozen_copy = LogprobModel(frozen_network, settings)
+    return PolicyModel(spec, index, network, frozen_copy=frozen_copy)
+
+
+def _open_adapter(
+    spec: PolicySpec,
+    index: int,
+    path: str,
+    device: torch.device,
+    settings: LearnerSettings,
+    other: PolicyModel | None,
+) -> PolicyModel:
+    """Add the adapter of a `lora` policy to its base: to the base of `other`, another policy with the same base, or to
+    one that is loaded now."""
+    adapter = f"policy{index}"
+    if other is not None:
+        with _built_on(device):
+            other.peft.add_adapter(adapter, _lora_config(spec, other.network))
+        return PolicyModel(spec, index, other.logprob_model, peft=other.peft, adapter=adapter)
+    base = _load(path, settings.precision, device, settings)
+    with _built_on(device):
+        peft = add_adapter(base, spec, adapter)
+    return PolicyModel(spec, index, LogprobModel(peft.get_base_model(), settings), peft=peft, adapter=adapter)
 
 
 def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]) -> list[str]:
@@ -105,8 +124,8 @@ def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Poli
 
 
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
-    """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
-    not all that makes its logits."""
+    """Load a model that is not trained, in the learner's precision. Raises ConfigError, also if its logits are not just
+    its output embedding times the last hidden state."""
     network = _load(model, settings.precision, _torch_device(settings.device), settings)
     _check_head(network)
     return LogprobModel(network.requires_grad_(False), settings)
@@ -119,7 +138,7 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    more = quantization(settings)
+    quantized = quantization(settings)  # empty for weights of 16 bits and more
     allow_tf32(device)
     try:
         with errors_of_model(path):
@@ -129,10 +148,13 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
                 with device:
                     return kind.from_config(config, dtype=getattr(torch, dtype), **loading_options()).eval()
             # A system that runs out of memory kills the process instead of refusing the memory.
-            if not more and weight_bytes(path, dtype) > machine_memory()[0]:
+            free, _ = machine_memory()
+            if not quantized and weight_bytes(path, dtype) > free:
                 raise _does_not_fit(path, dtype, torch.device("cpu"), settings)
-            network = kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **more)
-        return (network if more else network.to(device)).eval()
+            network = kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **quantized)
+        if not quantized:  # quantized weights are loaded onto the device
+            network = network.to(device)
+        return network.eval()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -140,18 +162,18 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
 
 
 def _built_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, modules are made without weights if `device` is the meta device."""
+    """Return a context in which modules are made without weights if `device` is the meta device."""
     return device if device.type == "meta" else contextlib.nullcontext()
 
 
 def weight_bytes(path: str, dtype: str) -> int:
-    """Bytes that the weights of a model take; 0 for a file of another form than safetensors."""
+    """Return the bytes of a model's weights. 0 if they are not in safetensors files."""
     itemsize: int = getattr(torch, dtype).itemsize
     return count_parameters(locate_model(path)) * itemsize
 
 
 def _does_not_fit(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> LearnerError:
-    """The error for a model whose weights find no memory."""
+    """Return the error for a model whose weights do not fit into memory."""
     size = ""
     if settings.quantize == "none":
         size = f" Its weights take {weight_bytes(path, dtype) / 1e9:.1f} GB in {dtype}."
@@ -177,9 +199,11 @@ def allow_tf32(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def _freeze_sight(network: Any) -> Any:
-    """Of a network that sees images, train the language model and its output embedding only."""
-    if prefix := language_prefix(network):
+def _freeze_vision(network: Any) -> Any:
+    """Freeze all weights of a network that sees images, except its language model and its output embedding. Other
+    networks do not change. Returns the network."""
+    prefix = language_prefix(network)
+    if prefix:
         head = {id(parameter) for parameter in network.get_output_embeddings().parameters()}
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(name.startswith(prefix) or id(parameter) in head)
@@ -187,25 +211,31 @@ def _freeze_sight(network: Any) -> Any:
 
 
 def _lora_config(spec: PolicySpec, network: Any) -> Any:
-    """Raises ConfigError for targets that the network has no layers for; of the default ones it needs some."""
+    """Return PEFT's configuration of a policy's adapter. Raises ConfigError for targets that are not layers of the
+    network, and for embeddings."""
     from peft import LoraConfig
 
     lora = spec.lora
-    names = [name for name, _ in network.named_modules()]
     if "lm_head" in lora.targets:
         raise ConfigError(
             "lora.targets", lora.targets, "names the output embedding, which stays as it is", "Remove lm_head."
         )
     embedding = network.get_input_embeddings()
+    target_layers = {target.rpartition(".")[2] for target in lora.targets}
     for name, module in network.named_modules():
-        if module is embedding and name.rpartition(".")[2] in {target.rpartition(".")[2] for target in lora.targets}:
+        layer = name.rpartition(".")[2]
+        if module is embedding and layer in target_layers:
             fault = f"of policy {spec.name!r} names the input embedding, which stays as it is"
-            raise ConfigError("lora.targets", lora.targets, fault, f"Remove {name.rpartition('.')[2]}.")
+            raise ConfigError("lora.targets", lora.targets, fault, f"Remove {layer}.")
+
+    names = [name for name, _ in network.named_modules()]
     missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    if missing and (lora.targets != ALL_LINEAR or len(missing) == len(lora.targets)):
-        layers = dict.fromkeys(filter(None, (_linear_layer_name(*named) for named in network.named_modules())))
+    # The default targets have the layers of several architectures, of which a network has only some.
+    uses_default = lora.targets == ALL_LINEAR
+    if missing and (not uses_default or len(missing) == len(lora.targets)):
         fault = f"of policy {spec.name!r} are not layers of its base, {network.config.name_or_path}"
-        raise ConfigError("lora.targets", ", ".join(missing), fault, f"Choose from {', '.join(layers)}.")
+        remedy = f"Choose from {', '.join(_linear_layer_names(network))}."
+        raise ConfigError("lora.targets", ", ".join(missing), fault, remedy)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -216,16 +246,20 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
     )
 
 
-def _linear_layer_name(name: str, module: Any) -> str:
-    """Return the last part of the name of a linear layer; an empty text for layers of an adapter and other modules."""
-    parts = name.split(".")
-    if any(part == "base_layer" or part.startswith("lora_") for part in parts):
-        return ""
-    return parts[-1] if type(module).__name__ in ("Linear", "Conv1D") else ""
+def _linear_layer_names(network: Any) -> list[str]:
+    """Return the last parts of the names of all linear layers, each once, without layers of adapters."""
+    names: dict[str, None] = {}
+    for name, module in network.named_modules():
+        parts = name.split(".")
+        is_of_adapter = any(part == "base_layer" or part.startswith("lora_") for part in parts)
+        if type(module).__name__ in ("Linear", "Conv1D") and not is_of_adapter:
+            names[parts[-1]] = None
+    return list(names)
 
 
 def add_adapter(network: Any, spec: PolicySpec, adapter: str) -> Any:
-    """The network as a PEFT model with this adapter. Raises ConfigError for targets that it does not have."""
+    """Return the network as a PEFT model with an adapter of this name. Raises ConfigError for targets that are not
+    layers of the network."""
     from peft import get_peft_model
 
     try:
@@ -239,7 +273,8 @@ def add_adapter(network: Any, spec: PolicySpec, adapter: str) -> Any:
 def _check_head(network: Any) -> None:
     """Raises ConfigError unless the logits are the output embedding times the last hidden state.
 
-    The embedding's outputs are made large for this, so that a cap or a scale after it shows whatever the weights' size.
+    Some models cap or scale the logits after the embedding. A cap changes small logits only slightly, so a hook makes
+    the embedding's outputs large.
     """
     head = network.get_output_embeddings()
     ids = torch.tensor([[0, 1]], device=head.weight.device)
@@ -247,7 +282,7 @@ def _check_head(network: Any) -> None:
         states = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
         expected = torch.nn.functional.linear(states, head.weight, head.bias)
         factor = LARGE / max(float(expected.abs().max()), 1e-30)
-        hook = head.register_forward_hook(lambda module, given, output: output * factor)
+        hook = head.register_forward_hook(lambda module, inputs, output: output * factor)
         try:
             logits = network(input_ids=ids, use_cache=False).logits
         finally:
@@ -259,10 +294,11 @@ def _check_head(network: Any) -> None:
 
 
 def _torch_device(name: str) -> torch.device:
+    """Return the device of the setting `device`. Raises ConfigError if this machine does not have it."""
     if name == "auto":
         name = usual_device()
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
         remedy = 'Set CUDA_VISIBLE_DEVICES to another GPU, or to "" to train on the CPU.'
         raise ConfigError("device", name, f"is not a torch device of this machine ({error})", remedy) from None

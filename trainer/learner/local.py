@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,7 +45,7 @@ from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import needing_untrained
-from cotune.trainer.learner.loss import logit_gradients, policy_loss
+from cotune.trainer.learner.loss import LossParts, Tokens, logit_gradients, policy_loss
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import PassSizes, giving_back
 from cotune.trainer.learner.memory.products import open_joined
@@ -58,52 +59,89 @@ Batches = Sequence[Sequence[int]]
 
 
 CPU_THREADS = torch.get_num_threads()
-"""Torch's own number, the cores or OMP_NUM_THREADS, from before a learner of this process has changed it."""
+"""Torch's default, the number of cores or OMP_NUM_THREADS, before a learner of this process has changed it."""
 
 
 def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings) -> None:
-    """Let torch compute with one thread on the CPU if the models are small: their passes are too short to divide.
+    """Set the number of threads with which torch computes on the CPU, unless the settings name it.
 
-    For others it has all threads, also after a run in this process whose models were small.
+    Small models get one thread, because their passes are too short to divide. Others get all threads, also after a run
+    in this process whose models were small.
     """
     threads = settings.threads
     if threads is None:
-        small = all(_trainable_parameters(model) < LARGE for model in models.values())
-        threads = 1 if small else CPU_THREADS
+        all_small = all(_count_parameters(model) < LARGE for model in models.values())
+        threads = 1 if all_small else CPU_THREADS
     torch.set_num_threads(threads)
 
 
+def _count_parameters(model: PolicyModel) -> int:
+    return sum(parameter.numel() for parameter in model.network.parameters())
+
+
 def _batches_with_tokens(batches: Batches, lengths: Sequence[int]) -> list[list[int]]:
-    """The mini-batches without rows that have no counted token, and without mini-batches that have no other row."""
+    """Return the mini-batches without the rows that have no token that counts, and without mini-batches that are then
+    empty. `lengths` [R] has the number of tokens of each row that count."""
     with_tokens = []
     for batch in batches:
-        rows = [i for i in batch if lengths[i]]
+        rows = [row for row in batch if lengths[row]]
         if rows:
             with_tokens.append(rows)
     return with_tokens
 
 
-def _trainable_parameters(model: PolicyModel) -> int:
-    return sum(parameter.numel() for parameter in model.network.parameters())
-
-
 @dataclass
 class OptimizerSteps:
-    """The optimizer steps of an update, one for each mini-batch: the norms of their gradients (0 for a step without
-    any), this rank's part of their losses [steps], and the number of steps with activation checkpointing."""
+    """The optimizer steps of an update, one for each mini-batch."""
 
     norms: list[float]
+    """[steps] the norms of their gradients. 0 for a step without a gradient."""
     losses: Tensor
+    """[steps] this rank's part of their losses."""
     checkpointed: int = 0
+    """The number of steps with activation checkpointing."""
+
+    def metrics(self, policy: str) -> dict[str, float]:
+        """Return the numbers of steps by kind, and the mean norm of the gradients. Raises LearnerError if no gradient
+        of the update is finite."""
+        finite_norms = [norm for norm in self.norms if np.isfinite(norm)]
+        if not finite_norms:
+            raise LearnerError(
+                f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
+            )
+        # Mini-batches without an advantage have the norm 0, which says nothing about the gradients.
+        norms = [norm for norm in finite_norms if norm > 0.0]
+        return {
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "steps": float(len(self.norms)),
+            "skipped_steps": float(len(self.norms) - len(finite_norms)),
+            "idle_steps": float(self.norms.count(0.0)),
+            "checkpointed_steps": float(self.checkpointed),
+        }
+
+
+class _ComputedPass(NamedTuple):
+    """The results of one pass of an optimizer step, which its metrics need. All are detached from the graph."""
+
+    rows: Sequence[int]
+    """The numbers of the rows of the pass."""
+    tokens: Tokens
+    loss: LossParts
+    slope: Tensor
+    """[N] the derivative of the loss by each token's log-probability."""
+    computed: int
+    """The number of tokens that went through the network."""
 
 
 class LocalLearner:
-    """Trains the policies of a run in this process. Methods may be called from any thread, one at a time runs.
+    """Trains the policies of a run in this process. Methods may be called from any thread; calls run one after the
+    other.
 
-    The policy ratio is pi_train / pi_before_the_update; a token weighs min(pi_before_the_update / pi_sampler, cap).
+    The policy ratio of a token is pi_train / pi_before_the_update. Its off-policy correction is
+    min(pi_before_the_update / pi_sampler, cap).
 
-    In a process group of several it holds a shard of every tensor and computes a part of the rows; all ranks call the
-    same methods with the same rows, and all return the same.
+    In a process group, this process holds a shard of every tensor and computes a part of the rows. All ranks call the
+    same methods with the same rows, and get the same results.
     """
 
     def __init__(
@@ -117,7 +155,8 @@ class LocalLearner:
     ) -> None:
         """Build an optimizer and its checks for each policy, and measure how many tokens fit into a pass.
 
-        `settings` and `loss` hold for all policies that have no entry in `own`. `seed` orders the rows of updates.
+        `own` has the settings and the loss of policies that do not use `settings` and `loss`. `seed` decides the order
+        of rows in updates.
         """
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
@@ -151,8 +190,8 @@ class LocalLearner:
     ) -> LocalLearner:
         """Load the networks of all trained policies. `model` is the base of policies that name no other one.
 
-        `own` has settings and loss of the policies that differ from `settings` and `loss`. `seed` decides the adapters'
-        initial weights and the order of rows. Raises ConfigError.
+        `own` has the settings and the loss of policies that do not use `settings` and `loss`. `seed` decides the
+        adapters' initial weights and the order of rows. Raises ConfigError.
         """
         check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)
@@ -166,19 +205,21 @@ class LocalLearner:
         self._passes[policy].check(rows)
 
     def _check_rows(self, policy: str, rows: Sequence[TrainRow]) -> None:
-        """Refuse unusable rows before any of them is computed: all ranks have all rows here, and refuse the same."""
+        """Raise GroupError or LearnerError for unusable rows. Call this before any row is computed: here all ranks have
+        all rows, and refuse the same ones."""
         check_rows(rows)
         self._model(policy).logprob_model.sampled_distribution.check(rows)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether passes of so many tokens fit into the memory that is free now, for every policy."""
+        """Whether passes of this number of tokens fit into the memory that is free now, for every policy."""
         with self._lock:
             return self._passes.has_room(tokens)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """Train one policy. Raises as `check`, and LearnerError if nothing is trained.
+        """Train one policy on its rows (see `_train`), and return the metrics of the update.
 
-        A critic, if the loss has one, computes the advantages before, and learns from the rows afterwards.
+        If the loss has a critic, it computes the advantages first, and learns from the rows at the end. Raises
+        GroupError and LearnerError as `check` does, and LearnerError if nothing is trained.
         """
         with self._lock:
             if self._model(policy).device.type == "cuda":
@@ -190,30 +231,21 @@ class LocalLearner:
             rows_of_critic = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
             states = self.states(policy, rows_of_critic)
             judged = self._critic.judge(policy, rows, states)
-            figures = self._train(policy, rows, lr_scale, judged.advantages)
-            return {**figures, **self._critic.learn(policy, states, judged)}
+            metrics = self._train(policy, rows, lr_scale, judged.advantages)
+            return {**metrics, **self._critic.learn(policy, states, judged)}
 
     def _train(
         self, policy: str, rows: Sequence[TrainRow], lr_scale: float, advantages: Sequence[Floats] | None = None
     ) -> Mapping[str, float]:
-        """Train on each mini-batch of the rows once. `advantages` [tokens of the row] replace the rows' own ones.
+        """Train on each mini-batch of the rows once. `advantages` has the advantages of each row's tokens; without it,
+        each token has the advantage of its row.
 
         If the loss mask rejects every token, there is no optimizer step. Tokens that the row's grammar forced do not
         count either. Rows without an advantage count in the denominators of the loss, but no pass computes them, unless
         the loss learns from them (`LossSpec.moves_alone`).
 
-        Metrics are means over the response tokens of passes that count, over all optimizer steps: `loss` and
-        `grad_norm` (before clipping) over steps; `clip_share`, `tis_clipped_share`, `ratio_mean`, `ratio_max`;
-        `entropy` (nats), which is also over the rows that no pass computes, by the sampler's -log pi; `kl` to the
-        reference (k3, where the loss has that term); `sampler_gap_mean`, `sampler_gap_max` |log pi_train - log
-        pi_sampler| and `sampler_kl` (k3) before the first optimizer step; `masked_share` of the tokens, rejected by the
-        loss's mask and in no other figure; `tokens` and `rows` of passes; `steps`, `skipped_steps` (gradient not
-        finite), `idle_steps` (no gradient), `seconds`, `weight_norm`, `lr`; `pass_tokens`, the most tokens of a pass,
-        and `halved_passes`, how often memory ran out and halved it; `checkpointed_steps`, those with activation
-        checkpointing; `total_tokens` of these rows with their prompts, `computed_tokens` that went through the model
-        (fewer, as rows have beginnings in common), and `unshared_rows`, of which each was computed whole; on a
-        known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles, and each role's
-        share of the gradient as `<role>/gradient_share` (`MetricSums`).
+        Returns the metrics of the update, which `core/reading/metrics.toml` explains. With several roles, the means
+        over the tokens of each role have the name `<role>/<metric>`.
         """
         started = time.perf_counter()
         model = self._model(policy)
@@ -229,45 +261,38 @@ class LocalLearner:
             halved_before = size.halved
 
             # Compute log pi before the first step. The loss's mask compares it with the sampler's.
-            before = partial(self._logprobs_before, model, tokens, split, passed)
-            tokens.compare(size.fitting(before, lambda: None))
-            figures = {**tokens.masked_share(), "rows": float(sum(passed))}
+            compute_before = partial(self._logprobs_before, model, tokens, split, passed)
+            tokens.compare(size.run_in_memory(compute_before))
+            row_metrics = {**tokens.masked_share(), "rows": float(sum(passed))}
             batches = _batches_with_tokens(split, tokens.lengths.tolist())
             if not batches:
-                return {**figures, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
+                return {**row_metrics, "steps": 0.0, "skipped_steps": 0.0, "idle_steps": 0.0}
 
             # Take one optimizer step for each mini-batch.
             sums = MetricSums([row.role for row in rows])
             update = Update(model, tokens, passed, tokens.weights(batches), sums)
             steps = self._take_steps(policy, update, batches, lr_scale)
+
+            # Compute the metrics. All ranks exchange sums here, so the order of these lines is the same on all.
             loss_mean = float(self._group.sum(steps.losses).mean())
             self._seen[policy] = tokens.seen(self._group)
-            finite_norms = [norm for norm in steps.norms if np.isfinite(norm)]
-            if not finite_norms:
-                raise LearnerError(
-                    f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
-                )
-
-            means = update.sums.metrics(self._group)
+            step_metrics = steps.metrics(policy)
+            token_metrics = sums.metrics(self._group)
             seconds = time.perf_counter() - started
+            computed_here = int(token_metrics["computed_tokens"]) // self._group.size
             total_tokens = sum(len(tokens_of(rows[i])) for i in itertools.chain(*batches) if passed[i])
             return {
-                **means,
-                **model_utilization(model, int(means["computed_tokens"]) // self._group.size, seconds),
-                **figures,
+                **token_metrics,
+                **model_utilization(model, computed_here, seconds),
+                **row_metrics,
                 **self._gradient_checks[policy].after_update(policy),
+                **step_metrics,
                 "loss": loss_mean,
-                # Mini-batches without an advantage have the norm 0, which says nothing about the gradients.
-                "grad_norm": float(np.mean([norm for norm in finite_norms if norm > 0.0] or [0.0])),
-                "steps": float(len(batches)),
-                "skipped_steps": float(len(batches) - len(finite_norms)),
-                "idle_steps": float(steps.norms.count(0.0)),
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(size.tokens),
                 "total_tokens": float(total_tokens),
-                "unshared_rows": 0.0 if model.logprob_model.shares else figures["rows"],
+                "unshared_rows": 0.0 if model.logprob_model.shares else row_metrics["rows"],
                 "halved_passes": float(size.halved - halved_before),
-                "checkpointed_steps": float(steps.checkpointed),
                 "lr": learning_rate(model, settings) * lr_scale,
                 "seconds": seconds,
             }
@@ -275,7 +300,7 @@ class LocalLearner:
     def _take_steps(
         self, policy: str, update: Update, batches: Sequence[Sequence[int]], lr_scale: float
     ) -> OptimizerSteps:
-        """Take one optimizer step for each mini-batch, on the sum of the gradients of its passes."""
+        """Take one optimizer step for each mini-batch, with the sum of the gradients of its passes."""
         size = self._passes[policy]
         steps = OptimizerSteps(
             norms=[0.0] * len(batches),
@@ -286,7 +311,8 @@ class LocalLearner:
             if not any(update.passed[i] for i in batch):
                 continue  # an idle step: no row has an advantage
             backward = partial(self._backward, update, batch)
-            steps.losses[number] = size.fitting(backward, self._optimizers[policy].zero_grad)
+            # If memory runs out, the gradients of the passes so far are dropped, and all passes are made again.
+            steps.losses[number] = size.run_in_memory(backward, reset=self._optimizers[policy].zero_grad)
             steps.checkpointed += size.checkpointed
             moves = any(update.tokens.moves[i] for i in batch)
             steps.norms[number] = self._step(policy, lr_scale, moves=moves)
@@ -298,7 +324,7 @@ class LocalLearner:
             self._check_rows(policy, rows)
             model = self._model(policy)
             one_batch = [range(len(rows))]
-            logprobs = self._passes[policy].fitting(lambda: self._logprobs(model, rows, one_batch), lambda: None)
+            logprobs = self._passes[policy].run_in_memory(lambda: self._logprobs(model, rows, one_batch))
             return [part.numpy() for part in logprobs.cpu().split(lengths_of(rows))]
 
     def seen(self, policy: str) -> Mapping[str, CandidateTokens]:
@@ -306,22 +332,26 @@ class LocalLearner:
         return self._seen.get(policy, {})
 
     def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
-        """The last hidden states that predict the response of each row, [tokens of the row, hidden], by the row's
-        number, on the CPU.
+        """Compute the last hidden states that predict the response of each row, [tokens of the row, hidden]. Returns
+        them on the CPU, by the row's number.
 
-        Each rank computes a part of the rows, and has only these. Raises LearnerError for a row that does not fit into
-        memory.
+        Each rank computes a part of the rows, and returns only these. Raises LearnerError for a row that does not fit
+        into memory.
         """
         with self._lock:
             self._check_rows(policy, rows)
             self._passes[policy].check(rows)
             model = self._model(policy)
             one_batch = [range(len(rows))]
-            states = partial(self._map_responses, model, rows, one_batch, lambda inputs: model.states(inputs).cpu())
-            return self._passes[policy].fitting(lambda: dict(states()), lambda: None)
+
+            def compute_states() -> dict[int, Tensor]:
+                return dict(self._map_responses(model, rows, one_batch, lambda inputs: model.states(inputs).cpu()))
+
+            return self._passes[policy].run_in_memory(compute_states)
 
     def weights(self, policy: str) -> Weights:
-        """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
+        """Return the trainable weights as fp32 arrays, by PEFT's state-dict names for a LoRA, else by parameter names.
+        Only rank 0 has them; the result is empty on other ranks."""
         with self._lock:
             return self._model(policy).weights(keep=self._group.rank == 0)
 
@@ -336,14 +366,14 @@ class LocalLearner:
             shapes = {name: tuple(tensor.shape) for name, tensor in model.state().items()}
             if shapes != {name: array.shape for name, array in weights.items()}:
                 raise RunError(
-                    f"The weights are of another shape than those of policy {policy!r}.",
-                    "Give them the rank and the layers that `lora` names.",
+                    f"The weights have other names or shapes than the weights of policy {policy!r}.",
+                    "Use weights with the rank and the layers of the policy's `lora`.",
                 )
             model.load({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
 
     def begin_profile(self) -> None:
-        """See `Learner.begin_profile`. The trace has all threads of this process, so an engine in it too."""
-        self.end_profile(None)  # the profiler of an interrupted step may be left
+        """See `Learner.begin_profile`. The trace has all threads of this process, also of an engine in it."""
+        self.end_profile(None)  # an interrupted step may have left its profiler
         self._profiler = torch_trace.begin()
 
     def end_profile(self, file: Path | None) -> None:
@@ -371,8 +401,8 @@ class LocalLearner:
                     files.write_progress(folder, policy, self._order[name], self._gradient_checks[name].steps)
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore what `save` wrote, here or in a learner of several processes, but for policies that are `new`. Raises
-        RunError when it is missing, broken, or of other policies."""
+        """Restore a checkpoint of `save`, also of a learner of several processes. Policies in `new` are not in it, and
+        do not change. Raises RunError if the checkpoint is missing, broken, or of other policies."""
         files.check_identity(folder, [p.spec for name, p in self._policies.items() if name not in new])
         self.load_policies(folder, new)
 
@@ -391,14 +421,14 @@ class LocalLearner:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
-        """This rank's passes over a batch, each a list of row numbers. All ranks make the same number of passes, so the
-        last ones may have no rows."""
+        """Divide the rows of a batch into passes, and return the row numbers of each pass of this rank. All ranks make
+        the same number of passes, so the last ones may have no rows."""
         group = self._group
         longest = max((len(tokens_of(rows[i])) for i in batch), default=0)
         shared = model.logprob_model.shares
         size = self._passes[model.spec.name]
         plan = PassPlan(rows, batch, shared)
-        # Decided by the tokens of all ranks, so that all ranks decide the same.
+        # The plan has the rows of all ranks, so that all ranks choose the same.
         model.logprob_model.checkpointing.on = size.choose(longest, plan.computed)
         if group.size == 1:
             return plan.passes(size.tokens)
@@ -407,32 +437,34 @@ class LocalLearner:
     def _logprobs_before(
         self, model: PolicyModel, tokens: UpdateTokens, split: Batches, passed: Sequence[bool]
     ) -> Tensor | None:
-        """log pi before the update, [N]. It is NaN (or None for all tokens) if no pass is needed before the first step.
+        """Compute log pi before the update, [N], for the tokens whose later passes need it; NaN for other tokens. None
+        if no token needs it.
 
-        The first mini-batch needs none: its own passes compute the same, as the weights have not changed yet. A loss
-        with a mask needs log pi of all rows, also of rows that are not `passed`. The passes are the same as in the
+        The first mini-batch does not need it: its own passes compute the same, as the weights have not changed yet. A
+        loss with a mask needs log pi of all rows, also of rows that are not `passed`. The passes are the same as in the
         update, because other passes round differently in bfloat16.
         """
         rows = tokens.rows
         has_mask = tokens.loss.mask != "none"
-        first_batch = [] if has_mask else split[0]
-        batches = [[i for i in batch if passed[i]] for batch in split if batch is not first_batch]
+        left_out: Sequence[int] = () if has_mask else split[0]
+        needed = split if has_mask else split[1:]
+        batches = [[row for row in batch if passed[row]] for batch in needed]
         if has_mask:
-            batches.append([i for i in range(len(rows)) if not passed[i]])
+            batches.append([row for row in range(len(rows)) if not passed[row]])
         if not any(batches):
             return None
         logprobs = self._logprobs(model, rows, [batch for batch in batches if batch])
-        in_first_batch = torch.isin(tokens.row, torch.tensor(first_batch).long()).to(logprobs.device)
-        return logprobs.masked_fill_(in_first_batch, torch.nan)
+        is_left_out = torch.isin(tokens.row, torch.tensor(left_out).long()).to(logprobs.device)
+        return logprobs.masked_fill_(is_left_out, torch.nan)
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:
-        """log pi_train of the response tokens, [N], in the passes of `batches`. Each rank computes a part, and the sum
-        over ranks has all."""
+        """Compute log pi_train of the response tokens of the rows in `batches`, [N]. It is 0 for other rows."""
         lengths = lengths_of(rows)
         logprobs = torch.zeros(sum(lengths), device=model.device)
-        parts = logprobs.split(lengths)
+        by_row = logprobs.split(lengths)
         for number, logprobs_of_row in self._map_responses(model, rows, batches, model.logprobs):
-            parts[number].copy_(logprobs_of_row)
+            by_row[number].copy_(logprobs_of_row)
+        # Rows that other ranks compute are 0 here.
         return self._group.sum(logprobs)
 
     def _map_responses(
@@ -448,15 +480,16 @@ class LocalLearner:
         ahead = prepared_ahead(lambda micro: model.logprob_model.prepare([rows[i] for i in micro]), micros)
         for micro, inputs in zip(micros, ahead, strict=True):
             values = compute(inputs)
-            yield from zip(micro, values.split(lengths_of(inputs.rows)) if micro else (), strict=True)
+            if micro:  # a pass without rows is made only because other ranks make one
+                yield from zip(micro, values.split(lengths_of(inputs.rows)), strict=True)
 
     def _count_skipped(self, update: Update, batch: Sequence[int]) -> None:
-        """Count the rows of a mini-batch that no pass computes."""
-        skipped = [i for i in batch if not update.passed[i]]
+        """Add the rows of a mini-batch that no pass computes to the metrics, on rank 0."""
+        skipped = [row for row in batch if not update.passed[row]]
         tokens = update.tokens
         if skipped and self._group.rank == 0:
-            at = tokens.at(skipped)
-            at = at[tokens.counted[at]]
+            tokens_of_rows = tokens.at(skipped)
+            at = tokens_of_rows[tokens.counted[tokens_of_rows]]
             update.sums.skip(tokens.row[at], to_device(tokens.sampler[at], update.model.device))
 
     def _backward(self, update: Update, batch: Sequence[int]) -> Tensor:
@@ -466,47 +499,39 @@ class LocalLearner:
         """
         model = update.model
         tokens = update.tokens
-        loss = update.tokens.loss
-        total = torch.zeros((), dtype=torch.float64, device=model.device)
-        done = []
-        passed = [i for i in batch if update.passed[i]]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
+        computed_passes: list[_ComputedPass] = []
+        passed = [row for row in batch if update.passed[row]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
 
         def prepare(micro: Sequence[int]) -> PassInputs:
-            return model.logprob_model.prepare([tokens.rows[i] for i in micro])
+            return model.logprob_model.prepare([tokens.rows[row] for row in micro])
 
         ahead = prepared_ahead(prepare, micros)
         for number, (micro, inputs) in enumerate(zip(micros, ahead, strict=True)):
-            model.logprob_model.reduce_next(number == len(micros) - 1)
-            if not micro:  # no rows are left here, but FSDP's exchanges need every rank
-                if loss.needs_untrained:
-                    model.reference_logprobs([])
-                (model.token_logprobs([])[0].sum() * 0.0).backward()
-                continue
-            untrained = model.reference_logprobs(inputs) if loss.needs_untrained else None
-            new, entropy = model.token_logprobs(inputs)
-            pass_tokens = tokens.of_pass(micro, update.weight, new=new, entropy=entropy, untrained=untrained)
-            pass_tokens.new.retain_grad()
-            parts = policy_loss(loss, pass_tokens)
-            parts.loss.backward()
-            total += parts.loss.detach()
-            new_gradient = pass_tokens.new.grad
-            slope = torch.zeros_like(pass_tokens.new) if new_gradient is None else new_gradient
-            parts = parts._replace(loss=parts.loss.detach())
-            done.append((micro, pass_tokens.detached(), parts, slope, inputs.computed))
+            is_last = number == len(micros) - 1
+            model.logprob_model.reduce_next(is_last)
+            if micro:
+                computed = _backward_pass(update, micro, inputs)
+                loss_sum += computed.loss.loss
+                computed_passes.append(computed)
+            else:
+                _empty_backward_pass(update)
+
         # The metrics are computed after all passes, so that they do not delay a pass.
-        for micro, pass_tokens, parts, slope, computed in done:
-            temperature = to_device(tokens.temperatures(micro), pass_tokens.new.device)
-            gradients = logit_gradients(slope, pass_tokens.new, temperature)
-            update.sums.add(micro, pass_tokens, parts, gradients, computed=computed)
-            tokens.note(micro, pass_tokens)
-        return total
+        for computed in computed_passes:
+            temperature = to_device(tokens.temperatures(computed.rows), model.device)
+            gradients = logit_gradients(computed.slope, computed.tokens.new, temperature)
+            update.sums.add(computed.rows, computed.tokens, computed.loss, gradients, computed=computed.computed)
+            tokens.note(computed.rows, computed.tokens)
+        return loss_sum
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
-        """Take one optimizer step on the present gradients. Returns their norm before clipping.
+        """Take one optimizer step with the present gradients, and clear them. Returns their norm before clipping.
 
         Gradients that are not finite are not applied. Gradients of zero are not applied either, so that momentum alone
-        moves no weight.
+        moves no weight. `moves` says whether any row of the mini-batch has an advantage: only such a step must change
+        the weights.
         """
         model = self._policies[policy]
         optimizer = self._optimizers[policy]
@@ -516,12 +541,12 @@ class LocalLearner:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(model, settings) * lr_scale
             checks = self._gradient_checks[policy]
-            checked = moves and lr_scale > 0 and bool(checks.pending)
-            if checked:
+            is_checked = moves and lr_scale > 0 and bool(checks.pending)
+            if is_checked:
                 checks.before_step()
             if norm > 0.0:
                 optimizer.step()
-            if checked:
+            if is_checked:
                 checks.after_step()
         optimizer.zero_grad(set_to_none=True)
         return norm
@@ -530,3 +555,33 @@ class LocalLearner:
         if policy not in self._policies:
             raise ConfigError("policy", policy, f"is not a trained policy: {sorted(self._policies)}")
         return self._policies[policy]
+
+
+def _backward_pass(update: Update, rows: Sequence[int], inputs: PassInputs) -> _ComputedPass:
+    """Compute the loss of one pass over `rows` (numbers), and add its gradients to the weights' gradients."""
+    model = update.model
+    loss = update.tokens.loss
+    untrained = model.reference_logprobs(inputs) if loss.needs_untrained else None
+    new, entropy = model.token_logprobs(inputs)
+    tokens = update.tokens.of_pass(rows, update.weight, new=new, entropy=entropy, untrained=untrained)
+    tokens.new.retain_grad()
+    parts = policy_loss(loss, tokens)
+    parts.loss.backward()
+    slope = tokens.new.grad
+    if slope is None:  # the loss does not depend on the log-probabilities
+        slope = torch.zeros_like(tokens.new)
+    return _ComputedPass(
+        rows=rows,
+        tokens=tokens.detached(),
+        loss=parts._replace(loss=parts.loss.detach()),
+        slope=slope,
+        computed=inputs.computed,
+    )
+
+
+def _empty_backward_pass(update: Update) -> None:
+    """Make a pass without rows, whose gradients are zero: FSDP's exchanges also need ranks that have no rows left."""
+    if update.tokens.loss.needs_untrained:
+        update.model.reference_logprobs([])
+    logprobs, _ = update.model.token_logprobs([])
+    (logprobs.sum() * 0.0).backward()

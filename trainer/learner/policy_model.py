@@ -21,17 +21,18 @@ COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 
 @dataclass
 class PolicyModel:
-    """A causal LM of its own (`adapter` None), or one adapter of a PEFT model that several policies may share.
-
-    `index` is its number among the trained policies, `frozen_copy` the untrained model of a policy without an adapter.
-    """
+    """The model of a trained policy: a causal LM of its own, or one adapter of a PEFT model that policies share."""
 
     spec: PolicySpec
     index: int
+    """The number of the policy among the trained ones."""
     logprob_model: LogprobModel
     peft: Any = None
+    """The PEFT model, if the policy is an adapter."""
     adapter: str | None = None
+    """The name of the adapter in the PEFT model; None for a causal LM of its own."""
     frozen_copy: LogprobModel | None = None
+    """The untrained model. A policy with an adapter needs none, because its base is not trained."""
 
     @property
     def network(self) -> Any:
@@ -48,44 +49,45 @@ class PolicyModel:
         return int(self.network.config.get_text_config().hidden_size)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by the names they have inside the network."""
+        """Return the trainable parameters by the names that they have inside the network."""
         if self.adapter is None:
             return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         infix = f".{self.adapter}."
         return {name: p for name, p in self.peft.named_parameters() if infix in name}
 
     def choose_attention(self, group: ProcessGroup) -> None:
-        """See `LogprobModel.choose_attention`; also for the untrained copy."""
+        """Choose the attention of the model, and of its untrained copy: see `LogprobModel.choose_attention`."""
         for model in (self.logprob_model, self.frozen_copy):
             if model is not None:
                 model.choose_attention(group)
 
     def activate(self) -> None:
-        """Make the network compute, and take gradients for, this policy."""
+        """Make the network compute with this policy's adapter, and train it."""
         if self.adapter is not None and self.peft.active_adapter != self.adapter:
             self.peft.set_adapter(self.adapter)
 
     def token_logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
+        """Compute the log-probability and the entropy of each response token, rows in order; both [tokens], float32, in
+        nats."""
         self.activate()
         logprobs, entropy = self.logprob_model(rows)
         return logprobs, entropy
 
     def logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
-        """The log-probabilities of `token_logprobs` without gradients."""
+        """Compute the log-probabilities of `token_logprobs` without gradients."""
         self.activate()
         return _without_gradients(self.logprob_model, rows)
 
     def states(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
-        """[tokens, hidden] what the policy's last layer makes of all before each response token, without gradients."""
+        """Compute the last hidden states that predict the response tokens, [tokens, hidden], without gradients."""
         self.activate()
         with torch.no_grad():
-            found = self.logprob_model.states(rows).float()
+            states = self.logprob_model.states(rows).float()
         self.logprob_model.release()
-        return found
+        return states
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
-        """Log-probabilities of the same tokens under the untrained model, without gradients."""
+        """Compute the log-probabilities of the response tokens under the untrained model, without gradients."""
         if self.frozen_copy is not None:
             return _without_gradients(self.frozen_copy, rows)
         self.activate()
@@ -93,25 +95,27 @@ class PolicyModel:
             return _without_gradients(self.logprob_model, rows)
 
     def without_forced_tokens(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
-        """The rows of an update, their loss masks without the tokens that a grammar forced."""
+        """Return the rows of an update with loss masks that leave out the tokens that a grammar forced."""
         distribution = self.logprob_model.sampled_distribution
         distribution.clear()
         return distribution.without_forced_tokens(rows)
 
     def weights(self, *, keep: bool = True) -> Weights:
-        """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.
+        """Return the trainable weights as fp32 copies on the CPU, by PEFT's state-dict names for a LoRA, else by
+        parameter names.
 
-        Sharded tensors are gathered one by one, on all ranks; with `keep` False none are returned.
+        Sharded tensors are gathered one by one, so all ranks must call this. A rank that needs no copies passes `keep`
+        False and gets an empty dictionary.
         """
-        found = {}
+        weights = {}
         for name, tensor in self.state().items():
             gathered = gather(tensor)
             if keep:
-                found[name] = gathered.to(**COPY).numpy()
-        return found
+                weights[name] = gathered.to(**COPY).numpy()
+        return weights
 
     def state(self) -> dict[str, Tensor]:
-        """Trainable tensors (not copies) by the names of `weights`; tied tensors once."""
+        """Return the trainable tensors (not copies) by the names of `weights`. Tied tensors are listed once."""
         if self.adapter is None:
             return {name: p.detach() for name, p in self.network.named_parameters()}
         from peft import get_peft_model_state_dict
@@ -120,11 +124,11 @@ class PolicyModel:
         return dict(state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors under the names of `state` into the policy."""
-        own = self.state()
+        """Copy whole tensors into the policy, by the names of the method `state`."""
+        targets = self.state()
         with torch.no_grad():
             for name, tensor in state.items():
-                copy_whole(own[name], tensor)
+                copy_whole(targets[name], tensor)
 
 
 def _without_gradients(model: LogprobModel, rows: Sequence[TrainRow] | PassInputs) -> Tensor:

@@ -34,7 +34,7 @@ class LocalTeacher:
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """As `Teacher.logprobs`."""
         with self._lock, torch.no_grad():
-            return self._size.fitting(lambda: self._logprobs_in_passes(rows), lambda: None)
+            return self._size.run_in_memory(lambda: self._logprobs_in_passes(rows))
 
     def _logprobs_in_passes(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """Compute the log-probabilities of each row's response tokens, in passes of the present size."""

@@ -28,17 +28,18 @@ from cotune.trainer.learner.fsdp.worker import pack_rows
 RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
 
 HANG_SECONDS = 1800.0
-"""How long a start may take, and how long ranks wait for each other in one exchange; longer means that one hangs. The
-first exchange waits for the slowest rank to load its weights."""
+"""The time limit of a start, and of one exchange between ranks. A rank that takes longer counts as hanging. The first
+exchange waits for the slowest rank to load its weights."""
 CALL_SECONDS = 4 * 3600.0
-"""How long one call may take. A rank that hangs shows after `HANG_SECONDS`, as the others wait for it. A single rank
-has no others, and the update of a whole step may well take it longer than that."""
+"""The time limit of one call. If one of several ranks hangs, the others notice it after `HANG_SECONDS`. A single rank
+may need longer than that for the update of a whole step."""
 
 
 class Ranks:
-    """The actors that train together; a call of them takes `timeout` seconds at most."""
+    """The actors that train together, one for each rank."""
 
     def __init__(self, workers: WorkerGroup, timeout: float = CALL_SECONDS) -> None:
+        """`timeout` is the time limit of a call, in seconds."""
         self.workers = workers
         self._timeout = timeout
 
@@ -131,7 +132,7 @@ class FsdpLearner:
         self._ask(policy, "check", pack_rows(rows))
 
     def has_room(self, tokens: int) -> bool:
-        """Whether passes of so many tokens fit into the memory that is free now, on every rank."""
+        """Whether passes of this number of tokens fit into the memory that is free now, on every rank."""
         fits: bool = self._ranks.call("learner", "has_room", tokens)
         return fits
 
@@ -169,15 +170,15 @@ class FsdpLearner:
         self._ranks.call("begin_profile")
 
     def end_profile(self, file: Path | None) -> None:
-        """Stop it; rank 0 writes the trace. `file` must be in a folder that its machine sees."""
+        """Stop the profiler. Rank 0 writes the trace, so `file` must be in a folder that its machine sees."""
         self._ranks.call("end_profile", file and str(file.absolute()))
 
     async def aclose(self) -> None:
-        """End all actors; calls that still run fail."""
+        """End all actors. Calls that are still running fail."""
         await asyncio.to_thread(self._ranks.workers.close)
 
     def _ask(self, policy: str, method: str, *arguments: Any) -> Any:
-        """Rank 0's answer to a method of all ranks' `LocalLearner`."""
+        """Call a method of the `LocalLearner` of all ranks, and return the answer of rank 0."""
         self._check(policy)
         return self._ranks.call("learner", method, policy, *arguments)
 

@@ -29,14 +29,18 @@ def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) ->
     layouts: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(layouts, _state_layout(models))
     if any(layout != layouts[0] for layout in layouts):
-        # Some models keep a few layers in another precision than asked for, which only shows when they are read.
+        # Some models keep a few layers in another precision than asked for, which only shows when their weights are
+        # read. Then the other ranks read them too.
         models = _on_all_ranks(lambda: models if is_source else load(False))
 
+    # Shard models without weights: a rank then has memory for its part only.
     _share_attention(models)
     weights = _take_tensors(models)
     divide(models.values())
     for module in _distinct_networks(models):
         module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+
+    # Rank 0 sends each tensor whole, and each rank keeps its part.
     with torch.no_grad():
         for name, target in _named_tensors(models):
             if is_source:
@@ -66,7 +70,7 @@ def _on_all_ranks(work: Callable[[], Models]) -> Models:
 
 
 def _share_attention(models: Models) -> None:
-    """Give all ranks the attention that rank 0 has tried with real weights."""
+    """Let all ranks use the attention of rank 0, which has tried it with the weights."""
     modules = _distinct_networks(models)
     tried: list[Any] = [(m.shares, m._flex, m.network.config._attn_implementation) for m in modules]
     dist.broadcast_object_list(tried, 0)
@@ -78,7 +82,7 @@ def _share_attention(models: Models) -> None:
 
 
 def _distinct_networks(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
-    """The networks of all policies, each once."""
+    """Return the networks of all policies. A network that several policies share is listed once."""
     modules: dict[int, LogprobModel] = {}
     for policy in models.values():
         for module in (policy.logprob_model, policy.frozen_copy):
@@ -88,32 +92,36 @@ def _distinct_networks(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
 
 
 def _named_tensors(models: Mapping[str, PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, in the same order on all ranks; one that several modules share once."""
+    """Yield parameters and buffers with their names, in the same order on all ranks. A tensor that several modules
+    share is yielded once."""
     for number, module in enumerate(_distinct_networks(models)):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             yield f"{number}.{name}", tensor
 
 
 def _state_layout(models: Mapping[str, PolicyModel]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return the name, the shape and the dtype of each tensor. Ranks compare them."""
     return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _named_tensors(models)]
 
 
 def _take_tensors(models: Mapping[str, PolicyModel]) -> dict[str, Tensor]:
-    """Take parameters and buffers out of the models, which keep empty ones on the meta device, shared as before."""
-    taken = {name: tensor.detach() for name, tensor in _named_tensors(models)}
-    empty: dict[int, Tensor] = {}
+    """Return the parameters and buffers of the models by name, and replace them in the models by tensors on the meta
+    device, which have no memory. Modules that shared a tensor share its replacement."""
+    weights = {name: tensor.detach() for name, tensor in _named_tensors(models)}
+    replacements: dict[int, Tensor] = {}
 
-    def emptied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in empty:
-            meta = torch.empty_like(tensor, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            empty[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
-        return empty[id(tensor)]
+    def without_memory(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replacements:
+            empty = torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            replacements[id(tensor)] = empty
+        return replacements[id(tensor)]
 
-    for module in _distinct_networks(models):
-        for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
+    for network in _distinct_networks(models):
+        for module in network.modules():
+            for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = emptied(tensor)
-    return taken
+                        tensors[name] = without_memory(tensor)
+    return weights

@@ -36,9 +36,10 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 
 class TorchProcessGroup:
-    """A process group of torch.distributed (None: the default one)."""
+    """The `ProcessGroup` protocol of learners over a process group of torch.distributed."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
+        """`group` is None for the default process group."""
         self._group = group
         self.rank = get_rank(group)
         self.size = get_world_size(group)
@@ -50,10 +51,10 @@ class TorchProcessGroup:
         return self._reduced(values, ReduceOp.MAX)
 
     def _reduced(self, values: Tensor, operation: ReduceOp.RedOpType) -> Tensor:
-        values = values.clone()
-        if values.numel():
-            all_reduce(values, operation, group=self._group)
-        return values
+        reduced = values.clone()  # all_reduce changes its input
+        if reduced.numel():
+            all_reduce(reduced, operation, group=self._group)
+        return reduced
 
 
 def shard_policies(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str) -> None:
@@ -61,7 +62,12 @@ def shard_policies(policies: Iterable[PolicyModel], mesh: DeviceMesh, dtype: str
 
     Gradients are summed over ranks, in fp32. With `dtype` other than float32 weights are gathered in it.
     """
-    models = {id(m): m for policy in policies for m in (policy.logprob_model, policy.frozen_copy) if m is not None}
+    # Policies with adapters of one base share a network, which is sharded once.
+    models: dict[int, LogprobModel] = {}
+    for policy in policies:
+        models[id(policy.logprob_model)] = policy.logprob_model
+        if policy.frozen_copy is not None:
+            models[id(policy.frozen_copy)] = policy.frozen_copy
     for model in models.values():
         _shard_network(model, mesh, dtype)
 
@@ -100,7 +106,8 @@ def _repeated_blocks(network: Any) -> list[Any]:
 
 
 class FsdpWorker:
-    """All ranks are called with the same arguments, in the same order. Rows come packed (`pack_rows`)."""
+    """One rank of an FSDP learner, in a process of its own. All ranks are called with the same arguments, in the same
+    order. Rows are passed as bytes (`pack_rows`)."""
 
     _learner: LocalLearner
 
@@ -110,7 +117,8 @@ class FsdpWorker:
         self._store: dist.TCPStore | None = None
 
     def listen(self, host: str, seconds: float) -> int:
-        """Serve the address book of the group on a free port of rank 0, which is returned."""
+        """Serve the store in which ranks find each other, on a free port of rank 0. Returns the port; 0 on other
+        ranks, which serve nothing."""
         if self._rank:
             return 0
         wait = timedelta(seconds=seconds)
@@ -137,7 +145,7 @@ class FsdpWorker:
         """Load the trained policies, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         allow_tf32(torch.device(self._device))
-        # Rank 0 has whole models, in the memory of the CPU. The others get their part of the weights from it.
+        # Rank 0 loads whole models into the memory of the CPU. The other ranks get their part of the weights from it.
         reference = needing_untrained(policies, loss, own)
 
         def load(empty: bool) -> dict[str, PolicyModel]:
@@ -154,8 +162,9 @@ class FsdpWorker:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
 
     def learner(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this rank's learner. Rows come as bytes."""
-        return getattr(self._learner, method)(*(unpack_rows(a) if isinstance(a, bytes) else a for a in arguments))
+        """Call a method of this rank's learner. An argument of bytes stands for rows."""
+        unpacked = [unpack_rows(argument) if isinstance(argument, bytes) else argument for argument in arguments]
+        return getattr(self._learner, method)(*unpacked)
 
     def begin_profile(self) -> None:
         if self._rank == 0:
@@ -174,7 +183,7 @@ class FsdpWorker:
 
 
 def pack_rows(rows: Sequence[TrainRow]) -> bytes:
-    """Rows as bytes, which cross processes many times faster than objects."""
+    """Return rows as bytes, which are sent to another process many times faster than objects."""
     return msgspec.msgpack.encode(list(rows))
 
 

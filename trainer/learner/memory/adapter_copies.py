@@ -19,9 +19,9 @@ class AdapterCopies:
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def refresh(self) -> None:
-        """Copy the matrices as they are now. Graphs of earlier passes keep the copies that they have."""
+        """Copy the present matrices of the active adapter. Graphs of earlier passes keep their copies."""
         if self._dtype == torch.float32:
-            return
+            return  # products use the matrices themselves
         matrices: list[Tensor] = []
         for layer in self.layers:
             name = active_adapter(layer)
@@ -38,12 +38,16 @@ class AdapterCopies:
             self._copies[matrix] = (matrix._version, copy)
 
     def of(self, matrix: Tensor) -> Tensor:
-        """A matrix in the precision of products: its copy, unless it has changed since."""
+        """Return a matrix in the precision of products: its copy, or a new one if it has changed since `refresh`."""
         version, copy = self._copies.get(matrix, (None, None))
-        return matrix.detach().to(self._dtype) if copy is None or version != matrix._version else copy
+        if copy is None or version != matrix._version:
+            return matrix.detach().to(self._dtype)
+        return copy
 
 
 def active_adapter(layer: Any) -> str | None:
-    """The adapter that a layer of PEFT computes with, None for its base alone."""
-    names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+    """Return the name of the adapter with which a layer of PEFT computes; None if it computes with its base only."""
+    if layer.disable_adapters:
+        return None
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
     return names[0] if names else None

@@ -22,7 +22,7 @@ class Checkpointing:
     def __init__(self, network: Any) -> None:
         layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.possible = bool(layers)
-        """Whether the network names its layers; one that brings its own code may not."""
+        """Whether the network's layers can be checkpointed. A network that brings its own code may not name them."""
         for layer in layers:
             layer.forward = partial(self._forward, layer.forward)
 

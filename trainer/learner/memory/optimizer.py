@@ -50,7 +50,8 @@ def learning_rate(model: PolicyModel, settings: LearnerSettings) -> float:
 
 
 def quantization(settings: LearnerSettings) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for frozen weights: none, or NF4 with quantized scales (arXiv 2305.14314)."""
+    """Return the arguments of `from_pretrained` that quantize frozen weights to NF4, with quantized scales (arXiv
+    2305.14314). Empty if the settings ask for no quantization."""
     if settings.quantize == "none":
         return {}
     from transformers import BitsAndBytesConfig
@@ -65,6 +66,7 @@ def quantization(settings: LearnerSettings) -> dict[str, Any]:
 
 
 def _bitsandbytes(field: str, value: str) -> Any:
+    """Import bitsandbytes. Raises ConfigError, which names the setting that needs it, if it is not installed."""
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:

@@ -30,121 +30,137 @@ T = TypeVar("T")
 
 MOST = {"cpu": 8192, "cuda": 65536}
 LEAST = 16
-"""Bounds of the choice of "auto", in tokens. On a CPU larger passes are not faster. On a GPU they save kernel launches;
-above 65,536 tokens the tensors of a layer come near the 2^31 entries that some kernels can number."""
+"""The bounds within which "auto" chooses, in tokens. On a CPU larger passes are not faster. On a GPU they save kernel
+launches, but above 65,536 tokens the tensors of a layer come near the 2^31 entries that some kernels can number."""
 CPU_SHARE, GPU_SHARE = 1 / 16, 0.8
 """The share of the machine's memory, and of a GPU's free memory, that the activations of a pass may take. On a CPU
 larger passes are hardly faster, and the application and the sampler need memory too."""
 MARGIN = 1.25
-"""Passes are chosen for so many times the memory that their tensors take: allocators leave gaps."""
+"""The planned memory of a pass, as a multiple of the memory of its tensors: allocators leave gaps."""
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
 """Parts of torch's errors when memory runs out: on the CPU, on the GPU outside of torch's allocator, and in CUDA's
 libraries (cuBLAS, cuDNN)."""
 GRADIENT_BYTES, MOMENT_BYTES = 4, {"adamw": 8, "adamw8bit": 2}
-"""Per trained parameter: its gradient, while its policy is updated, and both moments of the optimizer, from the first
-step on."""
+"""Bytes of a trained parameter: its gradient, while its policy is updated, and both moments of the optimizer, from the
+first step on."""
 LOGIT_BYTES = 12
-"""Of a logit: three buffers of a chunk in float32."""
+"""Bytes of a logit: three buffers of a chunk in float32."""
 LARGE = 2**24
-"""From this number of parameters on, passes take so many pages that their allocation costs time."""
-_KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
-"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: during an update, pages of tensors up to 32 MiB are used again. To
-allocate new ones for each tensor takes a quarter to a third of an update's time."""
+"""From this number of parameters on, passes take so many pages of memory that their allocation costs time."""
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+"""Options of glibc's mallopt."""
+_KEEP_PAGES = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 2047 << 20))
+"""During an update, pages of tensors up to 32 MiB are used again. To allocate new pages for each tensor takes a quarter
+to a third of an update's time."""
+_RETURN_PAGES = ((_M_MMAP_THRESHOLD, 256 << 10),)
+"""If memory is short, tensors above 256 KiB are given back to the system when they are freed. By default glibc raises
+this threshold with the sizes that it sees, and the gaps between pages then take twice the memory."""
 GAPS = {False: 1.3, True: 0.5}
-"""What the gaps between kept pages take, as a multiple of what a plain pass keeps for its backward pass, by whether the
-pass is checkpointed. In a checkpointed pass the states that stay lie between the temporary tensors of each layer, which
-are several times as large. Measured with SmolLM2 in plain passes of 512 tokens, and in checkpointed ones of 4,094 and
-8,192."""
-_ANEW = ((-3, 256 << 10),)
-"""Larger tensors are given back to the system when they are freed, where memory is short. By itself glibc
-raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
+"""The memory of gaps between kept pages, by whether the pass is checkpointed, as a multiple of the memory that a plain
+pass keeps for its backward pass. In a checkpointed pass the states that stay lie between the temporary tensors of each
+layer, which are several times as large. Measured with SmolLM2 in plain passes of 512 tokens, and in checkpointed passes
+of 4,094 and 8,192 tokens."""
 GROWTH = 1.25
-"""Passes that were halved grow again once there is so much more room than when memory ran out: otherwise each update
-would run out of memory again."""
+"""Passes that were halved grow again if the room for a pass is this many times the room when memory ran out. Otherwise
+each update would run out of memory again."""
 SPARE = 1 / 2
-"""Of the machine's memory: while so much is free, an update's pages are kept for the next one. To ask for them again
+"""While this share of the machine's memory is free, an update's pages are kept for the next one. To allocate them again
 takes up to a fifth of its time."""
 
 
 class PassSize:
-    """The tokens per pass of a learner, which become fewer where memory runs out.
+    """The number of tokens of a pass of a network. It is halved if memory runs out.
 
-    There are passes of two kinds: plain ones, and those whose layers are computed again in the backward pass.
+    There are passes of two kinds: plain passes, and checkpointed ones, whose layers are computed again in the backward
+    pass. Dictionaries of this class have a value for each kind, by whether it is checkpointed.
     """
 
     def __init__(self, tokens: int, *, alone: bool, always: bool = False) -> None:
-        """`tokens` of a pass, until `adapt` chooses others. `always`: layers are computed again in all passes. `alone`:
-        this process has the weights to itself, so that it may make passes that no other knows of.
+        """`tokens` is the size of plain passes until `adapt` chooses others. With `always`, all passes are
+        checkpointed. `alone` says that no other rank takes part in the passes, so that this process may choose them
+        without the others.
         """
         self._sizes = {False: tokens, True: 0}
-        self._single = self._most = math.inf
-        self._where = ""
+        self._longest_plain_row = self._longest_row = math.inf
+        self._memory_name = ""
         self._alone = alone
         self._always = always
         self.checkpointed = always
-        """Whether passes are now of that kind."""
-        self._said = False
+        """Whether passes are checkpointed now."""
+        self._has_warned = False
         self._room = self._room_when_halved = 0.0
-        self._halved = {False: False, True: False}
+        self._is_halved = {False: False, True: False}
         self.halved = 0
+        """How often memory ran out and a size was halved."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a pass, at most, unless a single row has more."""
+        """The most tokens of a pass, unless a single row has more."""
         return self._sizes[self.checkpointed]
 
     @property
     def by_kind(self) -> dict[bool, int]:
-        """Tokens of a pass by whether its layers are computed again; 0 for passes of a kind that is not made."""
+        """The most tokens of a pass of each kind; 0 for a kind that is not used."""
         return dict(self._sizes)
 
     def choose(self, longest: int, computed: Callable[[int], int]) -> bool:
-        """Decide whether the layers are checkpointed in passes of rows whose longest has `longest` tokens.
+        """Choose whether the next passes are checkpointed, and return it. Their longest row has `longest` tokens.
 
-        `computed` returns the number of tokens that passes of a size compute: small passes compute the tokens that rows
-        share several times. Checkpointing costs a third of the time, so it is used if it saves more.
+        `computed` returns the number of tokens that passes of a size compute: tokens that rows share are computed in
+        each pass, so small passes compute more.
         """
-        plain = max(self._sizes[False], self._single)
-        small, large = self._sizes[False], self._sizes[True]
-        long = bool(large) and longest > plain
-        self.checkpointed = self._always or long or (large > small and 3 * computed(small) > 4 * computed(large))
-        if long and not (self._always or self._said):
-            self._said = True
-            log.warning("A row of %d tokens takes activation checkpointing, as %.0f fit without it", longest, plain)
+        plain_size, checkpointed_size = self._sizes[False], self._sizes[True]
+        longest_without = max(plain_size, self._longest_plain_row)
+        needs_checkpointing = checkpointed_size > 0 and longest > longest_without
+        if self._always or needs_checkpointing:
+            self.checkpointed = True
+        elif checkpointed_size > plain_size:
+            # A checkpointed pass takes 4/3 of the time of a plain one.
+            self.checkpointed = 3 * computed(plain_size) > 4 * computed(checkpointed_size)
+        else:
+            self.checkpointed = False
+        if needs_checkpointing and not self._always and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "A row of %d tokens takes activation checkpointing, as %.0f fit without it", longest, longest_without
+            )
         return self.checkpointed
 
     def check(self, rows: Sequence[TrainRow]) -> None:
-        """Raise LearnerError for a row that does not fit, even alone in a pass."""
-        row = max(rows, key=lambda row: len(tokens_of(row)))
-        length = len(tokens_of(row))
-        if length > self._most:
+        """Raise LearnerError for a row that does not fit into memory, even as the only row of a pass."""
+        longest = max(rows, key=lambda row: len(tokens_of(row)))
+        length = len(tokens_of(longest))
+        if length > self._longest_row:
             raise LearnerError(
-                f"Row {row.id} of role {row.role!r} has {length} tokens; a pass of one row fits up to "
-                f"{self._most:.0f} into {self._where}.",
+                f"Row {longest.id} of role {longest.role!r} has {length} tokens; a pass of one row fits up to "
+                f"{self._longest_row:.0f} into {self._memory_name}.",
                 "Set learner.memory higher, or shorten prompts or sampling.max_tokens.",
             )
 
     def adapt(self, fits: Mapping[bool, int], wanted: Mapping[bool, int], room: float, most: int, where: str) -> None:
         """Choose the sizes for an update that begins with `room` bytes for a pass.
 
-        `fits` and `wanted` are numbers of tokens by kind of pass (whether its layers are computed again): the most that
-        fit, and the wanted size. `most` is the longest row that fits at all into the memory that `where` names. Sizes
-        that were halved when memory ran out grow only if there is more room than then.
+        `fits` has the most tokens that fit into memory for each kind of pass, and `wanted` the wanted sizes. `most` is
+        the length of the longest row that fits into the memory that `where` names, in a pass of any kind. Sizes that
+        were halved when memory ran out grow only if there is more room than then.
         """
-        self._single, self._most, self._where = fits[False], most, where
-        grows = room > GROWTH * self._room_when_halved
-        for kind, tokens in wanted.items():
-            if grows or not self._halved[kind]:
-                self._sizes[kind], self._halved[kind] = tokens, False
+        self._longest_plain_row = fits[False]
+        self._longest_row = most
+        self._memory_name = where
+        may_grow = room > GROWTH * self._room_when_halved
+        for checkpointed, tokens in wanted.items():
+            if may_grow or not self._is_halved[checkpointed]:
+                self._sizes[checkpointed] = tokens
+                self._is_halved[checkpointed] = False
             else:
-                self._sizes[kind] = min(self._sizes[kind], tokens)
-        if self._halved[False]:
-            self._single = min(self._single, self._sizes[False])
+                self._sizes[checkpointed] = min(self._sizes[checkpointed], tokens)
+        if self._is_halved[False]:
+            self._longest_plain_row = min(self._longest_plain_row, self._sizes[False])
         self._room = room
 
-    def fitting(self, compute: Callable[[], T], again: Callable[[], None]) -> T:
-        """Return the result of `compute`, which makes passes of `tokens`. If memory runs out, halve `tokens`, call
-        `again`, and compute once more. Raises LearnerError if a smaller size cannot help."""
+    def run_in_memory(self, compute: Callable[[], T], *, reset: Callable[[], None] | None = None) -> T:
+        """Return the result of `compute`, which makes passes of `tokens`. If memory runs out, halve `tokens`, undo the
+        work so far by `reset`, and compute again. Raises LearnerError if smaller passes cannot help."""
         while True:
             try:
                 return compute()
@@ -152,18 +168,19 @@ class PassSize:
                 if not is_out_of_memory(error):
                     raise
                 failed = self.tokens
-                # Other ranks make the same passes at the same time, and cannot make smaller ones without each other.
+                # Ranks make their passes together, so one of several ranks cannot make smaller ones by itself.
                 if failed < 2 * LEAST or not self._alone:
                     cause = f"Memory ran out in a pass of {failed} tokens."
                     remedy = "Set learner.memory lower, or shorten prompts or sampling.max_tokens."
                     raise LearnerError(cause, remedy) from error
             self._sizes[self.checkpointed] = failed // 2
-            self._halved[self.checkpointed] = True
+            self._is_halved[self.checkpointed] = True
             self._room_when_halved = self._room  # for `adapt`, which lets the size grow again above it
-            self._single = min(self._single, self._sizes[False])
+            self._longest_plain_row = min(self._longest_plain_row, self._sizes[False])
             self.halved += 1
             log.warning("Memory ran out in a pass of %d tokens: passes are of %d from now on", failed, self.tokens)
-            again()
+            if reset is not None:
+                reset()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -175,8 +192,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def giving_back(model: PolicyModel) -> Iterator[None]:
-    """Give memory that is kept for later back in the end: a sampler may be on the same GPU, or on a machine that has
-    little left."""
+    """At the end, give memory back that is kept for later passes of `model`: a sampler may be on the same GPU, or the
+    machine may have little memory left."""
     try:
         yield
     finally:
@@ -189,10 +206,9 @@ def giving_back(model: PolicyModel) -> Iterator[None]:
 
 
 class PassSizes:
-    """Chooses, whenever an update begins, how large the passes of each policy are; policies of one network have one
-    `PassSize`.
+    """Chooses the sizes of passes when an update begins. Policies that share a network share a `PassSize`.
 
-    For "auto" see `auto_tokens`. In a process group of several all ranks choose the same, so all must call `choose`.
+    `auto_tokens` has the choice of "auto". In a process group all ranks choose the same, so all must call `choose`.
     """
 
     def __init__(
@@ -203,13 +219,16 @@ class PassSizes:
         optimizers: Mapping[str, torch.optim.Optimizer],
     ) -> None:
         """Raise ConfigError if not even a small pass fits into `learner.memory`."""
-        self._policies, self._settings, self._group, self._optimizers = dict(policies), settings, group, optimizers
+        self._policies = dict(policies)
+        self._settings = settings
+        self._group = group
+        self._optimizers = optimizers
         self._networks = {id(model.network): model for model in policies.values()}
 
         # Bytes for each token of a pass, by network and by whether its layers are checkpointed. They do not change.
         self._token_bytes: dict[int, dict[bool, float]] = {}
         memories: dict[int, PassMemory] = {}
-        self._fixed = 0.0
+        self._fixed = 0.0  # bytes of any pass, in addition to its tokens
         self._sizes: dict[int, PassSize] = {}
         for network, model in self._networks.items():
             memory = memories[network] = pass_memory(model)
@@ -223,60 +242,65 @@ class PassSizes:
         self.choose()
         device = next(iter(self._networks.values())).device.type
         if device == "cpu" and any(_is_large(model) for model in self._networks.values()):
-            _, room, _ = self._room()
-            roomy = all(keeps_pages(memory, self._sizes[network].by_kind, room) for network, memory in memories.items())
-            _manage_pages(_KEEP if roomy and not settings.memory else _ANEW)
+            limit = self._measure_room().limit
+            fits = all(keeps_pages(memory, self._sizes[network].by_kind, limit) for network, memory in memories.items())
+            _set_malloc_options(_KEEP_PAGES if fits and not settings.memory else _RETURN_PAGES)
 
     def __getitem__(self, policy: str) -> PassSize:
         return self._sizes[id(self._policies[policy].network)]
 
     def choose(self) -> None:
         """Choose the sizes that fit into the memory that is free now. Raises ConfigError as `__init__` does."""
-        room, limit, where = self._room()
+        room = self._measure_room()
         settings = self._settings
         for network, model in self._networks.items():
             token_bytes = self._token_bytes[network]
-            least = min(token_bytes.values())
-            if settings.memory and room < LEAST * least:
-                needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
+            least_bytes = min(token_bytes.values())
+            if settings.memory and room.planned < LEAST * least_bytes:
+                needed = (parse_size(settings.memory) - room.planned + LEAST * least_bytes) / 2**30
                 fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
                 raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
-            fits = {kind: self._smallest(room / each, model) for kind, each in token_bytes.items()}
-            wanted = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
-            self._sizes[network].adapt(fits, wanted, room, self._smallest(limit / least, model), where)
+            fits: dict[bool, int] = {}
+            wanted: dict[bool, int] = {}
+            for checkpointed, bytes_of_token in token_bytes.items():
+                fits[checkpointed] = self._least_of_ranks(room.planned / bytes_of_token, model)
+                wanted[checkpointed] = _pass_tokens(settings, fits[checkpointed], model.device.type)
+            longest_row = self._least_of_ranks(room.limit / least_bytes, model)
+            self._sizes[network].adapt(fits, wanted, room.planned, longest_row, room.limit_name)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether passes of so many tokens, or of as many as the settings ask for, fit into the memory that is free
-        now. All ranks must call this."""
-        room, _, _ = self._room()
+        """Whether passes of this number of tokens fit into the memory that is free now. If the settings name a size,
+        passes of this size must fit. All ranks must call this."""
+        room = self._measure_room().planned
         settings = self._settings
         wanted = tokens if settings.micro_batch_tokens == "auto" else int(settings.micro_batch_tokens)
         for network, model in self._networks.items():
             token_bytes = self._token_bytes[network]
-            recomputes = settings.activation_checkpointing is True and True in token_bytes
-            if self._smallest(room / token_bytes[recomputes], model) < wanted:
+            checkpointed = settings.activation_checkpointing is True and True in token_bytes
+            if self._least_of_ranks(room / token_bytes[checkpointed], model) < wanted:
                 return False
         return True
 
-    def _smallest(self, tokens: float, model: PolicyModel) -> int:
-        """The least of the numbers that all ranks have found."""
+    def _least_of_ranks(self, tokens: float, model: PolicyModel) -> int:
+        """Return the least of the numbers of all ranks."""
         # The group has a maximum and no minimum.
         return -int(self._group.max(torch.tensor([-int(tokens)], device=model.device)).item())
 
-    def _room(self) -> tuple[float, float, str]:
-        """Bytes that a pass should take, bytes that it can, and a name for the latter."""
-        gradients, moments = 0, 0
+    def _measure_room(self) -> Room:
+        """Return the memory for a pass, after the memory that the update will take in addition to it."""
+        most_gradients, new_moments = 0, 0
         for name, policy in self._policies.items():
             state = self._optimizers[name].state
             parameters = policy.parameters().values()
-            gradients = max(gradients, sum(GRADIENT_BYTES * p.numel() for p in parameters))
-            moments += sum(MOMENT_BYTES[self._settings.optimizer] * p.numel() for p in parameters if p not in state)
-        to_come = (gradients + moments) // self._group.size
-        return _room(next(iter(self._policies.values())), self._settings, to_come + int(self._fixed))
+            # Only one policy has gradients at a time, but all keep their moments.
+            most_gradients = max(most_gradients, sum(GRADIENT_BYTES * p.numel() for p in parameters))
+            new_moments += sum(MOMENT_BYTES[self._settings.optimizer] * p.numel() for p in parameters if p not in state)
+        to_come = (most_gradients + new_moments) // self._group.size
+        return _free_room(next(iter(self._policies.values())), self._settings, to_come + int(self._fixed))
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
-    """Return the wanted tokens of a pass, if `fit` tokens would fit."""
+    """Return the wanted number of tokens of a pass, if `fit` tokens fit into memory."""
     wanted = settings.micro_batch_tokens
     return auto_tokens(fit, device) if wanted == "auto" else wanted
 
@@ -288,24 +312,27 @@ def auto_tokens(fit: float, device: str) -> int:
     other processes, a power of two; on a CPU at most an eighth less than fits.
     """
     tokens = int(max(LEAST, min(MOST.get(device, MOST["cpu"]), fit)))
-    lower_bits = tokens.bit_length() - (4 if device == "cpu" else 1)
-    return tokens >> lower_bits << lower_bits
+    # Round down to a number with so many significant bits.
+    significant_bits = 4 if device == "cpu" else 1
+    dropped_bits = tokens.bit_length() - significant_bits
+    return tokens >> dropped_bits << dropped_bits
 
 
 class PassMemory(NamedTuple):
-    """The memory of a pass, in bytes. The learner chooses by it, and `cotune doctor` forecasts the choice with it."""
+    """The memory of a pass, in bytes. The learner chooses the size of passes by it, and `cotune doctor` forecasts this
+    choice."""
 
     plain: float
-    """Bytes of a token that stay in memory until the backward pass."""
+    """Bytes of a token that stay in memory until the backward pass, in a plain pass."""
     checkpointed: float
-    """The same if layers are computed again in the backward pass."""
+    """Bytes of a token that stay in memory until the backward pass, in a checkpointed pass."""
     layers: int
     fixed: float
     """Bytes of any pass, independent of its tokens: weights in the precision of products, and the gradient of a trained
-    output embedding. If that is the input embedding too, autograd keeps it until the gradient of the input embedding
-    is computed."""
+    output embedding. If the output embedding is the input embedding too, autograd keeps its gradient until the gradient
+    of the input embedding is computed."""
     logits: float
-    """Bytes of log-probabilities in addition to the states: a chunk of logits."""
+    """Bytes of a chunk of logits, which the log-probabilities take in addition to the states."""
 
     def kept(self, *, checkpointed: bool) -> float:
         """Return the bytes of a token that stay in memory until the backward pass."""
@@ -333,14 +360,17 @@ class PassMemory(NamedTuple):
 
 def pass_memory(model: PolicyModel) -> PassMemory:
     """Measure the memory of a pass with small passes."""
-    whole = kept_bytes(model, checkpointed=False)
-    again = kept_bytes(model, checkpointed=True) if model.logprob_model.checkpointing.possible else whole
+    plain = kept_bytes(model, checkpointed=False)
+    checkpointed = plain
+    if model.logprob_model.checkpointing.possible:
+        checkpointed = kept_bytes(model, checkpointed=True)
     head = model.network.get_output_embeddings().weight
+    head_gradient = GRADIENT_BYTES * head.numel() if head.requires_grad else 0
     return PassMemory(
-        plain=whole.token,
-        checkpointed=again.token,
+        plain=plain.token,
+        checkpointed=checkpointed.token,
         layers=int(model.network.config.get_text_config().num_hidden_layers),
-        fixed=max(whole.fixed, 0.0) + (GRADIENT_BYTES * head.numel() if head.requires_grad else 0),
+        fixed=max(plain.fixed, 0.0) + head_gradient,
         logits=logit_bytes(int(head.shape[0]), model.device.type),
     )
 
@@ -351,46 +381,54 @@ def logit_bytes(vocabulary: int, device: str) -> float:
 
 
 class KeptBytes(NamedTuple):
-    """Bytes of a pass that stay in memory until its backward pass: of each token, and independent of tokens (casts of
-    weights)."""
+    """Bytes of a pass that stay in memory until its backward pass."""
 
     token: float
+    """Bytes of each token."""
     fixed: float
+    """Bytes of any pass, independent of its tokens: casts of weights."""
 
 
 def kept_bytes(model: PolicyModel, *, checkpointed: bool) -> KeptBytes:
-    """Measure the bytes that stay in memory until the backward pass, with passes of two sizes. `cotune doctor` does
-    this with models without storage."""
+    """Measure the bytes that stay in memory until the backward pass, by passes of two sizes. `cotune doctor` does this
+    with models without storage."""
     switch = model.logprob_model.checkpointing
     switch.on = checkpointed
     try:
-        (few, small), (many, large) = (_kept(model, count) for count in (1, 3))
+        small_tokens, small_bytes = _measure_graph(model, _probe_rows(groups=1))
+        large_tokens, large_bytes = _measure_graph(model, _probe_rows(groups=3))
     finally:
         switch.on = False
-    token = (large - small) / (many - few)
-    return KeptBytes(token, small - few * token)
+    bytes_of_token = (large_bytes - small_bytes) / (large_tokens - small_tokens)
+    return KeptBytes(token=bytes_of_token, fixed=small_bytes - small_tokens * bytes_of_token)
 
 
-def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
-    """Return the tokens of a pass over this number of groups of two rows, and the bytes of the tensors in its graph."""
-    prompt, response = 24, 9
+def _probe_rows(groups: int) -> list[TrainRow]:
+    """Make rows for a small pass: groups of two rows."""
+    prompt_length, response_length = 24, 9
     rows: list[TrainRow] = []
     for group in range(groups):
-        # The two rows of a group share their prompt; prompts of groups differ from the first token on.
+        # The two rows of a group share their prompt. Prompts of different groups differ from the first token on.
         for token in (groups, groups + 1):
             row = TrainRow(
                 id="",
                 role="",
-                prompt_ids=(group,) * (prompt - group),
-                response_ids=(token,) * response,
+                prompt_ids=(group,) * (prompt_length - group),
+                response_ids=(token,) * response_length,
                 logprobs=(),
                 advantage=0.0,
             )
             rows.append(row)
+    return rows
+
+
+def _measure_graph(model: PolicyModel, rows: Sequence[TrainRow]) -> tuple[int, int]:
+    """Return the number of tokens that a pass over `rows` computes, and the bytes of the tensors in its graph."""
     parameters = {_storage_id(local_shard(p)) for p in model.network.parameters()}
     saved: dict[int, Tensor] = {}
 
-    def save(tensor: Tensor) -> None:  # returns nothing: a graph that holds its own outputs would never be freed
+    # The hook returns nothing, so the graph keeps no tensor: a graph with its own outputs would never be freed.
+    def save(tensor: Tensor) -> None:
         storage = _storage_id(tensor)
         if storage not in parameters:
             saved[storage] = tensor.detach()
@@ -408,34 +446,45 @@ def _storage_id(tensor: Tensor) -> int:
     return number
 
 
-def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[float, float, str]:
-    """Return the bytes that a pass should take and the most that it can take, both without the `fixed` ones, and the
-    name of the limit."""
-    cuda = model.device.type == "cuda"
+class Room(NamedTuple):
+    """The memory that is free for a pass, in bytes."""
+
+    planned: float
+    """The bytes that a pass should take."""
+    limit: float
+    """The most bytes that a pass can take."""
+    limit_name: str
+    """The memory that `limit` is, for errors."""
+
+
+def _free_room(model: PolicyModel, settings: LearnerSettings, reserved: int) -> Room:
+    """Return the memory for a pass, without `reserved` bytes for other tensors."""
+    on_gpu = model.device.type == "cuda"
     if settings.memory:
-        used = int(torch.cuda.memory_allocated(model.device)) if cuda else process_memory()
-        room = parse_size(settings.memory) - used - fixed
-        return room, room, f"learner.memory = {settings.memory!r}"
-    if not cuda:
-        free, total = machine_memory()
-        room = free - fixed
-        return usual_share(room, total, "cpu"), room, f"the {free / 2**30:.1f} GiB that are free"
-    free = int(torch.cuda.mem_get_info(model.device)[0])
-    # Memory that torch's allocator holds for later counts as free, as passes take it from there.
-    unused = int(torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
-    room = free + unused - fixed
-    return usual_share(room, 0, "cuda"), room, f"the {(free + unused) / 2**30:.1f} GiB that are free on the GPU"
+        used = int(torch.cuda.memory_allocated(model.device)) if on_gpu else process_memory()
+        limit = parse_size(settings.memory) - used - reserved
+        return Room(limit, limit, f"learner.memory = {settings.memory!r}")
+    if on_gpu:
+        free_outside, _ = torch.cuda.mem_get_info(model.device)
+        # Memory that torch's allocator keeps for later counts as free, because passes take it from there.
+        kept = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        free = int(free_outside) + int(kept)
+        limit = free - reserved
+        return Room(usual_share(limit, 0, "cuda"), limit, f"the {free / 2**30:.1f} GiB that are free on the GPU")
+    free, total = machine_memory()
+    limit = free - reserved
+    return Room(usual_share(limit, total, "cpu"), limit, f"the {free / 2**30:.1f} GiB that are free")
 
 
 def usual_share(room: float, total: float, device: str) -> float:
-    """Return the bytes that a pass should take without `learner.memory`: a part of the free `room` in a machine with
-    `total` bytes."""
+    """Return the bytes that a pass should take if the settings have no `learner.memory`: a part of the free `room` of a
+    machine with `total` bytes."""
     return min(total * CPU_SHARE, room) if device == "cpu" else room * GPU_SHARE
 
 
 def keeps_pages(memory: PassMemory, sizes: Mapping[bool, int], room: float) -> bool:
-    """Return whether pages may stay allocated during updates: `room` bytes hold a pass of either kind, and its gaps.
-    `sizes` are the tokens of a pass by whether it is checkpointed."""
+    """Return whether pages may stay allocated during updates: a pass of either kind, with its gaps, fits into `room`
+    bytes. `sizes` has the tokens of a pass by whether it is checkpointed."""
     for checkpointed, tokens in sizes.items():
         needed = tokens * memory.planned(checkpointed=checkpointed) + memory.gaps(tokens, checkpointed=checkpointed)
         if needed > room:
@@ -453,7 +502,9 @@ def _glibc() -> ctypes.CDLL | None:
     return library if hasattr(library, "malloc_trim") else None
 
 
-def _manage_pages(options: Sequence[tuple[int, int]]) -> None:
-    if (libc := _glibc()) is not None:
+def _set_malloc_options(options: Sequence[tuple[int, int]]) -> None:
+    """Set options of glibc's allocator, each with its value. Other C libraries are left as they are."""
+    libc = _glibc()
+    if libc is not None:
         for option, value in options:
             libc.mallopt(option, value)

@@ -35,14 +35,17 @@ def open_joined(
 ) -> dict[str, PolicyModel]:
     """Open the policies of a learner in one process (`open_policy_models`). Each frozen layer is computed in one step
     with its adapters."""
-    frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
+    only_adapters = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = usual_device() if settings.device == "auto" else settings.device
-    loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
-    opened = open_policy_models(model, policies, loaded, reference=reference, seed=seed)
-    if device == "cpu" and loaded.precision != "float32":
+    # A CPU with bfloat16 rounds only the factors of products, so weights and states are loaded in float32.
+    loading_settings = settings
+    if only_adapters and rounds_products(settings.precision, device):
+        loading_settings = replace(settings, dtype="float32")
+    opened = open_policy_models(model, policies, loading_settings, reference=reference, seed=seed)
+    if device == "cpu" and loading_settings.precision != "float32":
         return opened  # a processor without bfloat16: autocast emulates it
     for policy in {id(policy.network): policy for policy in opened.values()}.values():
-        if policy.adapter is not None and (device != "cpu" or frozen):
+        if policy.adapter is not None and (device != "cpu" or only_adapters):
             compute_joined(policy.logprob_model, settings.precision)
             if device == "cpu":
                 policy.logprob_model.take_products(settings.precision)
@@ -59,51 +62,62 @@ def compute_joined(model: LogprobModel, precision: str) -> AdapterCopies:
 
 def join_layers(network: Any, dtype: torch.dtype) -> AdapterCopies:
     """Compute the frozen linear layers of a network, except its head, in `dtype`, together with their adapters. Their
-    weights are converted to this dtype."""
-    rounded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    weights are converted to this dtype. Returns the copies of the adapters, to refresh before each pass."""
+    rounded_inputs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
     head = network.get_output_embeddings()
     adapted = [layer for layer in network.modules() if _is_adapted(layer)]
     copies = AdapterCopies(adapted, dtype)
+
+    # Each layer whose forward is replaced, and the linear layer that has its weight: a layer without adapters itself.
+    layers: list[tuple[Any, nn.Linear]] = [(layer, layer.base_layer) for layer in adapted]
     bases = {id(layer.base_layer) for layer in adapted}
-    bare = [layer for layer in network.modules() if type(layer) is nn.Linear and id(layer) not in bases]
-    layers = [(layer, layer.base_layer) for layer in adapted] + [(layer, layer) for layer in bare]
+    for layer in network.modules():
+        if type(layer) is nn.Linear and id(layer) not in bases:
+            layers.append((layer, layer))
     for layer, base in layers:
         if base is not head and not base.weight.requires_grad:
             base.weight.data = base.weight.data.to(dtype)
-            layer.forward = partial(_forward, layer, base, rounded, copies)
+            layer.forward = partial(_forward, layer, base, rounded_inputs, copies)
     return copies
 
 
 def _is_adapted(layer: nn.Module) -> bool:
-    """Whether it is PEFT's linear layer with LoRA adapters and nothing else to them."""
+    """Whether the layer is PEFT's linear layer with plain LoRA adapters, without a variant of LoRA."""
     from peft.tuners.lora import Linear
 
     return type(layer) is Linear and not layer.lora_variant and type(layer.base_layer) is nn.Linear
 
 
-def _forward(layer: Any, base: nn.Linear, rounded: WeakTensorKeyDictionary, copies: AdapterCopies, x: Tensor) -> Tensor:
-    """The output of a layer for `x` [..., in], with its adapter if one is on. `rounded` keeps x in the precision of
-    products for later layers with the same input."""
+def _forward(
+    layer: Any, base: nn.Linear, rounded_inputs: WeakTensorKeyDictionary, copies: AdapterCopies, x: Tensor
+) -> Tensor:
+    """Compute the output of a layer for `x` [..., in], with its adapter if one is active. `rounded_inputs` keeps x in
+    the precision of products, [tokens, in], for later layers with the same input."""
     if x.dtype == base.weight.dtype:
-        low_x = x.detach().flatten(0, -2)
+        rounded_x = x.detach().flatten(0, -2)
     else:
-        if x not in rounded:
-            rounded[x] = x.detach().flatten(0, -2).to(base.weight.dtype)
-        low_x = rounded[x]
-    name = None if layer is base else active_adapter(layer)
-    if name is None:
-        y: Tensor = _Product.apply(x, low_x, base.weight, None, None, None, 1.0)
-    else:
-        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+        if x not in rounded_inputs:
+            rounded_inputs[x] = x.detach().flatten(0, -2).to(base.weight.dtype)
+        rounded_x = rounded_inputs[x]
+
+    adapter = None if layer is base else active_adapter(layer)
+    down: Tensor | None = None
+    up: Tensor | None = None
+    rounded_adapter: tuple[Tensor, Tensor] | None = None
+    scale = 1.0
+    if adapter is not None:
+        down = layer.lora_A[adapter].weight
+        up = layer.lora_B[adapter].weight
         rounded_adapter = (copies.of(down), copies.of(up))
-        y = _Product.apply(x, low_x, base.weight, down, up, rounded_adapter, layer.scaling[name])
+        scale = layer.scaling[adapter]
+    y: Tensor = _Product.apply(x, rounded_x, base.weight, down, up, rounded_adapter, scale)
     return y if base.bias is None else y + base.bias.to(y.dtype)
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]
-    """x W^T + scale (x A^T) B^T. A [rank, in] and B [out, rank] are float32.
+    """x W^T + scale (x A^T) B^T, computed in the precision of W. A [rank, in] and B [out, rank] are float32.
 
-    `rounded` is x [tokens, in] in the precision of W; `rounded_adapter` are A and B in it.
+    `rounded` is x [tokens, in], and `rounded_adapter` are A and B, all in the precision of W.
     """
 
     @staticmethod
@@ -117,46 +131,51 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         rounded_adapter: tuple[Tensor, Tensor] | None,
         scale: float,
     ) -> Tensor:
-        """Multiply the rounded states by the weight, and add the adapter's product unless it is off (no
-        `rounded_adapter`).
+        """Multiply the rounded states by the weight, and add the adapter's product. Without `rounded_adapter` there is
+        no adapter.
 
-        `down` and `up` are A and B of the class; they are arguments so that autograd asks for their gradients.
+        `down` and `up` are A and B. They are arguments, besides their rounded copies, so that autograd asks for their
+        gradients.
         """
-        ctx.weight, ctx.scale = weight, scale
+        ctx.weight = weight
+        ctx.scale = scale
         y = product(rounded, weight)
         if rounded_adapter is None:
             ctx.save_for_backward()
         else:
-            low, high = rounded_adapter
-            inner = linear(rounded, low)
-            y.addmm_(inner, high.t(), alpha=scale)
-            ctx.save_for_backward(rounded, inner, low, high)
+            rounded_down, rounded_up = rounded_adapter
+            inner = linear(rounded, rounded_down)  # x A^T [tokens, rank]
+            y.addmm_(inner, rounded_up.t(), alpha=scale)
+            ctx.save_for_backward(rounded, inner, rounded_down, rounded_up)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, A and B. The weight W is not trained."""
-        above = gradient.flatten(0, -2).to(ctx.weight.dtype)
-        of_x = product(above, ctx.weight.t()) if ctx.needs_input_grad[0] else None
-        of_down = of_up = None
-        if saved := ctx.saved_tensors:
-            rounded, inner, low, high = saved
-            of_inner = above @ high
-            if ctx.needs_input_grad[3]:
-                of_down = _summed(of_inner, rounded).mul_(ctx.scale)
-            if ctx.needs_input_grad[4]:
-                of_up = _summed(above, inner).mul_(ctx.scale)
-            if of_x is not None:
-                of_x.addmm_(of_inner, low, alpha=ctx.scale)
-        if of_x is not None:
-            of_x = of_x.to(gradient.dtype).view(*gradient.shape[:-1], -1)
+        need_x, _, _, need_down, need_up, _, _ = ctx.needs_input_grad
+        grad_y = gradient.flatten(0, -2).to(ctx.weight.dtype)  # [tokens, out]
+        grad_x = product(grad_y, ctx.weight.t()) if need_x else None
+        grad_down: Tensor | None = None
+        grad_up: Tensor | None = None
+        saved = ctx.saved_tensors  # read only once: checkpointing computes the layer again for each reading
+        if saved:  # there is an adapter
+            rounded, inner, rounded_down, rounded_up = saved
+            grad_inner = grad_y @ rounded_up
+            if need_down:
+                grad_down = _sum_of_products(grad_inner, rounded).mul_(ctx.scale)
+            if need_up:
+                grad_up = _sum_of_products(grad_y, inner).mul_(ctx.scale)
+            if grad_x is not None:
+                grad_x.addmm_(grad_inner, rounded_down, alpha=ctx.scale)
+        if grad_x is not None:
+            grad_x = grad_x.to(gradient.dtype).view(*gradient.shape[:-1], -1)
         # In the order of forward's arguments: x, rounded, weight, down, up, rounded_adapter, scale.
-        return of_x, None, None, of_down, of_up, None, None
+        return grad_x, None, None, grad_down, grad_up, None, None
 
 
-def _summed(left: Tensor, right: Tensor) -> Tensor:
-    """left [tokens, a] and right [tokens, b] multiplied and summed over tokens: [a, b] in float32."""
+def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply left [tokens, a] and right [tokens, b] and sum over tokens: [a, b] in float32."""
     if left.is_cuda and left.dtype != torch.float32 and torch.version.hip is None:
         summed: Tensor = torch.mm(left.t(), right, out_dtype=torch.float32)
         return summed

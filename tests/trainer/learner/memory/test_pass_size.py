@@ -169,7 +169,7 @@ def test_memory_for_nothing_is_an_error(base: str) -> None:
 def test_other_errors_pass(base: str) -> None:
     sizes = pass_size.PassSize(64, alone=True)
     with pytest.raises(RuntimeError, match="shape"):
-        sizes.fitting(lambda: torch.zeros(2).view(3), lambda: None)
+        sizes.run_in_memory(lambda: torch.zeros(2).view(3))
     assert sizes.tokens == 64
 
 
@@ -201,12 +201,12 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
-        monkeypatch.setattr(pass_size, "_room", self._room)
+        monkeypatch.setattr(pass_size, "_free_room", self._room)
         monkeypatch.setattr(pass_size.PassMemory, "planned", lambda memory, checkpointed: KIB)
         monkeypatch.setattr(pass_size, "_pass_tokens", lambda settings, fit, device: pass_size.auto_tokens(fit, "cuda"))
 
-    def _room(self, *_: object) -> tuple[float, float, str]:
-        return KIB * self.tokens, KIB * self.tokens, "the memory that is free"
+    def _room(self, *_: object) -> pass_size.Room:
+        return pass_size.Room(KIB * self.tokens, KIB * self.tokens, "the memory that is free")
 
 
 def test_sizes_are_those_that_fit_when_an_update_begins(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_passes_that_were_halved_grow_again_when_there_is_more_room(base: str, m
 
     def update() -> int:
         learner._passes.choose()
-        return size.fitting(allocate, lambda: None)
+        return size.run_in_memory(allocate)
 
     assert (update(), size.halved) == (512, 1)
     assert (update(), size.halved) == (512, 1)  # not tried again with the same room
