@@ -323,9 +323,9 @@ def _recomputed_gradients(
     """Compute the gradients of query, key and value by running SDPA again under autograd. `gradient` is the gradient of
     its output."""
     with torch.enable_grad():
-        states = [part.detach().requires_grad_() for part in (query, key, value)]
-        outputs = _attend_by_sdpa(*states, mask, scaling)
-        gradients: tuple[Tensor, ...] = torch.autograd.grad(outputs, states, gradient)
+        query, key, value = (states.detach().requires_grad_() for states in (query, key, value))
+        outputs = _attend_by_sdpa(query, key, value, mask, scaling)
+        gradients: tuple[Tensor, ...] = torch.autograd.grad(outputs, (query, key, value), gradient)
     return gradients
 
 
