@@ -103,7 +103,7 @@ class PendingCall:
         self.started = time.time()
         """Seconds since the epoch."""
         self.began = time.monotonic()
-        """The start by a clock that never steps back, to measure the latency."""
+        """The start by `time.monotonic`, which never steps back, to measure the latency."""
         self.attempts: list[str] = []
         """Requests that failed before the client's retry, each as `<status>: <cause>`."""
         self.parents: tuple[str, ...] = ()

@@ -98,7 +98,7 @@ class LiveCall(PendingCall):
     ) -> None:
         """`body` is a chat request in OpenAI form; `episode` numbers the call with `step` and `turn`."""
         super().__init__(episode.id, caller, step, turn, body)
-        self.started = episode.now()
+        self.started = episode.time_at(self.began)
         self.episode = episode
         self.task = episode.task
         self.state = caller.state
@@ -258,7 +258,11 @@ class LiveEpisode:
 
         The clock of the computer may step back: NTP sets it, and a virtual machine when it resumes.
         """
-        return self.started + (time.monotonic() - self._began)
+        return self.time_at(time.monotonic())
+
+    def time_at(self, monotonic: float) -> float:
+        """Seconds since the epoch, by the episode's own clock, at a reading of `time.monotonic`."""
+        return self.started + (monotonic - self._began)
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """Open a call. It gets its step and turn here, under the lock. Raises RecordError if the episode has ended.

@@ -57,6 +57,34 @@ def test_an_episode_stays_readable_and_in_order(tmp_path: Path, clock: SteppingC
     assert 0 <= result.latency < 1
 
 
+def test_calls_in_turn_do_not_overlap_if_the_process_pauses_while_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay answers a call from the record only if it began before the fork ended."""
+    shift, pause = 0.0, 0.0
+    real = time.monotonic
+
+    def paused() -> float:
+        nonlocal shift, pause
+        reading = real() + shift
+        shift, pause = shift + pause, 0.0
+        return reading
+
+    with cotune.trace(tmp_path) as trace:
+        monkeypatch.setattr(time, "monotonic", paused)
+        for seconds in (10.0, 0.0):
+            pause = seconds
+            call: Any = open_call(lambda: {"messages": [{"role": "user", "content": "x"}]})
+            call.finish(answer("y"))
+        monkeypatch.undo()
+        trace.reward(1.0)
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        [episode] = store.episodes()
+        first, second = store.calls(episode.id)
+    assert first.latency >= 10
+    assert first.started + first.latency <= second.started
+
+
 def test_a_negative_latency_of_another_recorder_is_read_as_none(tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path) as store:
         store.write([

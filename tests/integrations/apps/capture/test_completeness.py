@@ -119,10 +119,13 @@ EXAMPLES = {
     "workloads.sudoku": "workloads.sudoku.tasks",
 }
 """By example: the module that makes its tasks."""
-OTHERS = ("workloads.bfcl", "workloads.self_play")
+OTHERS = ("designed_team", "workloads.bfcl", "workloads.self_play")
 
 
 def some_tasks(name: str) -> list[Any]:
+    if name == "designed_team":  # the provider's answers are no designs: only a fixed team gets to its agents
+        make_tasks = importlib.import_module("examples.designed_team.tasks").make_tasks
+        return [*make_tasks(1, seed=1), *make_tasks(2, seed=1, team="an agent each")]
     if name == "workloads.bfcl":  # whose tasks are those of a benchmark
         return importlib.import_module("examples.workloads.bfcl.tasks").make_tasks("turns")[:3]
     if name == "workloads.self_play":
