@@ -42,8 +42,8 @@ def look():
     return [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("cotune")]
 
 if __name__ == "__main__":
-    from cotune.integrations.models.vllm.engine import prepare
-    prepare()
+    from cotune.integrations.models.vllm.engine import prepare_environment
+    prepare_environment()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.apply(look))
 """
