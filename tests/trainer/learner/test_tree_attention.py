@@ -189,7 +189,7 @@ def test_models_with_other_attention_compute_each_row(architecture, tmp_path, ca
     network.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, logger="cotune"):
         learner = LocalLearner.open(str(tmp_path), policies_for("full", ["a", "b"], SMALL), FAST, LossSpec())
-    said = [record.getMessage() for record in caplog.records if "have in common each" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "are computed for each row" in record.getMessage()]
     assert len(said) == 1
     rows = [
         TrainRow(
