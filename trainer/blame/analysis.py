@@ -39,7 +39,7 @@ from cotune.trainer.blame.estimates import (
     role_effects,
     scoring_noise,
 )
-from cotune.trainer.blame.folder import opened
+from cotune.trainer.blame.folder import open_folder
 from cotune.trainer.blame.lost_episodes import MOST_EPISODES, choose_episodes, find_decisive_call
 from cotune.trainer.blame.options import BlameOptions
 from cotune.trainer.blame.references import Reference, open_references, read_references
@@ -48,18 +48,18 @@ from cotune.trainer.blame.tasks import TasksToAnalyse, tasks_to_analyse
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
-PILOT = 2
-"""Tasks that are run first. They tell the roles, and the calls of a run, on which the budget depends."""
+PILOT_TASKS = 2
+"""Tasks that are run first. They show the roles and the number of calls in a run, on which the budget depends."""
 MOST_DIVERGED = 0.1
 """Share of forks that do not repeat their episode, above which the report says so."""
-REDRAWS = 5
-"""Times that a failed task is run again where there is no reference."""
+MOST_REDRAWS = 5
+"""Maximum number of times that a failed task is run again, in an analysis without references."""
 MOST_RESCORED = 20
 """Tasks whose first run is scored a second time."""
 MANY_ROLES = 6
-"""Up to so many roles, the default number of runs leaves room for more than a round."""
-REMOVALS = 3
-"""Runs of each task with a role removed."""
+"""With up to this many roles, the default number of runs leaves room for more than one round."""
+MOST_REMOVALS = 3
+"""Maximum number of runs of each task with a role removed."""
 
 
 def blame(
@@ -90,9 +90,9 @@ def blame(
     address = workflow if isinstance(workflow, str) else ""
     console = terminal(stderr=True)
     say = partial(print_line, console)
-    with opened(layout, app, address, drawn, chosen), open_store(layout.records) as store:
+    with open_folder(layout, app, address, drawn, chosen), open_store(layout.records) as store:
         if chosen.records is not None:
-            # The records of the analysis hold all that it used, also when the others are gone.
+            # The folder stays complete if the records that the episodes come from are deleted.
             with open_store(chosen.records, read_only=True) as source:
                 copy_episodes(source, store, list(drawn.recorded))
         with episode_bar(console, None, "runs") as on_run:
@@ -103,13 +103,17 @@ def blame(
 
 
 def planned(tasks: int, options: BlameOptions) -> str:
-    """The most that an analysis will run, for a person who has to agree to it."""
-    runs = options.runs
+    """Describe the maximum number of runs, calls and forks of an analysis, for a person who has to agree to it.
+
+    With references, the text also says how large an effect this number of `tasks` can show.
+    """
     if options.without:
         runs = (1 + len(options.without)) * _removal_rounds(options)
     elif options.records is not None:
-        runs = _redraws(options)
-    elif not options.references:
+        runs = _redraws(options)  # The first run of each task is recorded already.
+    elif options.references:
+        runs = options.runs
+    else:
         runs = 1 + _redraws(options)
     text = f"{plural(tasks, 'task')}, up to {plural(runs, 'run')} of the application on each: {tasks * runs:,} runs"
     if options.max_calls is not None:
@@ -129,13 +133,15 @@ def planned(tasks: int, options: BlameOptions) -> str:
 
 
 def _removal_rounds(options: BlameOptions) -> int:
-    """Rounds with the roles of `without` removed, each of one run per arm and task."""
-    return max(1, min(REMOVALS, options.runs // (1 + len(options.without))))
+    """The number of rounds in an analysis that removes roles. A round runs each task once as it is, and once without
+    each role of `options.without`."""
+    runs_per_round = 1 + len(options.without)
+    return max(1, min(MOST_REMOVALS, options.runs // runs_per_round))
 
 
 def _redraws(options: BlameOptions) -> int:
-    """Times that a failed task is run again without a reference."""
-    return min(REDRAWS, options.runs - 1)
+    """How many times a failed task is run again, in an analysis without references."""
+    return min(MOST_REDRAWS, options.runs - 1)
 
 
 async def analyse(
@@ -169,9 +175,9 @@ async def analyse(
             on_run=on_run,
         )
         await runs.load()
-        finished = len(runs.runs) - len(runs.recorded)
-        if finished:
-            say(f"continuing with {plural(finished, 'finished run')}")
+        runs_of_analysis = len(runs.finished) - len(runs.recorded)
+        if runs_of_analysis:
+            say(f"continuing with {plural(runs_of_analysis, 'finished run')}")
         analysis = Analysis(runs, drawn, references, options, say)
         await analysis.run()
         return analysis
@@ -194,14 +200,15 @@ class Analysis:
         self.say = say
         self.tasks = list(drawn.tasks)
         self.cut_off = drawn.cut_off
-        """Failed runs of the application as it is that were cut off: no call of these is looked for."""
+        """Number of failed runs of the application as it is that were cut off. Their decisive call is not searched."""
         self.references = references
         self.options = options
         self.roles: list[str] = []
         """Roles that are swapped or removed. Roles that act for the first time in a later round are not among them."""
         self.live: list[str] = []
-        """Roles on which the next round is spent."""
+        """The roles that the next round swaps."""
         self.ended = ""
+        """The error of the limit that ended the analysis early; "" if there was none."""
         self.notes: list[str] = []
         self.episodes: list[LostEpisode] = []
 
@@ -219,72 +226,85 @@ class Analysis:
                 await self.swap_roles()
         except BudgetReachedError as error:
             self.ended = str(error)
-        # Recorded failures were selected by their outcomes, so a second score of them says nothing of other runs.
+        # Recorded episodes were selected because they failed. Their second scores say nothing about other runs.
         if not self.runs.for_search and not self.runs.recorded:
             await self.runs.score_again(self.tasks[:MOST_RESCORED])
 
     async def swap_roles(self) -> None:
-        """Run rounds: every task once in each arm. After every second round, only the better half of the roles goes on.
+        """Run rounds until the options allow no further one. A round runs every task once in each arm.
 
-        Which roles those are depends on the runs alone. So an analysis that is continued takes the same way.
+        After every second round, only the better half of the roles is swapped further: the roles whose swap to the
+        reference raises the outcome most. This choice depends on the runs alone, so an analysis that is continued
+        makes the same rounds.
         """
-        await self._pilot([OWN, ALL])
-        expected = list(dict.fromkeys([*self._swapped_roles(), *filter(None, self.references)]))
-        self._fit_tasks(len(arms_of_round(expected, expected)))
+        await self._run_pilot([OWN, ALL])
+        expected_roles = list(dict.fromkeys([*self._swapped_roles(), *filter(None, self.references)]))
+        self._fit_tasks(len(arms_of_round(expected_roles, expected_roles)))
         await self._require_named_roles("reference")
-        # A role may act on few tasks only, so all of them are run before the roles are listed.
-        await self.runs.run(self.tasks, [OWN, ALL], 0)
+        # A role may act on few tasks only, so all tasks are run before the roles are listed. Round 0 below makes these
+        # runs part of itself and adds its other arms.
+        await self.runs.run_round(self.tasks, [OWN, ALL], 0)
         self.roles = roles = self._swapped_roles()
         self.live = list(roles)
         self.notes += self.runs.references.missing_policies(roles)
-        runs_per_task, number = 0, 0
+        runs_per_task, rounds_done = 0, 0
         while True:
             arms = arms_of_round(self.live, roles)
             runs_per_task += len(arms)
-            if number and runs_per_task > self.options.runs:
+            # The first round is always run.
+            if rounds_done > 0 and runs_per_task > self.options.runs:
                 break
-            await self.runs.run(self.tasks, arms, number)
-            number += 1
-            if number == 2 and self.runs.repeats_itself(arms):
+            await self.runs.run_round(self.tasks, arms, rounds_done)
+            rounds_done += 1
+            if rounds_done == 2 and self.runs.repeats_itself(arms):
                 self._note_repetition()
                 break
-            if number % 2 == 0:
-                outcomes = self.runs.outcomes(self._task_ids, number)
-                scores = {effect.role: effect.score.mean for effect in role_effects(outcomes, roles, 1.0)}
-                self.live = better_half([role for role in self.live if role in scores], scores)
+            if rounds_done % 2 == 0:
+                self.live = self._better_half(rounds_done)
+
+    def _better_half(self, rounds_done: int) -> list[str]:
+        """The half of the live roles whose swap to the reference raised the outcome most in the rounds so far."""
+        outcomes = self.runs.outcomes(self._task_ids, rounds_done)
+        # The scale only widens intervals. The means, which are compared here, do not depend on it.
+        effects = role_effects(outcomes, self.roles, scale=1.0)
+        scores = {effect.role: effect.score.mean for effect in effects}
+        return better_half([role for role in self.live if role in scores], scores)
 
     async def remove_roles(self) -> None:
         """Run each task as it is, and with the answers of each role replaced by a fixed text."""
-        await self._pilot([OWN])
+        await self._run_pilot([OWN])
         self.roles = self.live = list(self.references)
         arms = [OWN, *(Arm("only", role) for role in self.roles)]
         self._fit_tasks(len(arms))
         await self._require_named_roles("without")
-        for number in range(_removal_rounds(self.options)):
-            await self.runs.run(self.tasks, arms, number)
-            if number == 1 and self.runs.repeats_itself(arms):
+        for round_number in range(_removal_rounds(self.options)):
+            await self.runs.run_round(self.tasks, arms, round_number)
+            if round_number == 1 and self.runs.repeats_itself(arms):
                 self._note_repetition()
                 break
 
     async def redraw_failures(self) -> None:
-        """Run each task once, and the failed ones several times more."""
-        await self._pilot([OWN])
+        """Run each task once, and run each task that failed again up to `MOST_REDRAWS` times."""
+        await self._run_pilot([OWN])
         self._fit_tasks(1)
-        await self.runs.run(self.tasks, [OWN], 0)
-        tasks_by_id = {task.id: task for task in self.tasks}
+        await self.runs.run_round(self.tasks, [OWN], 0)
         span = self.runs.outcomes(self._task_ids, 1).span()
         own_runs = self.runs.own_runs(self._task_ids, span.middle)
-        failed = []
-        for task_id, one in zip(self._task_ids, own_runs, strict=True):
-            if one.succeeded and not one.succeeded[0]:
-                failed.append(tasks_by_id[task_id])
-        for number in range(1, _redraws(self.options) + 1):
-            await self.runs.run(failed, [OWN], number)
+        failed_tasks = []
+        for task, runs_of_task in zip(self.tasks, own_runs, strict=True):
+            # The list is empty if the run has no known outcome.
+            if runs_of_task.succeeded and not runs_of_task.succeeded[0]:
+                failed_tasks.append(task)
+        for round_number in range(1, _redraws(self.options) + 1):
+            await self.runs.run_round(failed_tasks, [OWN], round_number)
         if self.runs.repeats_itself([OWN]):
             self._note_repetition()
 
     async def find_decisive_calls(self, chosen: str) -> None:
-        """Run each task once, and the failed ones again; then look for the calls that lost the worst failed runs."""
+        """Run the tasks as `redraw_failures` does, then search the decisive call of the worst failed episodes.
+
+        `chosen` is the value of the option `episodes`.
+        """
         await self.redraw_failures()
         if self.runs.repeats_itself([OWN]):
             return  # Every fork would end as its episode did.
@@ -300,35 +320,46 @@ class Analysis:
         for episode in episodes:
             self.episodes.append(await find_decisive_call(self.runs, episode))
 
-    async def _pilot(self, arms: Sequence[Arm]) -> None:
-        """Run a few tasks, which tell the roles and the calls of a run. Raises WorkflowError where there is no call."""
-        await self.runs.run(self.tasks[:PILOT], arms, 0)
+    async def _run_pilot(self, arms: Sequence[Arm]) -> None:
+        """Run the first tasks in each arm, to see the roles and the number of calls in a run. Raises WorkflowError if
+        no run makes a call."""
+        await self.runs.run_round(self.tasks[:PILOT_TASKS], arms, 0)
         if not self.runs.roles():
             raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
 
-    def _fit_tasks(self, arms: int) -> None:
-        """Tell what the analysis takes, and take fewer tasks if the limits do not allow one round of so many arms on
-        all of them."""
+    def _fit_tasks(self, arms_per_round: int) -> None:
+        """Keep as many tasks as the limits allow one round on, and print the estimated number of calls.
+
+        A round runs each task once per arm, so `arms_per_round` is the number of runs of a task in it.
+        """
+        calls_per_run = self.runs.calls_per_run
+        most_calls = self._most_runs(arms_per_round) * calls_per_run
+        self.say(f"a run takes about {calls_per_run:.1f} calls: about {most_calls:,.0f} calls in all at most")
         # Runs of an earlier command are paid already.
-        affordable = self.runs.affordable_runs() + len(self.runs.runs)
-        each = 1 + _redraws(self.options)
-        if self.options.without:
-            each = arms * _removal_rounds(self.options)
-        elif self.references:
-            each = max(self.options.runs, arms)
-        runs = len(self.tasks) * each
-        if self.options.episodes is not None:
-            runs += MOST_EPISODES * self.options.runs
-        calls = runs * self.runs.calls_per_run
-        self.say(f"a run takes about {self.runs.calls_per_run:.1f} calls: about {calls:,.0f} calls in all at most")
-        if affordable >= arms * len(self.tasks):
+        affordable_runs = self.runs.affordable_runs() + len(self.runs.finished)
+        if affordable_runs >= arms_per_round * len(self.tasks):
             return
-        fitting = max(int(affordable // arms), 1)
+        affordable_tasks = max(int(affordable_runs // arms_per_round), 1)
         self.notes.append(
-            f"The limits allow one round on {fitting} of {plural(len(self.tasks), 'task')}: a run takes about "
-            f"{self.runs.calls_per_run:.1f} calls, and a round {plural(arms, 'run')} of each task."
+            f"The limits allow one round on {affordable_tasks} of {plural(len(self.tasks), 'task')}: a run takes about "
+            f"{calls_per_run:.1f} calls, and a round {plural(arms_per_round, 'run')} of each task."
         )
-        self.tasks = self.tasks[:fitting]
+        self.tasks = self.tasks[:affordable_tasks]
+
+    def _most_runs(self, arms_per_round: int) -> int:
+        """The maximum number of runs on all tasks, without `max_calls` and `max_cost`."""
+        options = self.options
+        if options.without:
+            runs_per_task = arms_per_round * _removal_rounds(options)
+        elif self.references:
+            runs_per_task = max(options.runs, arms_per_round)  # The first round is always run.
+        else:
+            runs_per_task = 1 + _redraws(options)
+        runs = runs_per_task * len(self.tasks)
+        if options.episodes is not None:
+            # The forks of one episode cost at most as many calls as `options.runs` whole runs.
+            runs += options.runs * MOST_EPISODES
+        return runs
 
     async def _require_named_roles(self, option: str) -> None:
         """Raise ConfigError for a role that the user names and that does not exist."""
@@ -336,7 +367,7 @@ class Analysis:
         if all(role in self.runs.roles() for role in named):
             return
         # The role may act on few tasks only.
-        await self.runs.run(self.tasks, [OWN], 0)
+        await self.runs.run_round(self.tasks, [OWN], 0)
         roles = self.runs.roles()
         for role in named:
             if role not in roles:
@@ -358,47 +389,41 @@ class Analysis:
         return [task.id for task in self.tasks]
 
     def result(self) -> Blame:
-        """The result of the runs so far."""
+        """The result of the runs so far. Raises RunError or WorkflowError if no run has a known outcome."""
         runs = self.runs
         # Without a reference only failed tasks are run again, whose further runs say nothing about all tasks.
         outcomes = runs.outcomes(self._task_ids, None if self.references else 1)
+        own_outcomes = outcomes.means(OWN)
+        left_out, failed = self._count_unusable_runs()
+        if not own_outcomes:
+            raise self._no_outcome(left_out)
         span = outcomes.span()
-        left_out, failed = self._left_out()
-        if not outcomes.means(OWN):
-            if self.ended:
-                raise RunError(self.ended)
-            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none has run"
-            more = f" First error: {runs.first_error}" if runs.first_error else ""
-            raise WorkflowError(
-                f"No run of the application has a known outcome: {reasons}.{more}",
-                "Let the workflow return a number, or give it a judge of single episodes.",
-            )
-        roles = self.roles
         removes = bool(self.options.without)
-        effects = _removals(outcomes, roles, span) if removes else role_effects(outcomes, roles, span.size)
+        if removes:
+            effects = _removal_effects(outcomes, self.roles, span)
+        else:
+            effects = role_effects(outcomes, self.roles, span.size)
         if removes or not self.references:
             verdict = Verdict(kind="untested")
         else:
-            verdict = decide(outcomes, roles, self.live or roles)
-        swapped = {} if removes else outcomes.means(ALL)
+            verdict = decide(outcomes, self.roles, self.live or self.roles)
         priced = bool(self.options.prices)
         own_runs = runs.own_runs(self._task_ids, span.middle)
-        own = estimate(list(outcomes.means(OWN).values()), span.size)
         return Blame(
             workflow=runs.workflow.name,
             references={role: reference.label for role, reference in self.references.items()},
             removes=removes,
-            tasks=len(outcomes.means(OWN)),
-            runs=len(runs.runs) - len(runs.recorded) + len(runs.forks) + runs.diverged,
+            tasks=len(own_outcomes),
+            runs=len(runs.finished) - len(runs.recorded) + len(runs.forks) + runs.diverged,
             calls=runs.calls,
             cost=runs.cost if priced else None,
-            # Recorded failures were chosen by their outcome, which says nothing of other tasks.
-            outcome=None if runs.recorded else _inside(own.interval, span),
-            swapped=_inside(estimate(list(swapped.values()), span.size).interval, span) if swapped else None,
+            # Recorded episodes were selected because they failed. Their outcomes say nothing about other tasks.
+            outcome=None if runs.recorded else _mean_outcome(own_outcomes, span),
+            swapped=None if removes else _mean_outcome(outcomes.means(ALL), span),
             span=span.size,
             scoring=self._scoring_noise(outcomes),
             luck=luck(own_runs, first_failed=not self.references),
-            roles=[self._role(effect, roles, priced) for effect in effects],
+            roles=[self._role_blame(effect, priced) for effect in effects],
             all_roles=runs.roles(),
             verdict=verdict.kind,
             at_fault=verdict.roles,
@@ -411,33 +436,48 @@ class Analysis:
             ended=self.ended,
         )
 
-    def _scoring_noise(self, outcomes: Outcomes) -> ScoringNoise | None:
-        """The noise of the scorer, from the runs that were scored twice. `outcomes` are the ones that the result
-        counts."""
-        own: list[float] = []
-        for outcomes_of_task in outcomes.runs(OWN).values():
-            own += outcomes_of_task
-        pairs: list[tuple[float, float]] = []
-        for task_id in self._task_ids:
-            first = self.runs.runs.get((OWN, task_id, 0))
-            second = self.runs.second_outcomes.get(task_id)
-            if first is None or first.left_out or first.outcome is None or second is None:
-                continue
-            if first.episode not in self.runs.recorded:
-                pairs.append((first.outcome, second))
-        return scoring_noise(pairs, own)
+    def _no_outcome(self, left_out: Mapping[str, int]) -> RunError | WorkflowError:
+        """The error for an analysis without any usable outcome. `left_out` counts its runs by reason."""
+        if self.ended:
+            return RunError(self.ended)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none has run"
+        first_error = f" First error: {self.runs.first_error}" if self.runs.first_error else ""
+        return WorkflowError(
+            f"No run of the application has a known outcome: {reasons}.{first_error}",
+            "Let the workflow return a number, or give it a judge of single episodes.",
+        )
 
-    def _role(self, effect: RoleEffect, roles: Sequence[str], priced: bool) -> RoleBlame:
-        """Summarize one role's `effect` for the report: with it, the changes of time and money when the role's
-        reference answers instead, as means over tasks."""
+    def _scoring_noise(self, outcomes: Outcomes) -> ScoringNoise | None:
+        """Measure how much outcomes change when the same run is scored twice; None if no run was.
+
+        `outcomes` are the outcomes of the result, with whose variance the noise is compared.
+        """
+        outcome_pairs: list[tuple[float, float]] = []
+        for task_id in self._task_ids:
+            run = self.runs.finished.get((OWN, task_id, 0))
+            second_outcome = self.runs.second_outcomes.get(task_id)
+            if run is None or run.left_out or run.outcome is None or second_outcome is None:
+                continue
+            # Recorded episodes were selected because they failed: their first outcomes are too low on average.
+            if run.episode in self.runs.recorded:
+                continue
+            outcome_pairs.append((run.outcome, second_outcome))
+        own_outcomes: list[float] = []
+        for outcomes_of_task in outcomes.runs(OWN).values():
+            own_outcomes += outcomes_of_task
+        return scoring_noise(outcome_pairs, own_outcomes)
+
+    def _role_blame(self, effect: RoleEffect, priced: bool) -> RoleBlame:
+        """The row of one role in the result: its `effect` on the outcome, and the changes of time and (if `priced`)
+        money when its reference answers in its place."""
         role = effect.role
-        arm = Arm("only", role) if self.options.without else only(role, roles)
-        chosen = set(self._task_ids)
-        counted = [run for run in self.runs.runs.values() if run.task in chosen and not run.left_out]
+        arm = Arm("only", role) if self.options.without else only(role, self.roles)
+        task_ids = set(self._task_ids)
+        counted = [run for run in self.runs.finished.values() if run.task in task_ids and not run.left_out]
         own = [run for run in counted if run.arm == OWN]
         swapped = [run for run in counted if run.arm == arm]
         reference = self.references.get(role) or self.references[""]
-        # Compared as outcomes are: a task may have run more often in one arm than in the other.
+        # As with outcomes, the means of each task are compared: a task may have run more often in one arm.
         seconds, cost = Outcomes(), Outcomes()
         for run in (*own, *swapped):
             seconds.add(run.arm, run.task, run.seconds)
@@ -454,39 +494,42 @@ class Analysis:
             runs=max((run.number + 1 for run in swapped), default=0),
         )
 
-    def _left_out(self) -> tuple[dict[str, int], int]:
+    def _count_unusable_runs(self) -> tuple[dict[str, int], int]:
         """Count the runs without a usable outcome, by reason, and the runs in which the application raised."""
-        chosen = set(self._task_ids)
+        task_ids = set(self._task_ids)
         left_out: Counter[str] = Counter()
         failed = 0
-        for run in self.runs.runs.values():
-            if run.task in chosen:
+        for run in self.runs.finished.values():
+            if run.task not in task_ids:
+                continue
+            if run.left_out:
                 left_out[run.left_out] += 1
-                failed += run.failed
-        left_out.pop("", None)
+            if run.failed:
+                failed += 1
         return dict(left_out), failed
 
     def _run_notes(self, priced: bool) -> list[str]:
-        """Notes on the runs."""
+        """Sentences for the report about runs, forks and calls that a reader should not take at face value."""
         return [
-            *self._late_roles(),
-            *self._lost_forks(),
-            *self._failed_calls(),
-            *self._judge_calls(),
-            *self._unpriced(priced),
+            *self._note_late_roles(),
+            *self._note_lost_forks(),
+            *self._note_failed_calls(),
+            *self._note_judge_calls(),
+            *self._note_unpriced_calls(priced),
         ]
 
-    def _late_roles(self) -> list[str]:
+    def _note_late_roles(self) -> list[str]:
         """A note on roles that acted for the first time after the roles were listed."""
         late = [role for role in self._swapped_roles() if role not in self.roles]
         if not self.roles or not late:
             return []
         return [f"First called in a later round, and not analysed: {', '.join(late)}. Run the same command again."]
 
-    def _lost_forks(self) -> list[str]:
-        """Notes on forks that say nothing."""
+    def _note_lost_forks(self) -> list[str]:
+        """Notes on forks that are left out: they did not repeat their episode, or have no known outcome."""
         notes = []
-        diverged, forks = self.runs.diverged, len(self.runs.forks) + self.runs.diverged
+        diverged = self.runs.diverged
+        forks = len(self.runs.forks) + diverged
         if diverged > MOST_DIVERGED * forks:
             notes.append(
                 f"{diverged} of {plural(forks, 'fork')} did not repeat their episode and are left out: the "
@@ -494,14 +537,14 @@ class Analysis:
             )
         unknown = sum(fork.outcome is None and not fork.failed for fork in self.runs.forks)
         if unknown:
-            why = f" First error: {self.runs.first_error}" if self.runs.first_error else ""
-            notes.append(f"{plural(unknown, 'fork')} without a known outcome left out.{why}")
+            first_error = f" First error: {self.runs.first_error}" if self.runs.first_error else ""
+            notes.append(f"{plural(unknown, 'fork')} without a known outcome left out.{first_error}")
         return notes
 
-    def _failed_calls(self) -> list[str]:
+    def _note_failed_calls(self) -> list[str]:
         """A note on runs that have an outcome although calls failed: the application caught the error, and the outcome
         may say more about the provider than about the role."""
-        affected = [run for run in self.runs.runs.values() if run.outcome is not None and run.failed_call]
+        affected = [run for run in self.runs.finished.values() if run.outcome is not None and run.failed_call]
         if not affected:
             return []
         swapped = sum(run.arm != OWN for run in affected)
@@ -510,38 +553,43 @@ class Analysis:
             f"application still returned an outcome, which counts. First error: {affected[0].failed_call}"
         ]
 
-    def _judge_calls(self) -> list[str]:
+    def _note_judge_calls(self) -> list[str]:
         """A note on the calls of the workflow's judge."""
         calls = self.runs.judge.calls
         return [f"The judge made {calls:,} of the {self.runs.calls:,} calls."] if calls else []
 
-    def _unpriced(self, priced: bool) -> list[str]:
-        unpriced = sum(run.unpriced for run in self.runs.runs.values()) + self.runs.judge.unpriced
+    def _note_unpriced_calls(self, priced: bool) -> list[str]:
+        """A note on calls whose cost is not known, if the report shows money (`priced`)."""
+        unpriced = sum(run.unpriced for run in self.runs.finished.values()) + self.runs.judge.unpriced
         if not priced or not unpriced:
             return []
         return [f"{plural(unpriced, 'call')} count as no money: their model has no --price, or told no tokens."]
 
 
-def _inside(interval: Interval, span: Span) -> Interval:
-    """The interval of an outcome, cut at the least and the greatest one."""
+def _mean_outcome(outcome_by_task: Mapping[str, float], span: Span) -> Interval | None:
+    """The mean over tasks with its interval, cut at the least and the greatest outcome; None without any task."""
+    if not outcome_by_task:
+        return None
+    interval = estimate(list(outcome_by_task.values()), span.size).interval
     if interval.low is None or interval.high is None:
         return interval
     low, high = max(interval.low, span.low), min(interval.high, span.high)
     return Interval(mean=interval.mean, low=low, high=high, n=interval.n)
 
 
-def _removals(outcomes: Outcomes, roles: Sequence[str], span: Span) -> list[RoleEffect]:
-    """The change of the outcome when one role answers a fixed text."""
+def _removal_effects(outcomes: Outcomes, roles: Sequence[str], span: Span) -> list[RoleEffect]:
+    """For each role, the change of the outcome when it answers a fixed text; without roles that no task tested."""
     effects = []
     for role in roles:
-        values = list(difference(outcomes, Arm("only", role), OWN).values())
-        if values:
-            change = estimate(values, span.size)
-            effects.append(RoleEffect(role, change, change, change))
+        change_by_task = difference(outcomes, Arm("only", role), OWN)
+        if change_by_task:
+            change = estimate(list(change_by_task.values()), span.size)
+            # Only one role is removed at a time, so there is no second figure to average with.
+            effects.append(RoleEffect(role=role, score=change, alone=change, last=change))
     return effects
 
 
 def _mean_change(values: Outcomes, arm: Arm) -> float | None:
-    """The mean over tasks of the change from the application as it is to an arm; None where no task ran in both."""
+    """The mean over tasks of the change from the application as it is to an arm; None if no task ran in both."""
     changes = difference(values, arm, OWN)
     return fmean(changes.values()) if changes else None

@@ -19,8 +19,10 @@ class Arm:
 
     def swaps(self, role: str) -> bool:
         """Whether the reference answers the calls of a role."""
-        if self.kind in ("only", "but"):
-            return (role == self.role) == (self.kind == "only")
+        if self.kind == "only":
+            return role == self.role
+        if self.kind == "but":
+            return role != self.role
         return self.kind == "all"
 
     @property
@@ -30,15 +32,20 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """The arm, for people: the runs `with all roles swapped`."""
+        """The arm in an error message, after the words "all runs"."""
         if self.kind == "own":
             return "of the application as it is"
         if self.kind == "all":
             return "with all roles swapped"
-        return f"with only {self.role} swapped" if self.kind == "only" else f"with all roles but {self.role} swapped"
+        if self.kind == "only":
+            return f"with only {self.role} swapped"
+        return f"with all roles but {self.role} swapped"
 
 
-OWN, ALL = Arm("own"), Arm("all")
+OWN = Arm("own")
+"""The application as it is: no role is swapped."""
+ALL = Arm("all")
+"""Every role is swapped to its reference."""
 
 
 def arm_of(phase: str) -> Arm | None:
@@ -52,16 +59,21 @@ def arm_of(phase: str) -> Arm | None:
         return ALL
     if kind == "only":
         return Arm("only", role)
-    return Arm("but", role) if kind == "but" else None
+    if kind == "but":
+        return Arm("but", role)
+    return None
 
 
 def only(role: str, roles: Sequence[str]) -> Arm:
-    """The arm in which this role alone is swapped. If it is the only one, that is the arm `all`."""
+    """The arm in which only this one of the `roles` is swapped. If there is no other role, it is the arm `all`."""
     return ALL if len(roles) == 1 else Arm("only", role)
 
 
 def all_but(role: str, roles: Sequence[str]) -> Arm:
-    """The arm in which every role but this one is swapped. With two roles, that is the other one alone."""
+    """The arm in which all `roles` except this one are swapped.
+
+    With one or two roles this arm has another name already, and is run under that name: `own`, or `only` the other.
+    """
     if len(roles) == 1:
         return OWN
     if len(roles) == 2:
@@ -71,8 +83,8 @@ def all_but(role: str, roles: Sequence[str]) -> Arm:
 
 
 def arms_of_round(live: Sequence[str], roles: Sequence[str]) -> list[Arm]:
-    """The arms of one round: the application as it is, all roles swapped, and two arms for each role that is still
-    `live`. Each stands once."""
+    """The arms of one round, without duplicates: the application as it is, all roles swapped, and two arms for each
+    role in `live`."""
     arms = [OWN, ALL]
     for role in live:
         arms += [only(role, roles), all_but(role, roles)]
@@ -80,6 +92,6 @@ def arms_of_round(live: Sequence[str], roles: Sequence[str]) -> list[Arm]:
 
 
 def better_half(live: Sequence[str], scores: Mapping[str, float]) -> list[str]:
-    """The half of the roles with the highest scores, and at least two: the next rounds are spent on these."""
+    """The half of the `live` roles with the highest scores, and at least two roles, which the next rounds swap."""
     ranked = sorted(live, key=lambda role: -scores[role])
     return ranked[: max(2, (len(live) + 1) // 2)]

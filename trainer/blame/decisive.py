@@ -32,11 +32,12 @@ CONFIDENCE = 0.97
 """Probability with which a search ends. Of the calls that it then claims, 98% were right in simulations of episodes of
 4 to 12 calls that lose 20 points or more at one of them."""
 LEAST_FRESH = 6
-"""Fresh forks at each of the two places that the search leaves room for. It spends the rest of the budget first: an
-episode without a claim needs no fresh forks, and one that needed many forks has fewer left."""
+"""Fresh forks before the chosen call, and as many after it, for which the search reserves budget. The search spends the
+rest first: an episode without a claim needs no fresh forks, and one that needed many forks has fewer left."""
 LEAST_FORKS = 6
-"""Forks of an episode before which nothing is decided."""
+"""Number of forks of an episode from which on a call can be claimed."""
 BATCH = 2
+"""Forks that are made at the same time."""
 MOST_TRIES = 2
 """Forks at one call without any outcome after which the call is not forked again."""
 MOST_ERRORS = 3
@@ -111,40 +112,42 @@ def draw_curves(counts: ForkCounts, rng: np.random.Generator, curves: int = CURV
 
 @dataclass
 class Decision:
-    """The state of a search: the call that most likely decides, and the place where the next fork tells most."""
+    """The state of a search: the call that most likely decides, and the call at which to fork next."""
 
     call: int | None
-    """The decisive call, or None: no single one."""
+    """The call that most likely decides; None if it is more likely that no single call does."""
     probability: float
+    """The posterior probability that this is right."""
     next_fork: int | None
     """None if no call can be forked."""
 
 
 def consider(counts: ForkCounts, rng: np.random.Generator, forkable: Sequence[int]) -> Decision:
-    """The state of the search, from curves that are drawn from the posterior.
+    """Find the call that most likely decides, and the best place of the next fork, from curves of the posterior.
 
-    A call decides if it loses `LEAST_LOSS` or more and at least half of the largest loss: of two that lose about the
-    same, either is right. The next fork is made at the `forkable` call where its outcome tells most about the call with
-    the largest loss, for its cost, which is the number of calls to the end.
+    A call is decisive if it loses `LEAST_LOSS` or more and at least half of the largest loss. So naming either of two
+    calls that lose about the same is right. The next fork is made at the `forkable` call where its outcome tells most
+    about the call with the largest loss, in relation to its cost: the number of calls from there to the end.
     """
     calls = len(counts.forks)
     curves = draw_curves(counts, rng)
-    losses = curves[:, :-1] - curves[:, 1:]
-    largest_loss = losses.max(axis=1)
+    losses = curves[:, :-1] - curves[:, 1:]  # [curves, calls]
+    largest_loss = losses.max(axis=1)  # [curves]
     decides = largest_loss >= LEAST_LOSS
-    is_right = losses >= np.maximum(largest_loss / 2, LEAST_LOSS)[:, None]
-    right = is_right.mean(axis=0)
-    leader = int(right.argmax())
-    probability = float(right[leader])
-    nobody = 1 - float(decides.mean())
+    is_decisive = losses >= np.maximum(largest_loss / 2, LEAST_LOSS)[:, None]  # [curves, calls]
+    probability_by_call = is_decisive.mean(axis=0)  # [calls]
+    leader = int(probability_by_call.argmax())
+    probability = float(probability_by_call[leader])
+    probability_of_none = 1 - float(decides.mean())
 
-    # `calls` stands for "no single call decides".
-    answers = np.where(decides, losses.argmax(axis=1), calls)
-    information = _information(curves[:, :-1], answers) / (calls - np.arange(calls))
-    next_fork = max(forkable, key=lambda call: float(information[call]), default=None)
-    if nobody > probability:
-        return Decision(None, nobody, next_fork)
-    return Decision(leader, probability, next_fork)
+    # The decisive call of each curve, [curves]. The number of calls stands for "no single call decides".
+    decisive_calls = np.where(decides, losses.argmax(axis=1), calls)
+    # A fork at call t runs the calls t to calls - 1 again: the information is divided by this cost.
+    information_per_call = _information(curves[:, :-1], decisive_calls) / (calls - np.arange(calls))
+    next_fork = max(forkable, key=lambda call: float(information_per_call[call]), default=None)
+    if probability_of_none > probability:
+        return Decision(call=None, probability=probability_of_none, next_fork=next_fork)
+    return Decision(call=leader, probability=probability, next_fork=next_fork)
 
 
 def _information(values: Floats, answers: np.ndarray[Any, np.dtype[np.int64]]) -> Floats:
@@ -169,13 +172,12 @@ def _entropy(probability: Floats) -> Floats:
 
 @dataclass
 class ForkSearch:
-    """Spends the forks of one episode: the first one in the middle, then where they tell most. It ends when a call is
-    decisive, when none is, or when the budget is down to the fresh forks that measure the loss. It never spends more
-    than the budget.
+    """Chooses where to fork one episode: first in the middle, then at the call where a fork tells most.
 
-    `forkable` are the calls that can be repeated; `budget` is in calls of the application. The same `seed` and the same
-    outcomes give the same decision, in whatever order the forks were made: a second command repeats what the first one
-    said.
+    The search ends when a call is decisive, when no single call is, or when the rest of the budget is needed for the
+    fresh forks that measure the loss. It never spends more than the budget. `forkable` are the calls that can be
+    repeated; `budget` is in calls of the application. The same `seed` and the same outcomes give the same decision,
+    whatever the order of the forks, so a second command comes to the same result as the first.
     """
 
     calls: int
@@ -192,10 +194,10 @@ class ForkSearch:
         self.diverged: Counter[int] = Counter()
         """By call, the forks that did not repeat the episode up to it."""
         self.without_outcome: Counter[int] = Counter()
-        """By call, all forks that came to no outcome."""
+        """By call, all forks without an outcome."""
         self.errors_in_a_row = 0
-        """Forks that repeated the episode and came to no outcome, since the last one with an outcome."""
-        self.decision = Decision(None, 0.0, None)
+        """Number of forks, since the last outcome, that repeated the episode and then had no outcome."""
+        self.decision = Decision(call=None, probability=0.0, next_fork=None)
 
     def add(self, call: int, outcome: float | None, *, diverged: bool = False) -> None:
         """Count a fork. Without an outcome it only costs: it `diverged`, or a model or the judge failed."""
@@ -216,38 +218,53 @@ class ForkSearch:
 
     def next_forks(self) -> list[int]:
         """The calls at which to fork next; empty when the search is over."""
-        forks = sum(self.counts.forks)
-        # A call whose forks come to no outcome would be chosen again and again, as nothing gets known about it.
-        live = [call for call in self.forkable if self.counts.forks[call] or self.without_outcome[call] < MOST_TRIES]
-
-        # The application repeats the episode up to the furthest call with an outcome. Beyond that call, a fork that
-        # diverged would also have diverged at every later call.
-        furthest = max((call for call, number in enumerate(self.counts.forks) if number), default=-1)
-        wall = min((call for call in self.diverged if call > furthest), default=self.calls)
-        live = [call for call in live if call <= wall]
-        # Bisection finds the first call that is not repeated.
-        beyond = [call for call in live if call > furthest]
-        before_wall = [call for call in beyond if call < wall] or beyond
-
-        if forks:
-            rng = np.random.default_rng(random.Random(self._state()).getrandbits(32))
-            self.decision = consider(self.counts, rng, live)
-            call, batch = self.decision.next_fork, BATCH
-            if call is not None and call > furthest and wall < self.calls:
-                call = before_wall[len(before_wall) // 2]
+        forks_so_far = sum(self.counts.forks)
+        candidates, middle = self._candidates()
+        if not forks_so_far:
+            call, batch = middle, 1
         else:
-            # Nothing is known yet.
-            call, batch = next(iter(before_wall[len(before_wall) // 2 :]), None), 1
+            rng = np.random.default_rng(random.Random(self._state()).getrandbits(32))
+            self.decision = consider(self.counts, rng, candidates)
+            call, batch = self.decision.next_fork, BATCH
+            if call is not None and call > self._furthest() and self._wall() < self.calls:
+                call = middle
         if call is None or self.errors_in_a_row >= MOST_ERRORS:
             return []
+        if forks_so_far >= LEAST_FORKS and self.decision.probability >= CONFIDENCE:
+            return []
 
-        enough = forks >= LEAST_FORKS and self.decision.probability >= CONFIDENCE
-        # The cost of the fresh forks before and after the chosen call; in short episodes that would be nearly all.
-        chosen = call if self.decision.call is None else self.decision.call
-        reserve = min(LEAST_FRESH * (2 * (self.calls - chosen) - 1), self.budget / 2) if forks else 0.0
-        if enough or self.spent + reserve + batch * (self.calls - call) > self.budget:
+        reserve = 0.0
+        if forks_so_far:
+            chosen = call if self.decision.call is None else self.decision.call
+            # The cost of fresh forks before and after the chosen call. In a short episode that is nearly all of the
+            # budget, so at most half of it is reserved.
+            reserve = min(LEAST_FRESH * _cost_before_and_after(self.calls, chosen), self.budget / 2)
+        if self.spent + reserve + batch * (self.calls - call) > self.budget:
             return []
         return [call] * batch
+
+    def _candidates(self) -> tuple[list[int], int | None]:
+        """The calls that a fork may still tell something about, and the middle one of those with no outcome behind
+        them (None without any)."""
+        # A call whose forks have no outcome would be chosen again and again, as its V stays unknown.
+        tried = [call for call in self.forkable if self.counts.forks[call] or self.without_outcome[call] < MOST_TRIES]
+        wall, furthest = self._wall(), self._furthest()
+        candidates = [call for call in tried if call <= wall]
+        # Beyond the furthest call it is not known yet whether the application repeats the episode. Bisection finds the
+        # first call that it does not repeat.
+        beyond = [call for call in candidates if call > furthest]
+        before_wall = [call for call in beyond if call < wall] or beyond
+        return candidates, before_wall[len(before_wall) // 2] if before_wall else None
+
+    def _furthest(self) -> int:
+        """The last call with an outcome of a fork, up to which the application repeats the episode; -1 without any."""
+        return max((call for call, forks in enumerate(self.counts.forks) if forks), default=-1)
+
+    def _wall(self) -> int:
+        """The first call beyond the furthest one at which a fork diverged; the number of calls if none did. Forks at
+        later calls would diverge too."""
+        furthest = self._furthest()
+        return min((call for call in self.diverged if call > furthest), default=self.calls)
 
     def _state(self) -> str:
         """The seed and the counts as a text. Sums are rounded, as they depend on the order of their numbers."""
@@ -257,8 +274,13 @@ class ForkSearch:
 def fresh_forks(search: ForkSearch, call: int) -> int:
     """How many fresh forks before the chosen call, and as many after it, fit into the rest of a search's budget, up to
     `FRESH`. 0 if none fits."""
-    cost_of_both = 2 * (search.calls - call) - 1
-    return max(0, min(FRESH, int((search.budget - search.spent) / cost_of_both)))
+    affordable = int((search.budget - search.spent) / _cost_before_and_after(search.calls, call))
+    return max(0, min(FRESH, affordable))
+
+
+def _cost_before_and_after(calls: int, call: int) -> int:
+    """The calls that one fork before a call and one fork after it make in an episode of so many calls."""
+    return (calls - call) + (calls - (call + 1))
 
 
 def loss_interval(before: Sequence[float], after: Sequence[float] | None, recorded: float = 0.0) -> Interval | None:

@@ -1,4 +1,4 @@
-"""The folder of an analysis: held while it runs, and described in blame.json, so that the same command continues it."""
+"""The folder of an analysis: locked while it runs, and described in blame.json to be continued."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from cotune.trainer.blame.tasks import TasksToAnalyse
 from cotune.trainer.run.run_folder import write_atomically
 
 FILE = "blame.json"
-GROWING = ("tasks", "recorded")
+GROWING_FIELDS = ("tasks", "recorded")
 """Fields of blame.json that a larger limit makes longer."""
 
 
 @contextlib.contextmanager
-def opened(
+def open_folder(
     layout: RunLayout, app: Workflow, address: str, drawn: TasksToAnalyse, options: BlameOptions
 ) -> Iterator[None]:
-    """The folder of an analysis, held: a new one, or that of the same analysis. Raises ConfigError for another one."""
-    described: dict[str, Any] = {
+    """Create the folder of an analysis, or open it to continue the same analysis, and lock it while it is in use.
+
+    Writes blame.json with everything that decides the runs. `address` is the name of the workflow (app:solve), or "" if
+    it was passed as an object. Raises ConfigError if the folder holds another analysis or records of something else.
+    """
+    description: dict[str, Any] = {
         "workflow": app.name,
         "references": sorted(options.references),
         "without": sorted(options.without),
@@ -49,12 +53,12 @@ def opened(
         if earlier is None and layout.records.exists():
             raise ConfigError("out", options.out, "holds records of something else", "Name a new folder with --out.")
         if earlier is not None:
-            _check_same(options.out, earlier, described)
-            # With a smaller limit than before, the further tasks stay part of the analysis.
-            for name in GROWING:
-                if len(earlier.get(name) or []) > len(described[name]):
-                    described[name] = earlier[name]
-        write_atomically(file, json.dumps(described, indent=2).encode())
+            _check_same(options.out, earlier, description)
+            # With a smaller limit than before, the tasks beyond it stay part of the analysis.
+            for name in GROWING_FIELDS:
+                if len(earlier.get(name) or []) > len(description[name]):
+                    description[name] = earlier[name]
+        write_atomically(file, json.dumps(description, indent=2).encode())
         if address:
             write_trace(layout.path, address, {"roles_by": options.roles_by}, holds_records=layout.records.exists())
         yield
@@ -62,18 +66,19 @@ def opened(
         lock.release()
 
 
-def _check_same(out: str, earlier: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a folder holds the analysis that is described now, on as many tasks or others."""
-    for name, value in described.items():
+def _check_same(out: str, earlier: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the folder `out` holds an `earlier` analysis that differs from this one in more than the
+    number of its tasks."""
+    fault = ""
+    for name, value in description.items():
         before = earlier.get(name)
-        if name in GROWING:
-            # A larger limit adds tasks at the end.
-            shared = min(len(value), len(before or ()))
-            if value[:shared] == (before or [])[:shared]:
-                continue
-            fault = "holds an analysis of other tasks" if name == "tasks" else "holds an analysis of other episodes"
-        elif value == before:
-            continue
-        else:
+        if name in GROWING_FIELDS:
+            # A larger limit adds tasks at the end, so only the first ones are compared.
+            before = before or []
+            in_both = min(len(value), len(before))
+            if value[:in_both] != before[:in_both]:
+                fault = f"holds an analysis of other {'tasks' if name == 'tasks' else 'episodes'}"
+        elif value != before:
             fault = f"holds an analysis with {name} = {before!r}, not {value!r}"
-        raise ConfigError("out", out, fault, "Name a new folder with --out.")
+        if fault:
+            raise ConfigError("out", out, fault, "Name a new folder with --out.")

@@ -39,8 +39,8 @@ class JudgeCalls:
         return self.cost / self.episodes if self.episodes else 0.0
 
 
-class _Records:
-    """Holds the records of an episode until it is known whether they are needed."""
+class _BufferedSink:
+    """Keeps the records of an episode in memory until it is known whether they are needed."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -52,50 +52,53 @@ class _Records:
 async def judge_run(
     workflow: Workflow, judge: EpisodeJudge, store: Store, episode: Episode, responder: Responder, timeout: float
 ) -> tuple[Episode, str]:
-    """Have the workflow's judge give an episode its outcome.
+    """Have the workflow's judge give `episode` its outcome, as an episode of its own that makes the calls of the judge.
 
-    The calls of the judge go through `responder`, and are stored as an episode of their own if there are any. Returns
-    this episode, and the error of the judge; the error is empty if there was none.
+    The calls of the judge go through `responder`. Returns the judge's episode, and the error of the judge ("" without
+    one). The judge's episode is stored if it has calls.
     """
-    records = _Records()
+    sink = _BufferedSink()
 
-    async def ask(_: Any) -> None:
+    async def ask_judge(_task: Any) -> None:
         live = current_episode.get()
         assert live is not None
         await judge_episodes(_recorded_in(live, judge), store, [episode], redaction=workflow.redaction)
 
     outcome = await run_episode(
-        replace(workflow, name=f"judge of {workflow.name}", fn=ask, roles=None, prompts=None),
+        replace(workflow, name=f"judge of {workflow.name}", fn=ask_judge, roles=None, prompts=None),
         msgspec.structs.replace(episode.task, id=f"{episode.task.id} (judged)"),
-        sink=records,
+        sink=sink,
         responder=responder,
         options=EpisodeOptions(phase=JUDGING, timeout=timeout),
     )
-    # Most judges are plain functions, whose episodes would only be in the way.
+    # Most judges are plain functions without calls. Their episodes would only clutter the records.
     if outcome.episode.calls:
-        store.write(records.records)
+        store.write(sink.records)
         store.flush()
     return outcome.episode, "" if outcome.error is None else str(outcome.error)
 
 
 def _recorded_in(live: LiveEpisode, judge: EpisodeJudge) -> EpisodeJudge:
-    """The judge, with its calls recorded in `live`. It is called outside of any episode, so that a judge's calls never
-    become calls of the episode that it judges."""
+    """The judge as a function whose calls are recorded in `live`.
 
-    async def finish(opinion: Awaitable[Rewards]) -> Rewards:
+    `judge_episodes` calls judges outside of any episode, so that their calls never become calls of the episode that
+    they judge. The returned function enters `live` for the judge.
+    """
+
+    async def await_in_episode(rewards: Awaitable[Rewards]) -> Rewards:
         with recording(live):
-            return await opinion
+            return await rewards
 
-    def in_thread(episodes: Sequence[FinishedEpisode], task: Any) -> Rewards | Awaitable[Rewards]:
+    def plain_judge(episodes: Sequence[FinishedEpisode], task: Any) -> Rewards | Awaitable[Rewards]:
         with recording(live):
-            opinion = judge(episodes, task)
-        return finish(opinion) if inspect.isawaitable(opinion) else opinion
+            rewards = judge(episodes, task)
+        return await_in_episode(rewards) if inspect.isawaitable(rewards) else rewards
 
-    async def on_loop(episodes: Sequence[FinishedEpisode], task: Any) -> Rewards:
-        return await finish(cast(Awaitable[Rewards], judge(episodes, task)))
+    async def async_judge(episodes: Sequence[FinishedEpisode], task: Any) -> Rewards:
+        return await await_in_episode(cast(Awaitable[Rewards], judge(episodes, task)))
 
-    # An async judge has to stay one: any other function is called in a thread.
+    # `judge_episodes` calls async judges on the loop and all others in a thread, so an async judge has to stay async.
     is_async = inspect.iscoroutinefunction(judge) or inspect.iscoroutinefunction(getattr(judge, "__call__", None))  # noqa: B004
-    recorded = on_loop if is_async else in_thread
+    recorded = async_judge if is_async else plain_judge
     recorded.__name__ = getattr(judge, "name", getattr(judge, "__name__", "judge"))
     return cast(EpisodeJudge, recorded)

@@ -29,12 +29,14 @@ NOT_REPEATABLE = "no call can be repeated: a call failed, or a redactor changed 
 
 
 def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
-    """The failed episodes that `chosen` names: `failed`, recorded ones, or an id. With `failed`, also the number of
-    failed runs that are left out because they were cut off. Raises ConfigError for an episode that did not fail."""
+    """The failed episodes that the option `episodes` (`chosen`) names, the worst first: recorded ones, an id, or
+    "failed". With "failed", also the number of failed runs that are left out because they were cut off. Raises
+    ConfigError for an episode that did not fail."""
     span = runs.span()
     if runs.recorded:
         failed = [runs.store.episode(id) for id in runs.recorded]
-        return sorted(failed, key=lambda episode: (_outcome(runs, episode, span), episode.task.id))[:MOST_EPISODES], 0
+        failed.sort(key=lambda episode: (_outcome(runs, episode, span), episode.task.id))
+        return failed[:MOST_EPISODES], 0
     if chosen != FAILED:
         episode = runs.store.episode(runs.store.figures().episode_named(chosen))
         if is_cut_off(runs.store, episode):
@@ -45,82 +47,81 @@ def choose_episodes(runs: Runs, chosen: str) -> tuple[list[Episode], int]:
             raise ConfigError("episodes", chosen, fault, "See them with: cotune show FOLDER. Or pass: failed")
         return [episode], 0
 
-    worst: dict[str, Episode] = {}
+    first_failure_by_task: dict[str, Episode] = {}
     cut_off = 0
     for episode in runs.store.episodes(EpisodeFilters(phase=OWN.phase)):
         if is_cut_off(runs.store, episode):
             cut_off += 1
         elif has_failed(episode, runs.outcome_of(episode), span):
-            worst.setdefault(episode.task.id, episode)
-    ranked = sorted(worst.values(), key=lambda episode: _outcome(runs, episode, span))
+            first_failure_by_task.setdefault(episode.task.id, episode)
+    ranked = sorted(first_failure_by_task.values(), key=lambda episode: _outcome(runs, episode, span))
     return ranked[:MOST_EPISODES], cut_off
 
 
 def _outcome(runs: Runs, episode: Episode, span: Span) -> float:
-    """The outcome of an episode, from 0 to 1; 0 where the application raised."""
+    """The outcome of an episode, from 0 to 1; 0 if the application raised."""
     outcome = runs.outcome_of(episode)
     return 0.0 if outcome is None else span.share(outcome)
+
+
+Block = Sequence[CallRecord]
+"""Calls of an episode that ran at the same time; usually one."""
 
 
 async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
     """Fork an episode until a call is decisive, or none is, or the budget of `runs` whole runs is spent.
 
-    Calls that ran at the same time are one place: no order of them is right, so a fork draws all of them again. Forks
-    of an earlier command count. Raises BudgetReachedError where the limits of the analysis do not allow more.
+    Calls that ran at the same time are one block. No order of them is right, so a fork draws all of them again. Forks
+    of an earlier command count. Raises BudgetReachedError if the limits of the analysis do not allow more forks.
     """
     calls = runs.store.calls(episode.id)
     blocks = parallel_blocks(calls)
     lost = LostEpisode(episode=episode.id, task=episode.task.id, calls=len(calls), call=None, why=NOT_REPEATABLE)
-    forkable = [place for place, block in enumerate(blocks) if can_repeat_before(calls, block[0])]
+    forkable = [index for index, block in enumerate(blocks) if can_repeat_before(calls, block[0])]
     if not forkable:
         return lost
     try:
         script = read_script(runs.store, episode.id)
     except RecordError:
-        return lost
-    forking = Forking(runs, episode, script, blocks, runs.span())
-    recorded = _outcome(runs, episode, forking.span)
-    # Not by the id of the episode, which is new each time: the same records are searched in the same way anywhere.
+        return lost  # Records are missing, so no fork can repeat the episode.
+    span = runs.span()
+    forking = Forking(runs, episode, script, blocks, recorded=_outcome(runs, episode, span), span=span)
+    # The seed has no id of the episode, which is new in each run: the same records are searched in the same way.
     seed = f"{episode.task.id} {runs.options.seed}"
-    search = ForkSearch(len(blocks), runs.options.runs * len(blocks), forkable, seed, recorded)
-    for place, block in enumerate(blocks):
-        for fork in forking.forks_at(block):
-            value = forking.value(fork)
-            if fork.phase == FORK and value is not None:
-                search.add(place, value)
-            else:
-                # Fresh forks say nothing to the search. A fork that failed in an earlier command may succeed now.
-                search.add_cost(place)
+    search = ForkSearch(len(blocks), runs.options.runs * len(blocks), forkable, seed, forking.recorded)
+    forking.count_earlier_forks(search)
 
     # 1. Look for the call.
-    while places := search.next_forks():
-        made = await forking.fork([blocks[place] for place in places], FORK)
-        for place, finished in zip(places, made, strict=True):
-            value = None if finished is None else forking.value(finished)
-            search.add(place, value, diverged=finished is None)
+    while indices := search.next_forks():
+        forks = await forking.fork([blocks[index] for index in indices], FORK)
+        for index, fork in zip(indices, forks, strict=True):
+            value = None if fork is None else forking.value(fork)
+            search.add(index, value, diverged=fork is None)
     decision = search.decision
-    count = sum(search.counts.forks)
-    lost = msgspec.structs.replace(lost, effects=forking.effects(recorded))
+    search_forks = sum(search.counts.forks)
+    lost = msgspec.structs.replace(lost, forks=search_forks, effects=forking.effects())
     if decision.probability < CONFIDENCE:
         likely = None if decision.call is None else blocks[decision.call]
-        return msgspec.structs.replace(lost, why=_why_undecided(count, likely), forks=count)
+        return msgspec.structs.replace(lost, why=_why_undecided(search_forks, likely))
     if decision.call is None:
-        return msgspec.structs.replace(lost, why="no single call decides", forks=count)
+        return msgspec.structs.replace(lost, why="no single call decides")
 
-    # 2. Measure its loss by fresh forks: those that chose it overstate it.
+    # 2. Measure its loss by fresh forks, as the forks that chose the call overstate it.
     block = blocks[decision.call]
-    number = min(forking.fresh_made(decision.call) + fresh_forks(search, decision.call), FRESH)
-    before = await forking.fresh(block, number)
-    after: list[float] | None = None
+    fresh = min(forking.fresh_made(decision.call) + fresh_forks(search, decision.call), FRESH)
+    before = await forking.fork_fresh(block, fresh)
+    after: list[float] | None = None  # None: the call is the last one.
     if decision.call + 1 < len(blocks):
-        following = blocks[decision.call + 1]
-        after = await forking.fresh(following, number) if can_repeat_before(calls, following[0]) else []
-    loss = loss_interval(before, after, recorded)
+        next_block = blocks[decision.call + 1]
+        after = await forking.fork_fresh(next_block, fresh) if can_repeat_before(calls, next_block[0]) else []
+    loss = loss_interval(before, after, forking.recorded)
+    measured = len(before) + len(after or ())
+
+    # 3. Describe the call, with the loss from the fresh forks in place of the one from the search.
     steps = [call.step for call in block]
-    effects = [one for one in forking.effects(recorded) if one.step not in steps]
+    effects = [effect for effect in forking.effects() if effect.step not in steps]
     if loss is not None:
-        # The forks that chose the call overstate its loss, so only the fresh ones give it.
-        effects += _effects_of(block, loss, len(before) + len(after or ()))
+        effects += _effects_of(block, loss, measured)
     call, best = block[0], forking.best_fork(block)
     return msgspec.structs.replace(
         lost,
@@ -132,13 +133,9 @@ async def find_decisive_call(runs: Runs, episode: Episode) -> LostEpisode:
         answer="" if call.chosen is None else answer_line(call.candidates[call.chosen]),
         redraw="" if best is None else best.answer,
         redraw_call="" if best is None else best.at,
-        forks=count + len(before) + len(after or ()),
-        effects=sorted(effects, key=lambda one: one.step),
+        forks=search_forks + measured,
+        effects=sorted(effects, key=lambda effect: effect.step),
     )
-
-
-Block = Sequence[CallRecord]
-"""Calls of an episode that ran at the same time; usually one."""
 
 
 def _why_undecided(forks: int, likely: Block | None) -> str:
@@ -153,16 +150,29 @@ def _why_undecided(forks: int, likely: Block | None) -> str:
 
 @dataclass
 class Forking:
-    """Forks of one episode: those that were made, and new ones."""
+    """Makes forks of one episode, and reads the outcomes of all forks that were made of it."""
 
     runs: Runs
     episode: Episode
     script: Script
     blocks: Sequence[Block]
+    recorded: float
+    """The outcome of the episode itself, from 0 to 1."""
     span: Span
 
+    def count_earlier_forks(self, search: ForkSearch) -> None:
+        """Add the forks that an earlier command made to a search."""
+        for index, block in enumerate(self.blocks):
+            for fork in self.forks_at(block):
+                value = self.value(fork)
+                if fork.phase == FORK and value is not None:
+                    search.add(index, value)
+                else:
+                    # The search does not use fresh forks. A fork without an outcome may have one at the next try.
+                    search.add_cost(index)
+
     def value(self, fork: FinishedFork) -> float | None:
-        """The outcome of a fork, from 0 to 1; None where it is not known."""
+        """The outcome of a fork, from 0 to 1; None if it is not known."""
         if fork.failed:
             return 0.0
         return None if fork.outcome is None else self.span.share(fork.outcome)
@@ -172,22 +182,22 @@ class Forking:
         return [fork for fork in self.runs.forks if (fork.trunk, fork.call) == (self.episode.id, block[0].id)]
 
     async def fork(self, blocks: Sequence[Block], phase: str) -> list[FinishedFork | None]:
-        """Run one fork at each of `blocks`, at the same time. A block may be named several times, for as many forks.
-        None stands for a fork that did not repeat the episode."""
-        work = []
+        """Run one fork at each of `blocks`, all at the same time; a block that is listed twice is forked twice.
+        The result has None for a fork that did not repeat the episode."""
+        forks = []
         for block in blocks:
             parallel = tuple(call.id for call in block[1:])
-            work.append(self.runs.fork(self.script, block[0].id, self.episode.task, phase, parallel))
-        results = await asyncio.gather(*work, return_exceptions=True)
-        # Forks under way end before the limit of one of them ends the analysis.
+            forks.append(self.runs.fork(self.script, block[0].id, self.episode.task, phase, parallel))
+        # Errors are returned first and raised below, so that all forks have ended when a limit ends the analysis.
+        results = await asyncio.gather(*forks, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def fresh(self, block: Block, number: int) -> list[float]:
-        """The outcomes of this number of fresh forks at a block. Forks of an earlier command are not made again."""
-
+    async def fork_fresh(self, block: Block, number: int) -> list[float]:
+        """Make fresh forks at a block until there are `number` of them, with those of an earlier command, and return
+        their outcomes."""
         missing = number - len(self.fresh_values(block))
         if missing > 0:
             await self.fork([block] * missing, FRESH_FORK)
@@ -195,34 +205,35 @@ class Forking:
 
     def fresh_values(self, block: Block) -> list[float]:
         """The outcomes of the fresh forks that were made at a block."""
-        known = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
-        return [value for value in known if value is not None]
+        values = [self.value(fork) for fork in self.forks_at(block) if fork.phase == FRESH_FORK]
+        return [value for value in values if value is not None]
 
-    def fresh_made(self, place: int) -> int:
-        """How many fresh forks were made both at a block and at the next one. Nothing is forked after the last one."""
-        blocks = self.blocks[place : place + 2]
-        return min(len(self.fresh_values(block)) for block in blocks)
+    def fresh_made(self, index: int) -> int:
+        """How many fresh forks were made both at a block, given by its index, and at the next one. There is no fork
+        after the last block, so only its own forks count."""
+        block_and_next = self.blocks[index : index + 2]
+        return min(len(self.fresh_values(block)) for block in block_and_next)
 
-    def effects(self, recorded: float) -> list[CallEffect]:
-        """The effect of each call with forks at its block and at the next one; after the last block stands the recorded
-        outcome."""
+    def effects(self) -> list[CallEffect]:
+        """The effect of each call with forks at its block and at the next one. After the last block, the recorded
+        outcome stands in for forks."""
         outcomes: list[list[float]] = []
         for block in self.blocks:
-            known = [self.value(fork) for fork in self.forks_at(block)]
-            outcomes.append([value for value in known if value is not None])
+            values = [self.value(fork) for fork in self.forks_at(block)]
+            outcomes.append([value for value in values if value is not None])
         effects = []
-        for place, block in enumerate(self.blocks):
-            before = outcomes[place]
-            after = outcomes[place + 1] if place + 1 < len(self.blocks) else None
-            loss = loss_interval(before, after, recorded)
+        for index, block in enumerate(self.blocks):
+            before = outcomes[index]
+            after = outcomes[index + 1] if index + 1 < len(self.blocks) else None
+            loss = loss_interval(before, after, self.recorded)
             if loss is not None:
                 effects += _effects_of(block, loss, len(before) + len(after or ()))
         return effects
 
     def best_fork(self, block: Block) -> FinishedFork | None:
         """The fork at the block with the best outcome."""
-        known = [fork for fork in self.forks_at(block) if fork.outcome is not None]
-        return max(known, key=lambda fork: fork.outcome or 0.0, default=None)
+        with_outcome = [fork for fork in self.forks_at(block) if fork.outcome is not None]
+        return max(with_outcome, key=lambda fork: fork.outcome or 0.0, default=None)
 
 
 def _roles(block: Block) -> str:

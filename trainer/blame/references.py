@@ -29,8 +29,11 @@ Kind = Literal["provider", "prompts", "policies", "model", "text"]
 
 @dataclass(frozen=True)
 class Reference:
-    """The answerer in place of a role: `name` is a provider's model, a folder, or a text. `role` is "" for all roles
-    without a reference of their own."""
+    """Who answers in place of a role.
+
+    `name` is a provider's model, a folder, a model on this machine, or a fixed text, depending on `kind`. `role` is ""
+    for all roles without a reference of their own.
+    """
 
     kind: Kind
     name: str
@@ -38,18 +41,20 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """The reference, for people."""
+        """The name of the reference in the report."""
         if self.kind == "text":
             return f"{self.name!r}" if self.name else "an empty answer"
-        return f"the prompts of {self.name}" if self.kind == "prompts" else self.name
+        if self.kind == "prompts":
+            return f"the prompts of {self.name}"
+        return self.name
 
 
 def read_references(options: BlameOptions, own: Responder | None = None) -> dict[str, Reference]:
-    """The references of an analysis by role, "" for every other role; checked as far as that costs nothing.
+    """The references of an analysis by role ("" for every other role), without loading or connecting any of them.
 
-    `own` is whoever answers for the application as it is, in place of its provider. Raises ConfigError for one that is
-    not there, for two of the same role, and for prompts without an edit; also for a `model` that is not there, and for
-    a `temperature` that cannot be set.
+    `own` answers for the application as it is, in place of its provider. Raises ConfigError for a reference that does
+    not exist, for two references of the same role, for prompts without an edit, for a `model` that does not exist, and
+    for a `temperature` that cannot be set.
     """
     if options.temperature is not None:
         if own is not None:
@@ -63,8 +68,8 @@ def read_references(options: BlameOptions, own: Responder | None = None) -> dict
     for text in options.references:
         reference = _reference(text)
         if reference.role in references:
-            whose = f"role {reference.role!r}" if reference.role else "all roles"
-            raise ConfigError("reference", text, f"is the second one of {whose}", "Leave one of them out.")
+            roles = f"role {reference.role!r}" if reference.role else "all roles"
+            raise ConfigError("reference", text, f"is the second one of {roles}", "Leave one of them out.")
         references[reference.role] = reference
     for text in options.without:
         role, _, answer = text.partition("=")
@@ -76,10 +81,10 @@ def read_references(options: BlameOptions, own: Responder | None = None) -> dict
 
 
 def _reference(text: str) -> Reference:
-    """Read one --reference: [ROLE=]SOURCE, with openai:MODEL, prompts:PLACE, a run, an export or a model as the source.
-    Raises ConfigError."""
-    role, place = split_reference(text)
-    kind, _, name = place.partition(":")
+    """Read one --reference: [ROLE=]SOURCE, with openai:MODEL, prompts:FOLDER, a run, an export or a model as the
+    source. Raises ConfigError."""
+    role, source_text = split_reference(text)
+    kind, _, name = source_text.partition(":")
     if kind == "openai":
         if not name:
             raise ConfigError("reference", text, "names no model", "For example: --reference openai:gpt-5")
@@ -89,17 +94,18 @@ def _reference(text: str) -> Reference:
         if not read_prompts(name).id:
             raise ConfigError("reference", text, "has prompts that nobody has edited", "Edit some: cotune prompts edit")
         return Reference("prompts", name, role)
-    source = read_source(place, "reference")
-    return Reference("model" if source.kind == "model" else "policies", place, role)
+    source = read_source(source_text, "reference")
+    return Reference("model" if source.kind == "model" else "policies", source_text, role)
 
 
 @dataclass
 class Answering:
-    """Who answers the calls of a role, and with which prompts they go out. A `responder` of None leaves the calls to
-    the application's own provider."""
+    """Who answers the calls of a role, and the edited prompts that the calls are sent with."""
 
     responder: Responder | None = None
+    """None leaves the calls to the application's own provider."""
     prompts: Prompts | None = None
+    """None leaves the prompts as they are."""
 
 
 @dataclass
@@ -116,7 +122,7 @@ class OpenReferences:
         return self.references.get(role) or self.references.get("") or self.own
 
     def missing_policies(self, roles: Sequence[str]) -> list[str]:
-        """A sentence for each of these roles that its reference, a run or an export, has no policy of."""
+        """A sentence for each of these roles for which its reference, a run or an export, has no policy."""
         sentences = []
         for role in roles:
             responder = self.of(role, Arm("all")).responder
@@ -133,25 +139,27 @@ class OpenReferences:
         return ArmResponder(self, arm)
 
     def prompts(self, arm: Arm) -> Prompts | None:
-        """The prompts of an arm: each role has the parts of whoever answers it. None without any edit."""
-        everyone = {id(one): one for one in (self.own, *self.references.values())}
+        """The prompts of an episode of this arm. Each role has the prompt parts of whoever answers its calls. None if
+        no part is edited."""
+        # Several roles may have the same answerer, whose parts are read once.
+        answerers = {id(answerer): answerer for answerer in (self.own, *self.references.values())}
         parts = []
         base: Prompts | None = None
-        for one in everyone.values():
-            if one.prompts is None:
+        for answerer in answerers.values():
+            if answerer.prompts is None:
                 continue
-            base = base or one.prompts
-            for part in one.prompts.parts:
-                own_roles = tuple(role for role in part.roles if self.of(role, arm) is one)
-                if own_roles:
-                    parts.append(msgspec.structs.replace(part, roles=own_roles))
+            base = base or answerer.prompts
+            for part in answerer.prompts.parts:
+                roles = tuple(role for role in part.roles if self.of(role, arm) is answerer)
+                if roles:
+                    parts.append(msgspec.structs.replace(part, roles=roles))
         if base is None or not any(part.edited for part in parts):
             return None
         return msgspec.structs.replace(base, parts=tuple(parts))
 
 
 class ArmResponder:
-    """Answers the calls of one arm: those of swapped roles as the reference does."""
+    """Answers the calls of an episode: the reference answers for swapped roles, and the others stay as they are."""
 
     def __init__(self, references: OpenReferences, arm: Arm) -> None:
         self._references = references
@@ -170,7 +178,7 @@ class FixedText:
         self.text = text
 
     async def respond(self, call: LiveCall) -> Answer:
-        """The text."""
+        """An answer with the text."""
         message = {"role": "assistant", "content": self.text}
         return Answer(candidates=(Candidate(index=0, text=self.text, message=message),))
 
@@ -179,29 +187,30 @@ class FixedText:
 async def open_references(
     workflow: Workflow, references: Mapping[str, Reference], options: BlameOptions, own: Responder | None
 ) -> AsyncIterator[OpenReferences]:
-    """Load or connect whoever answers. `own` answers for the application as it is, in place of who would.
+    """Load or connect the references and the model that answers for the application as it is.
 
-    Raises RunError, AdapterError, ConfigError, SyncError for weights that cannot be used.
+    With `own`, this responder answers for the application as it is. Everything is closed with the context. Raises
+    RunError, AdapterError, ConfigError, SyncError for weights that cannot be used.
     """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def local(place: str, *, trained: bool) -> Answering:
-            """A run or an export (`trained`), or an untrained model."""
+        async def load_model(source: str, *, trained: bool) -> Answering:
+            """Load a run or an export (`trained`), or an untrained model."""
             responder = await stack.enter_async_context(
                 answering(
                     workflow,
-                    policies=place if trained else None,
-                    model=None if trained else place,
+                    policies=source if trained else None,
+                    model=None if trained else source,
                     max_tokens=options.max_tokens,
                     temperature=options.temperature,
                     seed=options.seed,
-                    # All arms draw the same numbers at the same place, so that less of a difference is luck.
+                    # All arms draw the same random numbers for the same call, so that less of a difference is luck.
                     stream="blame",
                 )
             )
-            return Answering(responder, prompts_of(read_trained(place, "reference").place) if trained else None)
+            return Answering(responder, prompts_of(read_trained(source, "reference").place) if trained else None)
 
-        async def opened(reference: Reference) -> Answering:
+        async def open_reference(reference: Reference) -> Answering:
             """Load or connect the source that answers for this reference."""
             if reference.kind == "text":
                 return Answering(FixedText(reference.name))
@@ -211,21 +220,21 @@ async def open_references(
                 other_model = OtherModel(reference.name, options.temperature)
                 stack.push_async_callback(other_model.aclose)
                 return Answering(other_model)
-            return await local(reference.name, trained=reference.kind == "policies")
+            return await load_model(reference.name, trained=reference.kind == "policies")
 
         as_is = Answering(own, workflow.prompts)
         if own is None and options.model is not None:
-            as_is = await local(options.model, trained=read_source(options.model, "model").kind != "model")
+            as_is = await load_model(options.model, trained=read_source(options.model, "model").kind != "model")
         elif own is None and options.temperature is not None:
             same_model = OtherModel(None, options.temperature)
             stack.push_async_callback(same_model.aclose)
             as_is = Answering(same_model, workflow.prompts)
         # A model that several roles are swapped to is loaded once.
-        by_place: dict[tuple[Kind, str], Answering] = {}
+        by_source: dict[tuple[Kind, str], Answering] = {}
         by_role: dict[str, Answering] = {}
         for role, reference in references.items():
-            place = (reference.kind, reference.name)
-            if place not in by_place:
-                by_place[place] = await opened(reference)
-            by_role[role] = by_place[place]
+            source = (reference.kind, reference.name)
+            if source not in by_source:
+                by_source[source] = await open_reference(reference)
+            by_role[role] = by_source[source]
         yield OpenReferences(as_is, by_role)

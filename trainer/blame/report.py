@@ -31,10 +31,10 @@ _REFERENCES = (
 
 
 def render(blame: Blame) -> Group:
-    """The report: luck or system, a row per role, the verdict."""
+    """The report: its size and outcome, luck or system, a row per role, decisive calls, notes, and the verdict."""
     lines: list[RenderableType] = [Text(_head(blame), style="bold"), Text(luck_sentence(blame))]
     if blame.roles:
-        lines += [Text(""), _roles(blame), Text("")]
+        lines += [Text(""), _role_table(blame), Text("")]
         if blame.removes:
             lines.append(Text("change: points of the outcome, without the role's answers", style=QUIET))
         else:
@@ -43,7 +43,7 @@ def render(blame: Blame) -> Group:
     if noise := scoring_sentence(blame):
         lines.append(Text(noise))
     if blame.episodes:
-        lines += _episodes(blame)
+        lines += _decisive_calls(blame)
     if blame.failed:
         lines.append(Text(f"{plural(blame.failed, 'run')} raised an error, and count as the lowest outcome"))
     if blame.left_out:
@@ -59,23 +59,25 @@ def render(blame: Blame) -> Group:
     return Group(*lines)
 
 
-def _episodes(blame: Blame) -> list[RenderableType]:
-    """A row per failed episode, and below it the answer at the decisive call."""
+def _decisive_calls(blame: Blame) -> list[RenderableType]:
+    """A table with a row per failed episode and the answer at its decisive call, and a count of these calls by role."""
     table = grid("task", "episode", "decisive call", "loss>", title="\nCalls that lost an episode")
-    for number, one in enumerate(blame.episodes):
-        if one.call is None:
-            table.add_row(*cells([one.task, one.episode, one.why, ""]))
+    calls_by_role: Counter[str] = Counter()
+    for row, lost in enumerate(blame.episodes):
+        if lost.call is None:
+            table.add_row(*cells([lost.task, lost.episode, lost.why, ""]))
             continue
-        loss = "not measured" if one.loss is None else loss_points(one.loss)
-        place = f"{one.call} {one.role}"
-        if one.parallel:
-            place = f"{', '.join(map(str, (one.call, *one.parallel)))} {one.role} (parallel)"
-        table.add_row(*cells([one.task, one.episode, place, loss]))
-        table.below[number] = [Text(f"said: {one.answer}", style=QUIET), Text(f"redraw: {one.redraw}", style=QUIET)]
-    decisive = Counter(one.role for one in blame.episodes if one.call is not None)
+        calls_by_role[lost.role] += 1
+        loss = "not measured" if lost.loss is None else loss_points(lost.loss)
+        call = f"{lost.call} {lost.role}"
+        if lost.parallel:
+            steps = ", ".join(str(step) for step in (lost.call, *lost.parallel))
+            call = f"{steps} {lost.role} (parallel)"
+        table.add_row(*cells([lost.task, lost.episode, call, loss]))
+        table.below[row] = [Text(f"said: {lost.answer}", style=QUIET), Text(f"redraw: {lost.redraw}", style=QUIET)]
     lines: list[RenderableType] = [table]
-    if decisive:
-        counts = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
+    if calls_by_role:
+        counts = ", ".join(f"{role} {count}" for role, count in calls_by_role.most_common())
         lines += [
             Text(f"\ndecided by luck, by role: {counts} of {plural(len(blame.episodes), 'episode')}"),
             Text(DECISIVE, style=QUIET),
@@ -95,19 +97,21 @@ def _head(blame: Blame) -> str:
     return "\n".join(filter(None, [" · ".join(parts), outcome]))
 
 
-def _roles(blame: Blame) -> Grid:
-    """A row per role; money only with prices."""
-    effects = ["change>"] if blame.removes else ["costs>", "alone>", "last>"]
-    table = grid("role", "calls>", *effects, "seconds>", "money>")
-    for one in blame.roles:
+def _role_table(blame: Blame) -> Grid:
+    """A row per role with its effect on the outcome, on time and (with prices) on money; and a row for the noise of the
+    scorer, if outcomes changed when runs were scored twice."""
+    effect_columns = ["change>"] if blame.removes else ["costs>", "alone>", "last>"]
+    table = grid("role", "calls>", *effect_columns, "seconds>", "money>")
+    for role in blame.roles:
         if blame.removes:
-            figures = [shown_points(blame, one.alone, signed=True)]
+            effects = [shown_points(blame, role.alone, signed=True)]
         else:
-            figures = [shown_points(blame, interval) for interval in (one.score, one.alone, one.last)]
-        seconds = "-" if one.seconds is None else shown_seconds(one.seconds)
-        money = "" if one.cost is None else shown_money(one.cost, signed=True)
-        table.add_row(*cells([one.role, f"{one.calls:.1f}", *figures, seconds, money]))
+            effects = [shown_points(blame, interval) for interval in (role.score, role.alone, role.last)]
+        seconds = "-" if role.seconds is None else shown_seconds(role.seconds)
+        money = "" if role.cost is None else shown_money(role.cost, signed=True)
+        table.add_row(*cells([role.role, f"{role.calls:.1f}", *effects, seconds, money]))
     noise = blame.scoring
     if noise is not None and noise.changed:
-        table.add_row(*cells(["scoring noise", "", noise_points(noise, blame), *[""] * (len(effects) + 1)]))
+        other_columns = [""] * (len(effect_columns) + 1)
+        table.add_row(*cells(["scoring noise", "", noise_points(noise, blame), *other_columns]))
     return table

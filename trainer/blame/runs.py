@@ -42,9 +42,9 @@ at least one of 40 would in 95% of cases."""
 LEAST_OUTAGE = 5
 """Runs of a round that must all fail by their models before the analysis ends. Fewer may fail because of their task."""
 AT_LIMIT = "refused by cotune blame, as it would pass max_calls"
-"""A part of the error of calls that were not made."""
+"""Part of the error message of a call that was refused because of `max_calls`."""
 UNFINISHED = ("infrastructure", "cancelled", "limit")
-"""Runs that are left out for these reasons say nothing, and are made again by the next command."""
+"""Runs that are left out for one of these reasons show nothing, and are made again by the next command."""
 FIRST_FORK = 1_000
 """Number of the first fork, above the numbers of whole runs. Models on this machine draw by the number of a run, so a
 fork with the number of its episode would repeat the answers of the episode."""
@@ -63,11 +63,13 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Which run of this task in this arm, from 0."""
     outcome: float | None
-    """The sum of its rewards; None where `left_out` says why there is none."""
+    """The sum of its rewards; None if the application raised, or if the run is left out."""
     failed: bool
-    """Whether the application raised: its outcome is the lowest of all runs."""
+    """Whether the application raised. The run then counts as the lowest outcome of all runs."""
     left_out: str
+    """Why the run cannot be compared: limit, cancelled, infrastructure or no outcome; "" if it can."""
     solved: bool | None
+    """The metric `success` of the episode; None without this metric."""
     roles: Mapping[str, int]
     """Its calls by role."""
     seconds: float
@@ -77,25 +79,27 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     answers: str
     """A digest of its answers: equal for runs with the same answers."""
     failed_call: str = ""
-    """The first error of its calls. The application may have gone on without their answer."""
+    """The first error of its calls; "" if none failed. The application may have continued without the answer."""
 
     @property
     def calls(self) -> int:
         return sum(self.roles.values())
 
 
-Place = tuple[Arm, str, int]
+RunKey = tuple[Arm, str, int]
+"""Arm, id of the task, and number of the run of this task in this arm."""
 
 
 class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that repeats the episode `trunk` up to its call `call`, from which on it is new."""
+    """A run that repeats the episode `trunk` before its call `call`, and has new answers from there on."""
 
     trunk: str
     call: str
     phase: str
     outcome: float | None
-    """None where it is not known, and where the run did not repeat the episode."""
+    """None if it is not known, or if the application raised."""
     failed: bool
+    """Whether the application raised."""
     answer: str
     """The answer at the call."""
     at: str
@@ -103,8 +107,10 @@ class FinishedFork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitedResponder:
-    """Answers the calls of one run, as long as they fit into `max_calls` with the calls of all runs under way. Without
-    an inner responder, the provider that is asked answers them."""
+    """Answers the calls of one run through an inner responder, and refuses calls that would pass `max_calls`.
+
+    The calls of all runs under way count. Without an inner responder, the application's own provider answers.
+    """
 
     def __init__(self, runs: Runs, inner: Responder | None) -> None:
         self._runs = runs
@@ -120,12 +126,15 @@ class LimitedResponder:
 
 @dataclass
 class Runs:
-    """The runs of an analysis: those that the store has, and those that are made."""
+    """Makes the runs of an analysis within its limits, and keeps the result of each. Runs that the store has already
+    are read instead."""
 
     workflow: Workflow
     store: Store
     references: OpenReferences
-    named: Mapping[str, Reference]
+    """Who answers the calls of each arm."""
+    reference_by_role: Mapping[str, Reference]
+    """The references as the options name them, "" for every other role."""
     options: BlameOptions
     on_run: Callable[[], object] = lambda: None
     """Called after each run."""
@@ -133,8 +142,8 @@ class Runs:
     """Ids of episodes that were recorded elsewhere, each the first run of its task. Their calls count against no
     limit."""
     for_search: bool = False
-    """Whether the analysis is part of a search for prompts. Calls whose cost is not known count as no money there. Else
-    they end an analysis with a `max_cost`."""
+    """Whether the analysis is part of a search for prompts. A search counts calls whose cost is not known as no money.
+    Any other analysis with a `max_cost` ends at such a call."""
 
     def __post_init__(self) -> None:
         """Start with no run. Raises ConfigError if the workflow's judge only ranks episodes against each other."""
@@ -145,20 +154,20 @@ class Runs:
                 "compares episodes with each other, and each run needs a number of its own",
                 "Give the workflow an outcome, or a judge of single episodes.",
             )
-        self.runs: dict[Place, FinishedRun] = {}
-        self._tried: set[Place] = set()
-        """The runs of this process. A run that failed through no fault of the application is tried again only by
-        the next command: a provider that is down would fail it again."""
+        self.finished: dict[RunKey, FinishedRun] = {}
+        self._tried: set[RunKey] = set()
+        """Runs that this process has started. A run that failed through no fault of the application is tried again only
+        by the next command, because a provider that is down would fail it again."""
         self.second_outcomes: dict[str, float] = {}
         """The outcomes of runs that were scored a second time, by task."""
         self._scored_again: set[str] = set()
         """Tasks whose first run was scored a second time, with or without an outcome."""
         self.judge = JudgeCalls()
-        """The calls of the workflow's judge. They count as all others do."""
-        self._judge_refused: set[str] = set()
-        """Ids of episodes without an outcome, as the calls of the judge would have passed a limit."""
+        """The calls of the workflow's judge. They count against the limits as all others do."""
+        self._not_judged: set[str] = set()
+        """Ids of episodes without an outcome, because the calls of the judge would have passed a limit."""
         self._rescoring = 0
-        """Runs that are scored again at the moment."""
+        """Number of runs that are scored again at the moment. `_affords_judge` reserves the judge's cost for each."""
         self.forks: list[FinishedFork] = []
         self.diverged = 0
         """Forks that did not repeat their episode."""
@@ -167,24 +176,25 @@ class Runs:
         self.first_error = ""
         self._errors: dict[Arm, str] = {}
         """The first error of each arm's models."""
-        self._without_price: dict[str, str] = {}
+        self._unpriced_models: dict[str, str] = {}
         """By model, why the money for its calls is not known."""
         self._next_fork = FIRST_FORK
+        """The number of the next fork. A fork is recorded with its number as the rollout."""
         self._running = 0
-        """Runs under way, whose calls are not counted yet."""
+        """Number of runs under way. Their calls are not in `calls` yet."""
         self._calls_under_way = 0
-        """The calls that these runs have made so far."""
+        """Number of calls that the runs under way have made so far."""
         self._lock = threading.Lock()  # applications may make calls in threads
         self._gate = asyncio.Semaphore(self.options.concurrency)
 
     async def load(self) -> None:
         """Read the runs that the store has. Their calls count against the limits, as they were made and paid."""
-        # Episodes that the judge has to be asked about come last, once all other calls are counted.
+        # Episodes that still need the judge come last: its calls must fit into the limits with all recorded calls.
         for episode in sorted(self.store.episodes(), key=self._needs_judge):
             arm = OWN if episode.id in self.recorded else arm_of(episode.phase)
             if arm is not None:
                 await self._judge_within_limits(episode)
-                self._keep(arm, episode)
+                self._keep_run(arm, episode)
             elif episode.phase in (FORK, FRESH_FORK):
                 await self._judge_within_limits(episode)
                 self._keep_fork(episode)
@@ -195,33 +205,37 @@ class Runs:
             elif episode.phase == JUDGING:
                 self._count_judging(episode)
 
-    async def run(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
-        """Run each task in each arm, unless that has run before. `number` is that of the run within its task and arm.
+    async def run_round(self, tasks: Sequence[Task], arms: Sequence[Arm], number: int) -> None:
+        """Run each task once in each arm, except for runs that are finished. The runs get this `number` within their
+        task and arm.
 
-        Raises BudgetReachedError before the first run if they do not all fit into the limits, ConfigError if a limit of
-        money cannot be kept, RunError if the models of an arm cannot be reached.
+        Raises BudgetReachedError before the first run if the runs do not all fit into the limits, ConfigError if a
+        limit of money cannot be kept, RunError if the models of an arm cannot be reached.
         """
         due = [(arm, task) for task in tasks for arm in arms if self._is_due((arm, task.id, number))]
         if not due:
             return
         self._require_room(len(due))
-        finished: list[FinishedRun | None] = []
-        if not self.runs:
-            # How many calls a run takes is not known before the first one has ended.
+        # None stands for a run that a limit did not let begin.
+        results: list[FinishedRun | None] = []
+        if not self.finished:
+            # The number of calls in a run is known once the first run has ended.
             arm, task = due.pop(0)
-            finished.append(await self._run(arm, task, number))
+            results.append(await self._run_task(arm, task, number))
             self._require_room(len(due))
         try:
             async with asyncio.TaskGroup() as group:
-                batch = [group.create_task(self._run(arm, task, number)) for arm, task in due]
-        except BaseExceptionGroup as errors:  # such as a framework that is too old, in all runs alike
-            known, _ = errors.split(CotuneError)
-            raise (known or errors).exceptions[0] from errors
-        finished += [run.result() for run in batch]
-        ended = [run for run in finished if run is not None and run.left_out != "limit"]
-        if len(ended) < len(finished):
-            raise self._budget_reached(len(finished) - len(ended))
-        self._require_answers(ended)
+                batch = [group.create_task(self._run_task(arm, task, number)) for arm, task in due]
+        except BaseExceptionGroup as errors:
+            # All runs usually raise the same error, such as a framework that is too old. Raise it once, without the
+            # group, and prefer an error whose message names the fix.
+            own_errors, _ = errors.split(CotuneError)
+            raise (own_errors or errors).exceptions[0] from errors
+        results += [run.result() for run in batch]
+        within_limits = [run for run in results if run is not None and run.left_out != "limit"]
+        if len(within_limits) < len(results):
+            raise self._budget_reached(len(results) - len(within_limits))
+        self._require_answers(within_limits)
 
     def _require_answers(self, round_runs: Sequence[FinishedRun]) -> None:
         """Raise RunError if the models of an arm cannot be reached. Further rounds would pay for the other arms, and
@@ -233,27 +247,29 @@ class Runs:
             # A run without a known outcome still shows that the models can be reached.
             if any(run.left_out not in UNFINISHED for run in runs):
                 continue
-            ended_before = any(run.arm == arm and run.left_out not in UNFINISHED for run in self.runs.values())
-            # Without runs of these two arms there is no analysis.
-            needed = arm in (OWN, ALL) and not ended_before
-            if needed or len(runs) >= LEAST_OUTAGE:
+            ended_before = any(run.arm == arm and run.left_out not in UNFINISHED for run in self.finished.values())
+            # Every other arm is compared with one of these two.
+            is_needed = arm in (OWN, ALL) and not ended_before
+            if is_needed or len(runs) >= LEAST_OUTAGE:
                 raise RunError(
                     f"All {len(runs)} runs {arm.label} failed: {self._errors.get(arm, 'no reason recorded')}",
                     "Fix this, then run the same command again: it continues.",
                 )
 
-    def _is_due(self, place: Place) -> bool:
-        run = self.runs.get(place)
-        return place not in self._tried and (run is None or run.left_out in UNFINISHED)
+    def _is_due(self, key: RunKey) -> bool:
+        """Whether a run is still to be made: this process has not tried it, and no earlier command finished it."""
+        run = self.finished.get(key)
+        return key not in self._tried and (run is None or run.left_out in UNFINISHED)
 
-    async def _run(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
-        """Run a task in an arm; None if that could pass a limit, as earlier runs took more calls than expected."""
+    async def _run_task(self, arm: Arm, task: Task, number: int) -> FinishedRun | None:
+        """Run a task in an arm. Returns None, without a run, if it could pass a limit because earlier runs took more
+        calls than expected."""
         flow = replace(self.workflow, prompts=self.references.prompts(arm))
         options = EpisodeOptions(
             phase=arm.phase,
             rollout=number,
             timeout=self.options.timeout,
-            # So that repeated runs give them again, and no tool runs twice.
+            # Forks and second scores return the recorded results, so no tool runs twice.
             record_tools=self.options.tools == "recorded",
         )
         async with self._gate:
@@ -261,21 +277,24 @@ class Runs:
                 return None
             self._tried.add((arm, task.id, number))
             limited = LimitedResponder(self, self.references.responder(arm))
-            episode = await self._play(flow, task, limited, limited, options)
-            run = self._keep(arm, episode)
+            episode = await self._run_and_judge(flow, task, limited, limited, options)
+            run = self._keep_run(arm, episode)
         if run.left_out == "infrastructure" and arm not in self._errors:
-            # The error of the call says more than what the application made of it.
+            # The error of the call names the cause. The application may have raised a more general error from it.
             calls = self.store.calls(episode.id, lean=True)
-            of_call = next((call.error for call in calls if call.error), None)
-            self._errors[arm] = of_call or episode.error or "no reason recorded"
+            call_error = next((call.error for call in calls if call.error), None)
+            self._errors[arm] = call_error or episode.error or "no reason recorded"
             self.first_error = self.first_error or self._errors[arm]
         self.on_run()
         return run
 
-    async def _play(
+    async def _run_and_judge(
         self, flow: Workflow, task: Task, limited: LimitedResponder, responder: Responder, options: EpisodeOptions
     ) -> Episode:
-        """Run one episode to its end, with its outcome. `responder` answers its calls, the new ones by `limited`."""
+        """Run one episode to its end and have it judged.
+
+        `responder` answers its calls. It may repeat recorded answers, and passes all other calls to `limited`.
+        """
         self._running += 1
         try:
             outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
@@ -299,10 +318,10 @@ class Runs:
     async def fork(
         self, script: Script, call: str, task: Task, phase: str, parallel: tuple[str, ...] = ()
     ) -> FinishedFork | None:
-        """Run a task again, with all before `call` answered from the script; None if it did not repeat the episode. The
-        calls in `parallel`, which ran at the same time, are new too.
+        """Run a task again, with all calls before `call` answered from the script, and keep the result.
 
-        Raises BudgetReachedError if it could pass a limit.
+        The calls in `parallel`, which ran at the same time as `call`, get new answers too. Returns None if the run did
+        not repeat the episode up to `call`. Raises BudgetReachedError if the fork could pass a limit.
         """
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
         limited = LimitedResponder(self, self.references.responder(OWN))
@@ -318,9 +337,9 @@ class Runs:
         async with self._gate:
             if self._running + 1 > self.affordable_runs():
                 raise self._budget_reached(1)
-            episode = await self._play(flow, task, limited, responder, options)
+            episode = await self._run_and_judge(flow, task, limited, responder, options)
             fork = self._keep_fork(episode)
-        if episode.id in self._judge_refused or is_cut(self.store.calls(episode.id, lean=True)):
+        if episode.id in self._not_judged or has_refused_call(self.store.calls(episode.id, lean=True)):
             raise self._budget_reached(1)
         self.on_run()
         return fork
@@ -330,11 +349,11 @@ class Runs:
         cancelled or ran into a limit, or if it did not repeat its episode up to the forked call."""
         calls = self.store.calls(episode.id)
         # Answers from the record cost nothing.
-        new_calls = [call for call in calls if call.replayed is None and not is_cut([call])]
+        new_calls = [call for call in calls if call.replayed is None and not has_refused_call([call])]
         cost, _unpriced = self._cost(OWN, new_calls)
         self.calls += len(new_calls)
         self.cost += cost
-        if episode.status == "cancelled" or episode.id in self._judge_refused or is_cut(calls):
+        if episode.status == "cancelled" or episode.id in self._not_judged or has_refused_call(calls):
             return None
         # Without `fork` the episode ended before it reached the call.
         if episode.blame == "divergence" or episode.fork is None:
@@ -361,25 +380,29 @@ class Runs:
         return fork
 
     async def score_again(self, tasks: Sequence[Task]) -> None:
-        """Repeat the first run of each task from its record, so that its outcome is scored a second time. Only the
-        workflow's judge asks a model, within the limits. Runs with failed calls are left out, and runs that the
-        application does not repeat."""
+        """Score the first run of each task a second time, to measure how much the scorer itself varies.
+
+        The run is repeated with its recorded answers, so only the workflow's judge asks a model, within the limits.
+        Runs with failed calls are not repeated. A run that the application does not repeat gets no second outcome.
+        """
         due = []
         for task in tasks:
-            run = self.runs.get((OWN, task.id, 0))
-            scored = run is not None and run.outcome is not None and not run.left_out and not run.failed_call
-            if run is not None and scored and task.id not in self._scored_again:
+            run = self.finished.get((OWN, task.id, 0))
+            if run is None or task.id in self._scored_again:
+                continue
+            if run.outcome is not None and not run.left_out and not run.failed_call:
                 due.append((task, run))
-        await asyncio.gather(*(self._score_again(task, run) for task, run in due))
+        await asyncio.gather(*(self._score_run_again(task, run) for task, run in due))
 
-    async def _score_again(self, task: Task, run: FinishedRun) -> None:
-        """Repeat one run from its record."""
+    async def _score_run_again(self, task: Task, run: FinishedRun) -> None:
+        """Repeat one run with its recorded answers, and keep the outcome of the repetition as its second outcome."""
         try:
             script = read_script(self.store, run.episode)
         except RecordError:
-            return
+            return  # Without a complete record the run cannot be repeated, and has no second outcome.
         flow = replace(self.workflow, prompts=self.references.prompts(OWN))
-        flow, responder = repeat_episode(flow, Replay(script=script), None)
+        # The script answers every call, so no responder answers new ones.
+        flow, responder = repeat_episode(flow, Replay(script=script), others=None)
         options = EpisodeOptions(
             phase=RESCORED,
             timeout=self.options.timeout,
@@ -399,7 +422,7 @@ class Runs:
         self._keep_second_outcome(outcome.episode)
 
     def _keep_second_outcome(self, episode: Episode) -> None:
-        """Keep the outcome of a run that was scored a second time, if it is known."""
+        """Keep the outcome of a run that was scored a second time, and do not score the run again without one."""
         self._scored_again.add(episode.task.id)
         outcome = self.outcome_of(episode)
         if outcome is not None:
@@ -408,7 +431,7 @@ class Runs:
     async def _judge_within_limits(self, episode: Episode) -> None:
         """Have the judge give a recorded episode its outcome, unless that could pass a limit."""
         if self._needs_judge(episode) and not self._affords_judge():
-            self._judge_refused.add(episode.id)
+            self._not_judged.add(episode.id)
         else:
             await self._judge(episode)
 
@@ -424,9 +447,9 @@ class Runs:
         finally:
             with self._lock:
                 self._calls_under_way -= limited.calls
-        if self._needs_judge(episode) and is_cut(self.store.calls(judging.id, lean=True)):
-            self._judge_refused.add(episode.id)
-        # Without an outcome the run is left out and counted.
+        if self._needs_judge(episode) and has_refused_call(self.store.calls(judging.id, lean=True)):
+            self._not_judged.add(episode.id)
+        # An error of the judge is not raised: the run has no outcome then, and the report counts it as left out.
         self.first_error = self.first_error or error
 
     def _needs_judge(self, episode: Episode) -> bool:
@@ -437,7 +460,7 @@ class Runs:
 
     def _count_judging(self, judging: Episode) -> None:
         """Count the calls that the judge made in one of its episodes."""
-        calls = [call for call in self.store.calls(judging.id) if not is_cut([call])]
+        calls = [call for call in self.store.calls(judging.id) if not has_refused_call([call])]
         if not calls:
             return
         cost, unpriced = self._cost(OWN, calls)
@@ -451,12 +474,16 @@ class Runs:
     def _affords_judge(self) -> bool:
         """Whether the limits allow the calls that the judge makes for an episode."""
         options = self.options
-        calls = self.calls + self._calls_under_way + self.judge.calls_per_episode
-        if options.max_calls is not None and self.judge.calls and calls > options.max_calls:
-            return False
-        # What a call costs is known only afterwards, so the runs that are scored again right now count as this one.
-        cost = self.cost + (self._rescoring + 1) * self.judge.cost_per_episode
-        return options.max_cost is None or not self.judge.cost or cost <= options.max_cost
+        if options.max_calls is not None and self.judge.calls:
+            expected_calls = self.calls + self._calls_under_way + self.judge.calls_per_episode
+            if expected_calls > options.max_calls:
+                return False
+        if options.max_cost is not None and self.judge.cost:
+            # The cost of a call is known once it has ended. Until then, the mean stands for each run that is scored
+            # again at the moment, as it does for this episode.
+            expected_cost = self.cost + (self._rescoring + 1) * self.judge.cost_per_episode
+            return expected_cost <= options.max_cost
+        return True
 
     def outcome_of(self, episode: Episode) -> float | None:
         """The outcome of an episode; None if it is not known."""
@@ -464,19 +491,15 @@ class Runs:
 
     def span(self) -> Span:
         """From the least to the greatest outcome of all runs."""
-        return self.outcomes([run.task for run in self.runs.values()]).span()
+        return self.outcomes([run.task for run in self.finished.values()]).span()
 
-    def _keep(self, arm: Arm, episode: Episode) -> FinishedRun:
-        """Store the result of an ended run under its arm, task and number, and count its calls and cost. `left_out` of
-        the result names the reason if the run cannot be compared."""
+    def _keep_run(self, arm: Arm, episode: Episode) -> FinishedRun:
+        """Keep the result of an ended run under its arm, task and number, and count its calls and cost."""
         calls = self.store.calls(episode.id)
         failed = episode.status == "error" and episode.is_outcome
         outcome = self.outcome_of(episode)
         left_out = ""
-        if is_cut(calls):
-            left_out = "limit"
-            calls = [call for call in calls if not is_cut([call])]
-        elif episode.id in self._judge_refused:
+        if has_refused_call(calls) or episode.id in self._not_judged:
             left_out = "limit"
         elif episode.status == "cancelled":
             left_out = "cancelled"
@@ -484,7 +507,8 @@ class Runs:
             left_out = "infrastructure"
         elif outcome is None and not failed:
             left_out = "no outcome"
-        cost, unpriced = self._cost(arm, calls)
+        answered_calls = [call for call in calls if not has_refused_call([call])]
+        cost, unpriced = self._cost(arm, answered_calls)
         recorded = episode.id in self.recorded
         run = FinishedRun(
             arm=arm,
@@ -495,35 +519,38 @@ class Runs:
             failed=failed,
             left_out=left_out,
             solved=episode.solved,
-            roles=Counter(call.role for call in calls),
+            roles=Counter(call.role for call in answered_calls),
             seconds=episode.latency,
             cost=cost,
             unpriced=unpriced,
-            answers=_digest(calls),
-            failed_call=next((call.error or call.status for call in calls if call.status in ("error", "timeout")), ""),
+            answers=_digest_of_answers(answered_calls),
+            failed_call=_first_failure(answered_calls),
         )
         if not recorded:
             self.calls += run.calls
             self.cost += run.cost
-        place = (arm, run.task, run.number)
+        key = (arm, run.task, run.number)
         # A run that counts is never replaced by a second attempt.
-        if place not in self.runs or self.runs[place].left_out:
-            self.runs[place] = run
+        if key not in self.finished or self.finished[key].left_out:
+            self.finished[key] = run
         return run
 
     def _cost(self, arm: Arm, calls: Iterable[CallRecord]) -> tuple[float, int]:
-        """Money for the calls, and the number of calls without a price."""
+        """The money for these calls of a run, and the number of calls whose cost is not known.
+
+        Also keeps the reason for each model whose cost is not known.
+        """
         cost, unpriced = 0.0, 0
         for call in calls:
             price = self._price(arm, call, self.options.prices)
-            prompt, completion = call.prompt_length, call.answer_length
-            if price is None or not (prompt or completion):
-                unpriced += 1
-                if call.status == "ok":
-                    why = "has no --price" if price is None else "reports no tokens"
-                    self._without_price.setdefault(self._answered_by(arm, call), why)
-            else:
-                cost += money(price, prompt, completion)
+            has_tokens = call.prompt_length or call.answer_length
+            if price is not None and has_tokens:
+                cost += money(price, call.prompt_length, call.answer_length)
+                continue
+            unpriced += 1
+            if call.status == "ok":
+                reason = "has no --price" if price is None else "reports no tokens"
+                self._unpriced_models.setdefault(self._answered_by(arm, call), reason)
         return cost, unpriced
 
     def _price(self, arm: Arm, call: CallRecord, prices: Prices) -> tuple[float, float] | None:
@@ -532,34 +559,39 @@ class Runs:
         In a swapped role this is the reference, although the record names the model that the application asked for. A
         fixed text costs nothing. The reference "prompts" keeps the model and changes its prompts.
         """
-        reference = self.named.get(call.role) or self.named.get("")
-        if arm.swaps(call.role) and reference is not None:
-            if reference.kind == "text":
-                return 0.0, 0.0
-            if reference.kind != "prompts":
-                policy = call.policy.name if call.policy else ""
-                return prices.get(policy) or prices.get(reference.name)
-        return prices.get(call.policy.name if call.policy else call.model)
+        reference = self._reference_of(arm, call)
+        policy = "" if call.policy is None else call.policy.name
+        if reference is not None and reference.kind == "text":
+            return 0.0, 0.0
+        if reference is not None and reference.kind != "prompts":
+            return prices.get(policy) or prices.get(reference.name)
+        return prices.get(policy if call.policy is not None else call.model)
 
     def _answered_by(self, arm: Arm, call: CallRecord) -> str:
-        """The name of whoever answered a call, as in --price."""
+        """The name, as in --price, of the model or policy that answered a call."""
         if call.policy is not None:
             return call.policy.name
-        reference = self.named.get(call.role) or self.named.get("")
-        if arm.swaps(call.role) and reference is not None and reference.kind == "provider":
+        reference = self._reference_of(arm, call)
+        if reference is not None and reference.kind == "provider":
             return reference.name
         return call.model
+
+    def _reference_of(self, arm: Arm, call: CallRecord) -> Reference | None:
+        """The reference that answered a call in a run of `arm`; None if its role is not swapped there."""
+        if not arm.swaps(call.role):
+            return None
+        return self.reference_by_role.get(call.role) or self.reference_by_role.get("")
 
     @property
     def calls_per_run(self) -> float:
         """Mean number of calls of a run, with the calls of its judge; 1 before the first one."""
-        counts = [run.calls for run in self.runs.values() if not run.left_out]
+        counts = [run.calls for run in self.finished.values() if not run.left_out]
         return max(fmean(counts) + self.judge.calls_per_episode, 1.0) if counts else 1.0
 
     @property
     def cost_per_run(self) -> float:
         """Mean cost of a run, with its judge; before the first one, the cost of the judge alone, if it is known."""
-        costs = [run.cost for run in self.runs.values() if not run.left_out]
+        costs = [run.cost for run in self.finished.values() if not run.left_out]
         return (fmean(costs) if costs else 0.0) + self.judge.cost_per_episode
 
     def affordable_runs(self) -> float:
@@ -567,7 +599,7 @@ class Runs:
         options = self.options
         room = float("inf")
         if options.max_calls is not None:
-            # A little more, as the mean of calls is a rounded number.
+            # Without the small addition, floating-point division could make 10 affordable runs 9.999.
             room = (options.max_calls - self.calls) / self.calls_per_run + 1e-9
         if options.max_cost is not None and self.cost_per_run:
             room = min(room, (options.max_cost - self.cost) / self.cost_per_run)
@@ -576,17 +608,17 @@ class Runs:
     def _require_room(self, runs: int) -> None:
         """Raise BudgetReachedError if this number of further runs could pass a limit, and ConfigError if `max_cost` is
         set and a model has answered whose price is unknown."""
-        if self.options.max_cost is not None and self._without_price and not self.for_search:
-            model, why = next(iter(self._without_price.items()))
+        if self.options.max_cost is not None and self._unpriced_models and not self.for_search:
+            model, reason = next(iter(self._unpriced_models.items()))
             remedy = "Use --max-calls instead."
-            if why == "has no --price":
+            if reason == "has no --price":
                 remedy = f"Add --price {model}=PROMPT/COMPLETION (0/0 if it costs nothing), or use --max-calls instead."
-            raise ConfigError("max_cost", self.options.max_cost, f"cannot be kept: {model} {why}", remedy)
+            raise ConfigError("max_cost", self.options.max_cost, f"cannot be kept: {model} {reason}", remedy)
         if runs > self.affordable_runs():
             raise self._budget_reached(runs)
 
     def _budget_reached(self, runs: int) -> BudgetReachedError:
-        """The error that ends the analysis before the next `runs`, with the limits and the mean size of a run."""
+        """The error that ends the analysis before its next `runs` runs. It names the limits and the calls per run."""
         limits = []
         if self.options.max_calls is not None:
             limits.append(f"max_calls = {self.options.max_calls}")
@@ -599,50 +631,62 @@ class Runs:
         )
 
     def roles(self) -> list[str]:
-        """The roles that made calls, in the order in which they are met."""
-        names: dict[str, None] = {}
-        for run in self.runs.values():
-            names.update(dict.fromkeys(run.roles))
-        return list(names)
+        """The roles that made calls, in the order of their first call."""
+        roles: list[str] = []
+        for run in self.finished.values():
+            roles += [role for role in run.roles if role not in roles]
+        return roles
 
     def outcomes(self, tasks: Iterable[str], most_runs: int | None = None) -> Outcomes:
-        """The outcomes on these tasks, of the first `most_runs` runs per arm (all without it). A run in which the
-        application raised counts as the lowest outcome of any run, and at most 0."""
-        chosen = set(tasks)
-        floor = min([0.0, *(run.outcome for run in self.runs.values() if run.outcome is not None)])
+        """The outcomes of the runs on these tasks; with `most_runs`, of the first ones of each task in each arm.
+
+        A run in which the application raised counts as the lowest outcome of any run, and at most 0.
+        """
+        task_ids = set(tasks)
+        lowest = min([0.0, *(run.outcome for run in self.finished.values() if run.outcome is not None)])
         outcomes = Outcomes()
-        for run in self.runs.values():
-            if run.task in chosen and not run.left_out and (most_runs is None or run.number < most_runs):
-                outcomes.add(run.arm, run.task, floor if run.outcome is None else run.outcome)
+        for run in self.finished.values():
+            if run.task not in task_ids or run.left_out:
+                continue
+            if most_runs is None or run.number < most_runs:
+                outcomes.add(run.arm, run.task, lowest if run.outcome is None else run.outcome)
         return outcomes
 
     def own_runs(self, tasks: Iterable[str], middle: float) -> list[OwnRuns]:
-        """Whether each run of the unchanged application succeeded, by task. Without the metric `success` it did if its
-        outcome is above the `middle` of all."""
-        by_task: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-        for run in self.runs.values():
+        """The runs of each task by the unchanged application, in the order of `tasks`.
+
+        A run succeeded if its metric `success` says so, or, without this metric, if its outcome is above `middle`.
+        """
+        success_by_task: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+        for run in self.finished.values():
             if run.arm != OWN or run.left_out:
                 continue
             succeeded = run.solved
             if succeeded is None:
                 succeeded = run.outcome is not None and run.outcome > middle
-            by_task[run.task][run.number] = succeeded
-        return [OwnRuns([by_task[task][number] for number in sorted(by_task[task])]) for task in tasks]
+            success_by_task[run.task][run.number] = succeeded
+        own_runs = []
+        for task in tasks:
+            success_by_number = success_by_task[task]
+            own_runs.append(OwnRuns([success_by_number[number] for number in sorted(success_by_number)]))
+        return own_runs
 
     def repeats_itself(self, arms: Iterable[Arm]) -> bool:
-        """Whether every task that ran several times in an arm got the same answers each time. False where too few did
-        to tell: an application with short answers repeats some by chance."""
-        chosen = set(arms)
-        answers: defaultdict[tuple[Arm, str], list[str]] = defaultdict(list)
-        for run in self.runs.values():
-            if run.arm in chosen and not run.left_out:
-                answers[run.arm, run.task].append(run.answers)
-        repeats = sum(len(digests) - 1 for digests in answers.values())
-        return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in answers.values())
+        """Whether every task that ran several times in one of these arms got the same answers each time.
+
+        False with fewer than `LEAST_REPEATS` further runs, because short answers may be the same by chance.
+        """
+        compared_arms = set(arms)
+        digests_by_run: defaultdict[tuple[Arm, str], list[str]] = defaultdict(list)
+        for run in self.finished.values():
+            if run.arm in compared_arms and not run.left_out:
+                digests_by_run[run.arm, run.task].append(run.answers)
+        repeats = sum(len(digests) - 1 for digests in digests_by_run.values())
+        return repeats >= LEAST_REPEATS and all(len(set(digests)) == 1 for digests in digests_by_run.values())
 
 
-def is_cut(calls: Iterable[CallRecord]) -> bool:
-    """Whether a call was refused because of the limit. The application may have gone on without its answer."""
+def has_refused_call(calls: Iterable[CallRecord]) -> bool:
+    """Whether a call was refused because of `max_calls`. The application may have continued without its answer."""
     return any(AT_LIMIT in (call.error or "") for call in calls)
 
 
@@ -651,17 +695,25 @@ def recorded_outcome(store: Store, episode: Episode) -> float | None:
     return summed_outcome(episode, store.rewards([episode.id]).get(episode.id))
 
 
-def _digest(calls: Sequence[CallRecord]) -> str:
+def _first_failure(calls: Sequence[CallRecord]) -> str:
+    """The error of the first call that failed or timed out; "" if none did."""
+    for call in calls:
+        if call.status in ("error", "timeout"):
+            return call.error or call.status
+    return ""
+
+
+def _digest_of_answers(calls: Sequence[CallRecord]) -> str:
     """Hash the answers of a run. Two runs with the same answers have the same digest, whatever the order of parallel
     calls."""
-    said = []
+    answers = []
     for call in calls:
-        text, tools = "", []
+        text, tool_functions = "", []
         if call.chosen is not None:
-            answer = call.candidates[call.chosen]
-            text = answer.text
+            candidate = call.candidates[call.chosen]
+            text = candidate.text
             # Without the ids of tool calls, which are new in every answer.
-            tools = [tool.get("function") for tool in answer.tool_calls]
-        said.append(canonical([call.role, call.turn, text, tools]))
-    # Sorted, as calls side by side are recorded in the order in which they happen to begin.
-    return hashlib.sha256(b"\n".join(sorted(said))).hexdigest()
+            tool_functions = [tool.get("function") for tool in candidate.tool_calls]
+        answers.append(canonical([call.role, call.turn, text, tool_functions]))
+    # Sorted, as parallel calls are recorded in the order in which they happen to begin.
+    return hashlib.sha256(b"\n".join(sorted(answers))).hexdigest()

@@ -17,10 +17,10 @@ from cotune.tables import plural
 from cotune.trainer.blame.arms import OWN, PHASES, arm_of
 from cotune.trainer.blame.estimates import Outcomes, Span
 from cotune.trainer.blame.options import BlameOptions
-from cotune.trainer.blame.runs import is_cut
+from cotune.trainer.blame.runs import has_refused_call
 
-EVALUATED = "eval-"
-"""How the phases of evaluations with a model of their own begin; `eval-today` is the application as it is."""
+EVALUATION_PREFIX = "eval-"
+"""Beginning of the phases of evaluations. The phase `eval-today` is the application as it is."""
 
 
 class TasksToAnalyse(NamedTuple):
@@ -60,24 +60,26 @@ def draw_tasks(tasks: Sequence[Task], options: BlameOptions) -> list[Task]:
 
 
 def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
-    """By task, the first failed run of the unchanged application in records; and the number of failed runs that were
-    cut off, which are left out. Raises ConfigError if no run failed."""
+    """By task, the first failed run of the unchanged application in the records; and the number of failed runs that
+    were cut off, which are left out. Raises ConfigError if no run failed."""
+    # 1. The outcomes, whose span decides which of them are failures.
     episodes = [episode for episode in store.episodes() if is_unchanged_run(episode)]
     ended = [episode for episode in episodes if episode.is_outcome]
     rewards = store.rewards([episode.id for episode in ended])
-    outcome_of: dict[str, float | None] = {}
+    outcome_by_episode: dict[str, float | None] = {}
     outcomes = Outcomes()
     for episode in ended:
         outcome = summed_outcome(episode, rewards.get(episode.id))
-        outcome_of[episode.id] = outcome
+        outcome_by_episode[episode.id] = outcome
         if outcome is not None:
             outcomes.add(OWN, episode.task.id, outcome)
     span = outcomes.span()
 
+    # 2. The failures.
     failed: dict[str, Episode] = {}
     cut_off = sum(episode.status == "cancelled" for episode in episodes)
     for episode in ended:
-        if not has_failed(episode, outcome_of[episode.id], span):
+        if not has_failed(episode, outcome_by_episode[episode.id], span):
             continue
         if is_cut_off(store, episode):
             cut_off += 1
@@ -94,22 +96,22 @@ def failed_tasks(store: Store) -> tuple[dict[str, Episode], int]:
 def is_unchanged_run(episode: Episode) -> bool:
     """Whether an episode is a run of the application as it is, from the first call to the last.
 
-    It is not if it repeats another episode, if its prompts were edited, if a role was swapped, if another model than
-    the application's own was evaluated, or if it only checked the application or judged other episodes.
+    This leaves out episodes that repeat another episode, with edited prompts or a swapped role, evaluations of other
+    models than the application's own, and episodes that only check the application or judge other episodes.
     """
     if episode.fork is not None or episode.prompts:
         return False
     if episode.phase.startswith(PHASES):
         return arm_of(episode.phase) == OWN
-    if episode.phase.startswith(EVALUATED):
-        return episode.phase == f"{EVALUATED}today"
+    if episode.phase.startswith(EVALUATION_PREFIX):
+        return episode.phase == f"{EVALUATION_PREFIX}today"
     # A fork that differs from its episode before it reaches the forked call has no `fork`.
     return episode.phase not in (FORK, FRESH_FORK, RESCORED, "replay", "check", JUDGING, REFLECTING)
 
 
 def has_failed(episode: Episode, outcome: float | None, span: Span) -> bool:
-    """Whether an episode with this `outcome` (None: not known) failed: as its metric `success` says, else by the
-    outcome."""
+    """Whether an episode failed: it raised, its metric `success` says so, or, without this metric, its `outcome` lies
+    in the lower half of the span. An episode whose outcome is not known (None) has not failed."""
     if not episode.is_outcome:
         return False
     if episode.status == "error":
@@ -121,4 +123,4 @@ def has_failed(episode: Episode, outcome: float | None, span: Span) -> bool:
 
 def is_cut_off(store: Store, episode: Episode) -> bool:
     """Whether an episode did not run to its own end: it was interrupted, or a call was refused because of a limit."""
-    return episode.status == "cancelled" or is_cut(store.calls(episode.id, lean=True))
+    return episode.status == "cancelled" or has_refused_call(store.calls(episode.id, lean=True))
