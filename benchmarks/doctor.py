@@ -109,7 +109,7 @@ def measured(model: str, part: str, layout: str, count: int) -> float:
 
 def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
     from cotune.trainer.before.doctor.machine import examine_machine
-    from cotune.trainer.before.doctor.memory import Workload, processes
+    from cotune.trainer.before.doctor.memory import Workload, forecast_processes
     from cotune.trainer.before.doctor.model_size import measure_folder
 
     # The measured learner and sampler are on the CPU.
@@ -120,7 +120,9 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
         config = configuration(model, layout, mini_batch=rows)
         size = measure_folder(Path(model), LORA if layout == "lora" else None, "float32", joined=True)
         load = Workload(row=PROMPT + RESPONSE, sequences=sequences, policies=1, shared=PROMPT * (GROUP - 1) / GROUP)
-        for process, count in zip(processes({model: (size, load)}, config, machine), (rows, sequences), strict=True):
+        for process, count in zip(
+            forecast_processes({model: (size, load)}, config, machine), (rows, sequences), strict=True
+        ):
             real = measured(model, process.process, layout, count)
             name, ratio = f"{layout} {process.process}", process.bytes / real
             print(f"{name:16} {process.bytes / 1e9:12.2f} {real / 1e9:9.2f} {ratio:6.2f}", flush=True)
@@ -134,7 +136,7 @@ def paper() -> dict[str, Any]:
 
     from benchmarks.qwen3 import QWEN3, qwen3_config
     from cotune.trainer.before.doctor.machine import examine_machine, gpu_of
-    from cotune.trainer.before.doctor.memory import Workload, processes
+    from cotune.trainer.before.doctor.memory import Workload, forecast_processes
     from cotune.trainer.before.doctor.model_size import measure
     from cotune.trainer.config.load import convert
 
@@ -162,7 +164,7 @@ def paper() -> dict[str, Any]:
             row = [model, kind]
             for gigabytes in PAPER_GPUS:
                 here = msgspec.structs.replace(machine, gpus=(gpu_of(gigabytes),))
-                row.append(_what_fits(processes({model: (size, load)}, config, here)))
+                row.append(_what_fits(forecast_processes({model: (size, load)}, config, here)))
             print(" | ".join(row), flush=True)
             rows.append(row)
     return {"table": "doctor_paper", "columns": ["model", "", *(f"{size} GB" for size in PAPER_GPUS)], "rows": rows}

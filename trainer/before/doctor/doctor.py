@@ -20,9 +20,9 @@ from cotune.tables import cells, grid, plural
 from cotune.trainer.before.doctor.machine import Machine, Node, examine_machine, gpu_of, nodes_of
 from cotune.trainer.before.doctor.memory import (
     ProcessMemory,
+    forecast_processes,
     learns_on_gpu,
     measure_bases,
-    processes,
     remedies,
     render_memory,
     shortages,
@@ -211,7 +211,7 @@ def judge_forecast(
     try:
         folders = {model: locate_model(model) for model in config.bases}
         config, bases = measure_bases(config, machine, folders, prompt=prompt)
-        plan = processes(bases, config, machine)
+        plan = forecast_processes(bases, config, machine)
         counted = any("images" in name for process in plan for name in process.parts)
         seeing = any(size.sees for size, _ in bases.values())
         images = ", without passes over images" if seeing and not counted else ""

@@ -31,17 +31,21 @@ if TYPE_CHECKING:
 
 GB = 1e9
 LIBRARIES = {"learner": 0.60e9, "sampler": 0.50e9}
-"""Python, torch and transformers in a process on the CPU; on a GPU they lie in the machine's memory, and its context
-takes `CONTEXT` of the device."""
+"""Bytes of Python, torch and transformers in a process on the CPU. A process on a GPU has them in the machine's memory,
+which is not forecast."""
 CONTEXT = 0.5e9
+"""Bytes of a GPU that the context of a process takes."""
 ALLOCATOR = 1.05
-"""What a pass takes of a device, as a multiple of its tensors; passes are chosen with more."""
+"""Memory that a pass takes from a device, as a multiple of its tensors. The learner chooses passes with a larger
+reserve."""
 ROLLOUTS, UPDATE = "rollouts", "update"
 """Phases of a step. In mode sync one ends before the other begins."""
 
 PAGES = "pages kept during an update"
-WEIGHTS, STATE = HELD = ("weights", "gradients and optimizer")
-"""Parts of a learner that each of its bases adds to."""
+WEIGHTS = "weights"
+STATE = "gradients and optimizer"
+PARTS_OF_EACH_BASE = (WEIGHTS, STATE)
+"""Parts of a learner's memory that grow with each base model. All others are shared by its bases."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +57,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     parts: Mapping[str, float]
     """Bytes by use."""
     free: float
-    """Bytes that there are for it, shared with the others on the device."""
+    """Bytes of the device that are free for this process and all others on the device together."""
     pass_tokens: int = 0
     checkpointed: bool = False
     """Whether the layers are computed again in the backward pass."""
@@ -65,7 +69,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> float:
-        """Of one such process."""
+        """Bytes of one process."""
         return sum(self.parts.values())
 
     @property
@@ -75,23 +79,29 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Demands of a run: `row` tokens of the longest prompt with its answer, of which others have `shared` in common
-    with it, `sequences` asked for at once, `candidates` of one call, and `policies` that are trained."""
+    """Demands of a run on one base model."""
 
     row: int
+    """Tokens of the longest prompt with its answer."""
     sequences: int
+    """Answers that the application asks for at the same time."""
     policies: int
+    """Number of trained policies."""
     candidates: int = 1
+    """Candidates of one call."""
     shared: float = 0.0
+    """Mean number of tokens that a row has in common with another row of its step."""
 
 
 def plan_memory(
     config: TrainConfig, machine: Machine, folders: Mapping[str, Path], *, prompt: int
 ) -> tuple[ProcessMemory, ...]:
-    """The processes of a run whose longest prompt has `prompt` tokens; `folders` are those of its base models. vLLM
-    plans its own memory and has no line."""
+    """Forecast the memory of each process of a run whose longest prompt has `prompt` tokens.
+
+    `folders` are the folders of its base models. vLLM plans its own memory and is not in the forecast.
+    """
     config, bases = measure_bases(config, machine, folders, prompt=prompt)
-    return processes(bases, config, machine)
+    return forecast_processes(bases, config, machine)
 
 
 def measure_bases(
@@ -109,73 +119,78 @@ def measure_bases(
     device = "cuda" if on_gpu else "cpu"
     if config.learner.dtype == "auto":
         config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=on_gpu or machine.bfloat16))
-    # As `products.open_joined`: learners on Ray, processors that emulate bfloat16 and bases in four bits compute PEFT's
-    # own layers.
-    multiplies = on_gpu or config.learner.dtype == "float32" or machine.bfloat16
-    joined = multiplies and not config.cluster.on_ray and config.learner.quantize == "none"
-    bases = {
-        model: (
-            known_size(folders[model], _adapter(config, names), config.learner.dtype, joined=joined, device=device),
-            Workload(row=row, sequences=sequences, candidates=candidates, policies=trained_policies(config, names)),
-        )
-        for model, names in config.bases.items()
-    }
+    # As `products.open_joined` does: learners on Ray, processors that only emulate bfloat16 and bases in four bits
+    # compute adapters in PEFT's own layers, all others in one step with the frozen layer (joined).
+    has_fast_products = on_gpu or config.learner.dtype == "float32" or machine.bfloat16
+    joined = has_fast_products and not config.cluster.on_ray and config.learner.quantize == "none"
+    bases: dict[str, tuple[ModelSize, Workload]] = {}
+    for model, names in config.bases.items():
+        adapter = _adapter(config, names)
+        size = known_size(folders[model], adapter, config.learner.dtype, joined=joined, device=device)
+        policies = trained_policies(config, names)
+        bases[model] = size, Workload(row=row, sequences=sequences, candidates=candidates, policies=policies)
     return config, bases
 
 
 def _episodes_at_once(config: TrainConfig) -> int:
-    """Episodes that run at a time: no more than those of a step, and in mode async of the steps ahead too."""
-    of_step = config.tasks_per_step * (config.plan.k if config.plan.kind == "independent" else 1)
-    return min(config.episodes_at_once, of_step * (1 + config.ahead))
+    """The most episodes that run at the same time: no more than a step has, and in mode async than the step and the
+    steps ahead of it have."""
+    episodes_of_step = config.tasks_per_step * (config.plan.k if config.plan.kind == "independent" else 1)
+    return min(config.episodes_at_once, episodes_of_step * (1 + config.ahead))
 
 
 def trained_policies(config: TrainConfig, names: Collection[str]) -> int:
-    """How many of the policies of a base are trained, as far as the configuration tells."""
+    """How many of the policies of a base (`names`) are trained, as far as the configuration tells."""
     if config.policy:
         return sum(policy.trained for policy in config.policy if policy.name in names)
     return 1 if config.policies == "shared" else max(1, len(config.roles))
 
 
-def processes(
+def forecast_processes(
     bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine
 ) -> tuple[ProcessMemory, ...]:
     """Forecast the memory of the learner and of the in-process samplers of a run on this machine.
 
-    The learner holds all bases that policies are trained on; each sampler holds one base. On a GPU that both use, the
-    learner's pass gets what the samplers leave.
+    The learner holds the weights and optimizer states of all trained bases, and updates one base after the other. Each
+    sampler holds one base. On a GPU that both use, the learner's pass gets the memory that the samplers leave.
     """
-    cluster = config.cluster
     on_gpu = learns_on_gpu(config, machine)
-    device, free, total = _device(machine, on_gpu, " of a learner" if cluster.on_ray else "")
-    trained = [(size, load) for size, load in bases.values() if load.policies]
-    place = partial(learner_memory, config=config, device=device, free=free, total=total)
-    alone = [place(size=size, load=load) for size, load in trained]
-    # Each base is measured alone first: what its learner holds all the time, whichever policy is updated.
-    held = {part: sum(process.parts[part] for process in alone) for part in HELD}
-    samplers = _samplers(bases, config, machine, beside=sum(held.values()) + CONTEXT if on_gpu else 0.0)
+    shares_gpu = on_gpu and not config.cluster.on_ray
+    device, free, total = _device(machine, on_gpu, " of a learner" if config.cluster.on_ray else "")
+    measure = partial(learner_memory, config=config, device=device, free=free, total=total)
+    trained_bases = [(size, load) for size, load in bases.values() if load.policies]
 
-    # On a GPU the pass has what the samplers leave: in mode sync they have given their caches back by then.
-    others = 0.0
-    if on_gpu and not cluster.on_ray:
-        others = sum(sampler.lasting for sampler in samplers)
-    plans = []
-    for process, (size, load) in zip(alone, trained, strict=True):
-        of_other_bases = sum(held.values()) - sum(process.parts[part] for part in HELD)
-        plans.append(place(size=size, load=load, taken=of_other_bases + others))
-    # one policy is updated after the other, so only the largest pass counts
-    largest = max(plans, key=_beside_held)
-    return (msgspec.structs.replace(largest, parts={**largest.parts, **held}), *samplers)
+    # 1. A learner of each base alone. Its weights and optimizer states stay in memory while other bases are updated.
+    learners_of_one_base = [measure(size=size, load=load) for size, load in trained_bases]
+    held_by_all_bases: dict[str, float] = {}
+    for part in PARTS_OF_EACH_BASE:
+        held_by_all_bases[part] = sum(learner.parts[part] for learner in learners_of_one_base)
+    held_bytes = sum(held_by_all_bases.values())
+
+    # 2. The samplers. In mode sync they have given their caches back when an update begins.
+    samplers = _samplers(bases, config, machine, learner_bytes=held_bytes + CONTEXT if on_gpu else 0.0)
+    sampler_bytes = sum(sampler.lasting for sampler in samplers) if shares_gpu else 0.0
+
+    # 3. The update of each base, in the memory that the other bases and the samplers leave. Updates do not overlap, so
+    # the learner takes as much as the largest one.
+    updates: list[ProcessMemory] = []
+    for learner, (size, load) in zip(learners_of_one_base, trained_bases, strict=True):
+        held_by_others = held_bytes - _held_bytes(learner)
+        updates.append(measure(size=size, load=load, taken=held_by_others + sampler_bytes))
+    largest = max(updates, key=lambda update: update.bytes - _held_bytes(update))
+    learner = msgspec.structs.replace(largest, parts={**largest.parts, **held_by_all_bases})
+    return (learner, *samplers)
 
 
-def _beside_held(process: ProcessMemory) -> float:
-    """Bytes of a learner without those that all bases take together."""
-    return process.bytes - sum(process.parts[part] for part in HELD)
+def _held_bytes(learner: ProcessMemory) -> float:
+    """Bytes of the weights and optimizer states of a learner."""
+    return sum(learner.parts[part] for part in PARTS_OF_EACH_BASE)
 
 
 def _samplers(
-    bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine, *, beside: float
+    bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine, *, learner_bytes: float
 ) -> list[ProcessMemory]:
-    """The in-process samplers, one for each base; `beside` are bytes of a learner on the same GPU."""
+    """Forecast the in-process samplers, one for each base. `learner_bytes` are taken by a learner on the same GPU."""
     cluster = config.cluster
     # An engine that is not decided yet is counted as the one in process.
     if config.engine not in (AUTO, "transformers"):
@@ -186,18 +201,20 @@ def _samplers(
     for model, (size, load) in bases.items():
         taken = 0.0
         if on_gpu and not cluster.on_ray:
-            taken = beside + sum(sampler.bytes for sampler in samplers)
+            taken = learner_bytes + sum(sampler.bytes for sampler in samplers)
         sampler = sampler_memory(size, config, load, device=device, free=free, total=total, taken=taken)
         name = f"sampler of {Path(model).name}" if len(bases) > 1 else "sampler"
         samplers.append(msgspec.structs.replace(sampler, process=name))
     return samplers
 
 
-def _device(machine: Machine, on_gpu: bool, whose: str) -> tuple[str, float, float]:
-    """Name, free and total bytes of the device of a process; `whose` a GPU is, where each has its own."""
-    if on_gpu:
-        return machine.gpus[0].name + whose, machine.gpus[0].free_gb * 2**30, machine.gpus[0].memory_gb * 2**30
-    return "cpu", machine.free_memory_gb * 2**30, machine.memory_gb * 2**30
+def _device(machine: Machine, on_gpu: bool, owner: str) -> tuple[str, float, float]:
+    """Name, free bytes and total bytes of the device of a process. `owner` is added to the name of a GPU, to tell
+    apart the GPUs of a run in which each process has its own."""
+    if not on_gpu:
+        return "cpu", machine.free_memory_gb * 2**30, machine.memory_gb * 2**30
+    gpu = machine.gpus[0]
+    return gpu.name + owner, gpu.free_gb * 2**30, gpu.memory_gb * 2**30
 
 
 def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
@@ -223,8 +240,11 @@ def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
 def learner_memory(
     size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float, taken: float = 0.0
 ) -> ProcessMemory:
-    """The learner of one base: weights, gradients and moments, and a pass; `taken` are bytes of other bases beside it.
-    A publication's copy takes the place of the gradients, which are gone by then."""
+    """Forecast the learner of one base: weights, gradients, moments, and the pass that it chooses in the memory left.
+
+    `free` and `total` are bytes of the device; `taken` are bytes that other bases and samplers take there. Publishing
+    needs no memory of its own: its copy takes the place of the gradients, which are freed by then.
+    """
     from cotune.trainer.learner.memory.pass_size import (
         GRADIENT_BYTES,
         LARGE,
@@ -233,79 +253,91 @@ def learner_memory(
         usual_share,
     )
 
+    # 1. The part of weights, moments and gradients in each of the learner's processes.
     settings = config.learner
-    cluster = config.cluster
-    parts = cluster.learners if cluster.on_ray else 1
-    policies = load.policies if size.adapter == 0 else 1  # adapters share one base
-    weights = policies * _weight_bytes(config, size) / parts
-    trained = load.policies * (size.adapter or size.parameters)
-    moments = trained * MOMENT_BYTES[settings.optimizer] / parts
-    state = moments + trained / load.policies * GRADIENT_BYTES / parts  # one policy is updated after the other
-    adapters = 4.0 * trained / parts if size.adapter else 0.0
-    memory = size.pass_memory("cpu" if device == "cpu" else "cuda")
+    processes = config.cluster.learners if config.cluster.on_ray else 1
+    copies_of_base = 1 if size.adapter else load.policies  # all adapters share one base
+    weights = copies_of_base * _weight_bytes(config, size) / processes
+    trained_of_policy = size.adapter or size.parameters
+    trained = load.policies * trained_of_policy
+    moments = trained * MOMENT_BYTES[settings.optimizer] / processes
+    # Policies are updated one after the other, so only one has gradients.
+    gradients = trained_of_policy * GRADIENT_BYTES / processes
+    adapters = 4.0 * trained / processes if size.adapter else 0.0
     libraries = _libraries("learner", device)
 
-    # the pass that the learner will choose in the memory that is left
-    fixed = taken + sum(libraries.values()) + weights + adapters + state + memory.fixed + memory.logits
+    # 2. The pass that the learner will choose in the memory that is left.
+    memory = size.pass_memory("cpu" if device == "cpu" else "cuda")
+    fixed = taken + sum(libraries.values()) + weights + adapters + moments + gradients + memory.fixed + memory.logits
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
-    sizes = pass_sizes(memory, config, share, device)
     tokens, checkpointed = pass_tokens(memory, config, load, share, device)
-    passes = ALLOCATOR * memory.peak(tokens, checkpointed=checkpointed)
-    large = device == "cpu" and size.parameters > LARGE
-    keeps = large and not settings.memory and keeps_pages(memory, sizes, bound - fixed)
-    name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
-    whole = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
+    pass_bytes = ALLOCATOR * memory.peak(tokens, checkpointed=checkpointed)
+
+    parts = {
+        **libraries,
+        WEIGHTS: weights + adapters,
+        STATE: moments + gradients,
+        f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else ""): pass_bytes,
+    }
+    if device == "cpu" and size.parameters > LARGE and not settings.memory:
+        sizes = pass_sizes(memory, config, share, device)
+        if keeps_pages(memory, sizes, bound - fixed):
+            parts[PAGES] = memory.gaps(tokens, checkpointed=checkpointed)
+    if size.sees and processes > 1:
+        parts["all weights, for a pass"] = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
         process="learner",
-        count=parts,
+        count=processes,
         device=device,
         free=bound,
         pass_tokens=tokens,
         checkpointed=checkpointed,
         phase=_phase(UPDATE, config, device),
-        temporary=passes,
-        parts={
-            **libraries,
-            WEIGHTS: weights + adapters,
-            STATE: state,
-            name: passes,
-            **({PAGES: memory.gaps(tokens, checkpointed=checkpointed)} if keeps else {}),
-            **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
-            **_image_parts(size, device),
-        },
+        temporary=pass_bytes,
+        parts={**parts, **_image_parts(size, device)},
     )
 
 
 def sampler_memory(
     size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float, taken: float = 0.0
 ) -> ProcessMemory:
-    """The in-process sampler: the base, published versions (for all weights a model each), and the cache. On a GPU it
-    lets as many sequences in as fit into a part of what is free, and `taken` bytes are of processes beside it."""
+    """Forecast the in-process sampler of one base: the base, published versions of its policies, and the cache.
+
+    `free` and `total` are bytes of the device; `taken` are bytes that other processes take there. On a GPU the sampler
+    decodes as many sequences at once as fit into a part (`GPU_PART`) of the memory that is left.
+    """
     from cotune.trainer.learner.memory.pass_size import LOGIT_BYTES
 
-    each = 4 if device == "cpu" else 2
+    number_bytes = 4 if device == "cpu" else 2
+    weights = float(size.parameters * number_bytes)
+    if size.rounded:
+        # An output embedding of its own is held in bfloat16 only.
+        weights = size.rounded_bytes(1) - 4.0 * (0 if size.tied else size.head)
     trained = size.adapter or size.parameters
-    published = load.policies * (1 + config.ahead) * trained * each
-    published += trained * (8 + each) if load.policies else 0  # one arrives, is read and copied
-    kept = config.sampling.prefix_bytes
+    published = load.policies * (1 + config.ahead) * trained * number_bytes
+    if load.policies:
+        # The next version: the bytes that arrive and the tensors read from them, in float32, and their copy.
+        published += trained * (8 + number_bytes)
+    prefix_bytes = config.sampling.prefix_bytes
     parts = {
         **_libraries("sampler", device),
-        "weights": size.rounded_bytes(1) - 4.0 * _untied(size) if size.rounded else float(size.parameters * each),
+        "weights": weights,
         "published versions": float(published),
-        "earlier prompts, at most": float(total / PREFIX_PART if kept is None else kept),
+        "earlier prompts, at most": float(total / PREFIX_PART if prefix_bytes is None else prefix_bytes),
         **_image_parts(size, device),
     }
-    sequence = (load.row + 64) * size.cache_values * each
+    # The cache grows in steps, so a sequence takes some tokens more than it has.
+    sequence_bytes = (load.row + 64) * size.cache_values * number_bytes
     at_once = load.sequences
     name = f"cache of {load.sequences} sequences"
     if device != "cpu":
-        room = GPU_PART * (free - taken - sum(parts.values()))
-        fitting = max(load.candidates, int(room / sequence))  # the candidates of a call are decoded together
+        cache_limit = GPU_PART * (free - taken - sum(parts.values()))
+        fitting = max(load.candidates, int(cache_limit / sequence_bytes))  # candidates of a call are decoded together
         if fitting < load.sequences:
             at_once = fitting
             name = f"cache of {fitting} sequences at once, of {load.sequences}"
-    cache = at_once * sequence + LOGIT_BYTES * min(at_once * size.vocabulary, DRAW_ELEMENTS)
+    cache = at_once * sequence_bytes + LOGIT_BYTES * min(at_once * size.vocabulary, DRAW_ELEMENTS)
     return ProcessMemory(
         process="sampler",
         count=1,
@@ -319,7 +351,8 @@ def sampler_memory(
 
 
 def _phase(phase: str, config: TrainConfig, device: str) -> str:
-    """The phase after which a process gives memory back: on a GPU, where rollouts and updates do not overlap."""
+    """The `phase` after which a process gives memory back; "" if it keeps all memory: on a CPU, and in mode async,
+    where rollouts and updates overlap."""
     return phase if device != "cpu" and config.mode == "sync" else ""
 
 
@@ -328,44 +361,56 @@ def _libraries(process: str, device: str) -> dict[str, float]:
 
 
 def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
-    """Passes over images, of as many as go together; and processed images, which are kept on the CPU."""
+    """Memory of a model that sees images, at most: the pass over the images of a batch, and on the CPU the processed
+    images, which are kept."""
     if not size.image_factor:
         return {}
-    kept = {"images as they were processed, at most": float(KEPT_BYTES)} if device == "cpu" else {}
-    return {"passes over images, at most": PASS_BYTES * size.image_factor, **kept}
+    parts = {"passes over images, at most": PASS_BYTES * size.image_factor}
+    if device == "cpu":
+        parts["images as they were processed, at most"] = float(KEPT_BYTES)
+    return parts
 
 
-def pass_sizes(memory: PassMemory, config: TrainConfig, room: float, device: str) -> dict[bool, int]:
-    """Forecast the tokens of the passes that the learner allows itself in `room` bytes, by whether their layers are
-    computed again in the backward pass (activation checkpointing), as `PassSizes` chooses them."""
+def pass_sizes(memory: PassMemory, config: TrainConfig, available: float, device: str) -> dict[bool, int]:
+    """Forecast the tokens of the passes that the learner chooses in `available` bytes, as `PassSizes` does.
+
+    The keys say whether the layers are computed again in the backward pass (activation checkpointing).
+    """
     from cotune.trainer.learner.memory.pass_size import auto_tokens
 
     settings = config.learner
     sizes: dict[bool, int] = {}
     for checkpointed in (False, True):
-        if not checkpointed or settings.activation_checkpointing:
-            fit = room / memory.planned(checkpointed=checkpointed)
-            asked = settings.micro_batch_tokens
-            kind = "cpu" if device == "cpu" else "cuda"
-            sizes[checkpointed] = auto_tokens(fit, kind) if asked == "auto" else asked
+        if checkpointed and not settings.activation_checkpointing:
+            continue
+        if settings.micro_batch_tokens == "auto":
+            fitting_tokens = available / memory.planned(checkpointed=checkpointed)
+            sizes[checkpointed] = auto_tokens(fitting_tokens, "cpu" if device == "cpu" else "cuda")
+        else:
+            sizes[checkpointed] = settings.micro_batch_tokens
     return sizes
 
 
-def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
-    """Forecast the tokens of the largest pass that the learner will make in `room` bytes, and whether it is
+def pass_tokens(
+    memory: PassMemory, config: TrainConfig, load: Workload, available: float, device: str
+) -> tuple[int, bool]:
+    """Forecast the tokens of the largest pass that the learner will make in `available` bytes, and whether it is
     checkpointed."""
     settings = config.learner
-    sizes = pass_sizes(memory, config, room, device)
-    plain_fit = room / memory.planned(checkpointed=False)
+    sizes = pass_sizes(memory, config, available, device)
 
-    # "auto" checkpoints if the longest row fits into no plain pass.
-    wanted = settings.activation_checkpointing
-    recomputes = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], plain_fit)
+    if isinstance(settings.activation_checkpointing, bool):
+        checkpointed = settings.activation_checkpointing
+    else:
+        # "auto" checkpoints if the longest row fits into no plain pass.
+        most_plain_tokens = available / memory.planned(checkpointed=False)
+        checkpointed = load.row > max(sizes[False], most_plain_tokens)
 
-    # Tokens that rows share are computed once. A row longer than a pass goes through alone; else a step is cut evenly.
+    # A step is cut into passes of about the same size. Tokens that rows share are computed once. A row that is longer
+    # than a pass is not cut: it makes a longer pass.
     step_tokens = math.ceil(settings.mini_batch * (load.row - load.shared))
-    passes = math.ceil(step_tokens / max(sizes[recomputes], load.row))
-    return math.ceil(step_tokens / passes), recomputes
+    passes = math.ceil(step_tokens / max(sizes[checkpointed], load.row))
+    return math.ceil(step_tokens / passes), checkpointed
 
 
 def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
@@ -378,11 +423,6 @@ def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
     if size.rounded:
         return size.rounded_bytes(2)
     return size.parameters * (2.0 if size.adapter and settings.dtype == "bfloat16" else 4.0)
-
-
-def _untied(size: ModelSize) -> int:
-    """Parameters of an output embedding of its own, which a sampler has in bfloat16 alone."""
-    return 0 if size.tied else size.head
 
 
 def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
@@ -404,46 +444,48 @@ def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
 
 
 def peak_of_device(processes: Sequence[ProcessMemory]) -> float:
-    """The most bytes that the processes of one device take at a time."""
+    """The most bytes that the processes of one device take at the same time: all lasting memory, and the temporary
+    memory of the phase that needs most."""
     lasting = 0.0
-    phases: dict[str, float] = defaultdict(float)
+    temporary_by_phase: dict[str, float] = defaultdict(float)
     for process in processes:
         lasting += process.count * process.lasting
-        phases[process.phase] += process.count * (process.bytes - process.lasting)
-    return lasting + max(phases.values(), default=0.0)
+        temporary_by_phase[process.phase] += process.count * (process.bytes - process.lasting)
+    return lasting + max(temporary_by_phase.values(), default=0.0)
 
 
 def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
     """Advice for a run that needs too much memory: the settings that make its parts smaller, the largest part first."""
     settings = config.learner
-    lora = all(_adapter(config, names) is not None for names in config.bases.values())
-    gpu = any(process.device != "cpu" for process in plan)
-    settings_to_change = []
+    only_adapters = all(_adapter(config, names) is not None for names in config.bases.values())
+    on_gpu = any(process.device != "cpu" for process in plan)
     parts: list[tuple[float, str, str]] = []
     for planned in plan:
         parts += [(size, name, planned.process) for name, size in planned.parts.items()]
-    for _, name, process in sorted(parts, reverse=True):
+    changes: list[str] = []
+    for _size, name, process in sorted(parts, reverse=True):
         if name.startswith("cache"):
-            settings_to_change.append("lower concurrency, plan.k or sampling.max_tokens")
+            changes.append("lower concurrency, plan.k or sampling.max_tokens")
         elif name.startswith("a pass") and "checkpointed" not in name:
-            settings_to_change.append("shorten prompts or lower sampling.max_tokens")
+            changes.append("shorten prompts or lower sampling.max_tokens")
         elif name == PAGES:
-            settings_to_change.append("set learner.memory, under which no pages are kept")
-        elif name.startswith(("gradients", "published")) and not lora:
-            settings_to_change.append('policies = "lora"')
-            settings_to_change += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []
-        elif name == "weights" and process == "learner" and gpu and lora:
-            settings_to_change += ['learner.dtype = "bfloat16"'] if settings.dtype != "bfloat16" else []
-            settings_to_change += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
-    settings_to_change.append(
-        "take a smaller model" + ("" if config.cluster.on_ray else ", or more learners on a cluster")
-    )
-    text = "; ".join(dict.fromkeys(settings_to_change))
+            changes.append("set learner.memory, under which no pages are kept")
+        elif name.startswith(("gradients", "published")) and not only_adapters:
+            changes.append('policies = "lora"')
+            if on_gpu and settings.optimizer == "adamw":
+                changes.append('learner.optimizer = "adamw8bit"')
+        elif name == "weights" and process == "learner" and on_gpu and only_adapters:
+            if settings.dtype != "bfloat16":
+                changes.append('learner.dtype = "bfloat16"')
+            if settings.quantize == "none":
+                changes.append('learner.quantize = "4bit"')
+    changes.append("take a smaller model" + ("" if config.cluster.on_ray else ", or more learners on a cluster"))
+    text = "; ".join(dict.fromkeys(changes))
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def render_memory(plan: Sequence[ProcessMemory]) -> Table:
-    """The parts of each process."""
+    """A table with the parts of each process, and their sum."""
     table = grid("process", "part", "GB>", title="memory, estimated")
     for process in plan:
         for name, size in process.parts.items():

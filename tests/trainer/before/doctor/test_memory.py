@@ -29,11 +29,11 @@ from cotune.trainer.before.doctor.doctor import judge_forecast
 from cotune.trainer.before.doctor.machine import Gpu
 from cotune.trainer.before.doctor.memory import (
     Workload,
+    forecast_processes,
     learner_memory,
     pass_tokens,
     peak_of_device,
     plan_memory,
-    processes,
     remedies,
     sampler_memory,
     shortages,
@@ -95,7 +95,9 @@ def test_two_bases_are_counted_once_each() -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=(), memory_gb=32.0, free_memory_gb=20.0)
     large = msgspec.structs.replace(BILLION, parameters=2 * 10**9, token_bytes=3e6, checkpointed_bytes=2e5)
     frozen = msgspec.structs.replace(LOAD, policies=0)
-    learner, *samplers = processes({"a": (BILLION, LOAD), "b": (large, LOAD), "c": (large, frozen)}, asked(), machine)
+    learner, *samplers = forecast_processes(
+        {"a": (BILLION, LOAD), "b": (large, LOAD), "c": (large, frozen)}, asked(), machine
+    )
     # c, which no policy trains, is not in the learner. The passes of b, of 4000 tokens as
     # 2 GiB / (1.25 * (2e5 + 1.4 * 3e6 / 20)) = 4190, take 4000 * 1.05 * (2e5 + 1.4 * 3e6 / 20) bytes: more than those
     # of a.
@@ -204,9 +206,9 @@ def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
 def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=7.4, free_gb=7.4),))
     cluster = DividedCluster(address="local", engines=1, gpus_per_engine=1, learners=1, gpus_per_learner=1)
-    alone = processes({"a": (BILLION, LOAD)}, asked(), machine)
+    alone = forecast_processes({"a": (BILLION, LOAD)}, asked(), machine)
     on_ray = msgspec.structs.replace(asked(), cluster=cluster)
-    apart = processes({"a": (BILLION, LOAD)}, on_ray, machine)
+    apart = forecast_processes({"a": (BILLION, LOAD)}, on_ray, machine)
     assert [process.device for process in apart] == ["small of a learner", "small of an engine"]
     assert sum(process.bytes for process in alone) > alone[0].free > max(process.bytes for process in alone)
     assert [text.split(" ")[0] for text in shortages(alone)] == ["small"]
@@ -279,26 +281,26 @@ def gpu(size: float) -> Any:
 def test_on_a_gpu_as_many_sequences_run_at_once_as_fit() -> None:
     config = asked(learner={"dtype": "bfloat16"})
     load = msgspec.structs.replace(LOAD, sequences=1024, candidates=4)
-    _, roomy = processes({"a": (BILLION, load)}, config, gpu(80))
-    _, tight = processes({"a": (BILLION, load)}, config, gpu(12))
+    _, roomy = forecast_processes({"a": (BILLION, load)}, config, gpu(80))
+    _, tight = forecast_processes({"a": (BILLION, load)}, config, gpu(12))
     assert "cache of 1024 sequences" in roomy.parts
     # Of 12 GiB (12.88e9 bytes) the learner holds 2.78e9 (base 2e9, adapters and their state) and the sampler 3.04e9,
     # contexts included; 0.4 of the rest is for sequences of (1000 + 64) * 1e4 values of 2 bytes.
     [name] = [name for name in tight.parts if name.startswith("cache")]
     assert name == "cache of 132 sequences at once, of 1024"
-    assert not list(shortages(processes({"a": (BILLION, load)}, config, gpu(12))))
+    assert not list(shortages(forecast_processes({"a": (BILLION, load)}, config, gpu(12))))
 
 
 def test_the_candidates_of_a_call_are_decoded_together_or_it_does_not_fit() -> None:
     load = msgspec.structs.replace(LOAD, row=100_000, sequences=256, candidates=8)
-    plan = processes({"a": (BILLION, load)}, asked(learner={"dtype": "bfloat16"}), gpu(12))
+    plan = forecast_processes({"a": (BILLION, load)}, asked(learner={"dtype": "bfloat16"}), gpu(12))
     assert "cache of 8 sequences at once, of 256" in plan[1].parts
     assert [text.split(" ")[0] for text in shortages(plan)][-1] == "a"
 
 
 def test_caches_and_passes_take_turns_on_a_gpu_in_mode_sync_only() -> None:
     plan = {
-        mode: processes({"a": (BILLION, LOAD)}, asked(mode=mode, learner={"dtype": "bfloat16"}), gpu(24))
+        mode: forecast_processes({"a": (BILLION, LOAD)}, asked(mode=mode, learner={"dtype": "bfloat16"}), gpu(24))
         for mode in ("sync", "async")
     }
     learner, sampler = plan["sync"]

@@ -11,7 +11,7 @@ from cotune.config.train import TrainConfig
 from cotune.trainer.before.doctor import step_time
 from cotune.trainer.before.doctor.doctor import judge_forecast
 from cotune.trainer.before.doctor.machine import Gpu, Machine
-from cotune.trainer.before.doctor.memory import Workload, processes
+from cotune.trainer.before.doctor.memory import Workload, forecast_processes
 from cotune.trainer.before.doctor.model_size import ModelSize
 from cotune.trainer.before.doctor.step_time import (
     NoEstimateError,
@@ -51,7 +51,7 @@ def asked(**changes: Any) -> TrainConfig:
 
 def estimate(config: TrainConfig, machine: Machine, *, calls: int = 0, size: ModelSize = SIZE) -> StepTime:
     bases = {"m": (size, LOAD)}
-    return estimate_step(config, machine, bases, processes(bases, config, machine), calls=calls)
+    return estimate_step(config, machine, bases, forecast_processes(bases, config, machine), calls=calls)
 
 
 def on_gpu(gpu: Gpu = H100) -> Machine:
