@@ -33,17 +33,19 @@ STYLES: Mapping[Level, str] = {"blocks": BAD, "undecided": "yellow", "warns": "y
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Parameters of a request that limit its answer."""
 EPISODES = 3
-"""Run before training, at least."""
+"""Least number of episodes that run before training."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One fact to know before training: it `blocks`, leaves the verdict `undecided`, `warns` of a loss, is a `note`,
-    or is `ok`. `remedy` is the action to take."""
+    """One fact to know before training."""
 
     level: Level
+    """Whether it blocks training, leaves the verdict undecided, warns of a loss, is a note, or is ok."""
     about: str
+    """The role, package or part that the finding is about."""
     text: str
     remedy: str = ""
+    """The action to take; empty if there is nothing to do."""
 
 
 def blocking_finding(error: CotuneError, about: str = "") -> Finding:
@@ -52,32 +54,41 @@ def blocking_finding(error: CotuneError, about: str = "") -> Finding:
 
 
 def rewards_by_role(store: Store, calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the components that each role's scorer returned, with their lowest and highest value. Every role that
-    called is listed."""
+    """By role, the components that its scorer returned, with their lowest and highest value. Every role that called is
+    in the result."""
     rewards: dict[str, dict[str, tuple[float, float]]] = {role: {} for role in sorted({call.role for call in calls})}
     for call in calls:
-        for named in store.rewards(candidate_id(call.id, c.index) for c in call.candidates).values():
-            for name, value in named.items():
-                low, high = rewards[call.role].get(name, (value, value))
-                rewards[call.role][name] = (min(low, value), max(high, value))
+        candidates = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+        rewards_of_role = rewards[call.role]
+        for rewards_of_candidate in store.rewards(candidates).values():
+            for name, value in rewards_of_candidate.items():
+                low, high = rewards_of_role.get(name, (value, value))
+                rewards_of_role[name] = (min(low, value), max(high, value))
     return rewards
 
 
 def named_roles(config: TrainConfig, workflow: Workflow) -> set[str]:
-    """Roles that a scorer or a policy names: they need not have called yet."""
-    return {*workflow.scorers, *(role for policy in config.policy for role in policy.roles)}
+    """The roles that a scorer or a [[policy]] table names. They need not have called yet."""
+    roles = set(workflow.scorers)
+    for policy in config.policy:
+        roles.update(policy.roles)
+    return roles
 
 
 class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A role that called. `reason` says why it is not trained; it is empty if it is trained."""
+    """A role that called, and its part in training."""
 
     role: str
     calls: int
     policy: str
+    """The name of the policy that plays it; empty if the policies cannot be resolved."""
     kind: str
+    """The kind of this policy, such as lora or frozen."""
     scorer: bool
+    """Whether the role has a scorer."""
     trained: bool
     reason: str = ""
+    """Why it is not trained; empty if it is."""
 
 
 def roles_of(
@@ -86,8 +97,10 @@ def roles_of(
     workflow: Workflow,
     able: Collection[str] | None,
 ) -> Iterator[RoleCheck]:
-    """Yield the roles of calls, and whether they are trained. Only roles in `able` can be (None: all). `policies` is
-    None if the policies cannot be resolved."""
+    """Yield the roles of these calls, and whether they are trained.
+
+    Only roles in `able` can be trained (None: all). `policies` is None if the policies cannot be resolved.
+    """
     for role in dict.fromkeys(call.role for call in calls):
         role_calls = [call for call in calls if call.role == role]
         spec = policies.of(role) if policies else None
@@ -126,12 +139,12 @@ def learning_findings(
     `local` has the components of each role's scorer, `outcome` the components of the episodes' outcome. Roles in
     `listed` need not have called.
     """
-    every = [*listed, *(role.role for role in roles)]
+    known_roles = [*listed, *(role.role for role in roles)]
     for recipe, roles_of_recipe in recipes.by_recipe(role.role for role in roles if role.trained):
         components = {role: local.get(role, ()) for role in roles_of_recipe}
         for role, text in learns_from(components, outcome, recipe).items():
             yield Finding("note", "rewards", f"{role} {text}")
-        errors, notes = unknown_names(recipe, local, outcome, every)
+        errors, notes = unknown_names(recipe, local, outcome, known_roles)
         yield from (blocking_finding(error, "rewards") for error in errors)
         yield from (Finding("warns", "rewards", note) for note in notes)
         for text, remedy in (outcome_unused(components, outcome, recipe), scorers_unused(components, recipe)):
@@ -142,9 +155,8 @@ def learning_findings(
 def call_findings(
     calls: Sequence[CallRecord], roles: Sequence[RoleCheck], plan: Plan, config: TrainConfig
 ) -> Iterator[Finding]:
-    """Yield calls that failed, and request parameters that training replaces."""
+    """Yield findings on calls that failed, and on request parameters that training replaces."""
     plans = config.plans_of(plan, config.named_roles)
-    own_sampling = config.own_sampling(config.named_roles)
     for checked in roles:
         role = checked.role
         role_calls = [call for call in calls if call.role == role]
@@ -154,42 +166,55 @@ def call_findings(
         unscored = Counter(call.error for call in role_calls if call.status == "ok" and call.error)
         for error, count in unscored.items():
             yield Finding("warns", role, f"its scorer failed on {count} of {len(role_calls)} calls: {error}")
+        # The application's provider gets requests as they are.
         if checked.kind == "provider":
             continue
-
-        # The values of each parameter in the requests of the role.
-        requested: dict[str, list[float]] = {}
-        for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED):
-            values = [call.params.get(name) for call in role_calls]
-            requested[name] = sorted({value for value in values if isinstance(value, int | float)})
-        if (n := max(requested["n"], default=1)) > 1 and checked.trained:
-            drawn = "only the first is trained"
-            if plan.kind == "tree":
-                drawn = f"{max(n, plans.get(role, plan).k)} are drawn and compared"
-            yield Finding("warns", role, f"asks for n = {n} choices; {drawn}.")
-        own_temperature = own_sampling.get(role, {}).get("temperature")
-        temperature = config.sampling.temperature if own_temperature is None else own_temperature
-        if requested["temperature"] and requested["temperature"] != [temperature]:
-            setting = "sampling.temperature" if own_temperature is None else "temperature of its [[policy]]"
-            text = f"asks for temperature {_listed(requested['temperature'])}; training samples at"
-            yield Finding("note", role, f"{text} {temperature:g} ({setting}).")
-        role_limits = sorted({*requested["max_tokens"], *requested["max_completion_tokens"]})
-        if role_limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *role_limits):
-            text = f"asks for at most {_listed(role_limits)} tokens itself; sampling.max_tokens ="
-            yield Finding("note", role, f"{text} {config.sampling.max_tokens} (--max-tokens) does not apply to it.")
-        for name, neutral in UNSHAPED.items():
-            if shaping := [value for value in requested[name] if value != neutral]:
-                yield Finding("warns", role, f"asks for {name} {_listed(shaping)}; training samples without it.")
-        if requested["seed"]:
-            text = f"asks for seed {_listed(requested['seed'])}; training and evaluation mix it into a seed of each"
-            yield Finding("note", role, f"{text} call's own.")
+        role_plan = plans.get(role, plan)
+        yield from _parameter_findings(checked, role_calls, role_plan, config)
         if plan.kind == "tree" and any(call.streamed and len(call.candidates) > 1 for call in role_calls):
-            k = plans.get(role, plan).k
-            text = f"streams; with {k} candidates per call the answer comes at once, when one is chosen."
+            text = f"streams; with {role_plan.k} candidates per call the answer comes at once, when one is chosen."
             yield Finding("note", role, text)
 
 
-def _listed(values: Iterable[float]) -> str:
+def _parameter_findings(
+    checked: RoleCheck, calls: Sequence[CallRecord], plan: Plan, config: TrainConfig
+) -> Iterator[Finding]:
+    """Yield findings on request parameters in the calls of one role that training replaces, or that replace a setting
+    of training. `plan` is the plan of the role."""
+    role = checked.role
+    requested: dict[str, list[float]] = {}
+    for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED):
+        values = [call.params.get(name) for call in calls]
+        requested[name] = sorted({value for value in values if isinstance(value, int | float)})
+
+    n = max(requested["n"], default=1)
+    if n > 1 and checked.trained:
+        text = "only the first is trained"
+        if plan.kind == "tree":
+            text = f"{max(n, plan.k)} are drawn and compared"
+        yield Finding("warns", role, f"asks for n = {n} choices; {text}.")
+    policy_temperature = config.own_sampling(config.named_roles).get(role, {}).get("temperature")
+    temperature, setting = policy_temperature, "temperature of its [[policy]]"
+    if policy_temperature is None:
+        temperature, setting = config.sampling.temperature, "sampling.temperature"
+    if requested["temperature"] and requested["temperature"] != [temperature]:
+        text = f"asks for temperature {_join_numbers(requested['temperature'])}; training samples at"
+        yield Finding("note", role, f"{text} {temperature:g} ({setting}).")
+    limits = sorted({*requested["max_tokens"], *requested["max_completion_tokens"]})
+    # The default limit is worth no note.
+    if limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *limits):
+        text = f"asks for at most {_join_numbers(limits)} tokens itself; sampling.max_tokens ="
+        yield Finding("note", role, f"{text} {config.sampling.max_tokens} (--max-tokens) does not apply to it.")
+    for name, neutral in UNSHAPED.items():
+        replaced = [value for value in requested[name] if value != neutral]
+        if replaced:
+            yield Finding("warns", role, f"asks for {name} {_join_numbers(replaced)}; training samples without it.")
+    if requested["seed"]:
+        text = f"asks for seed {_join_numbers(requested['seed'])}; training and evaluation mix it into a seed of each"
+        yield Finding("note", role, f"{text} call's own.")
+
+
+def _join_numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.15g}" for value in values)
 
 
@@ -203,20 +228,20 @@ def find_faults(
 ) -> Iterator[CotuneError]:
     """Yield errors that make training on these episodes pointless, the worst first. `rewards` has the rewards of each
     role's scorer; `rare` roles need not have called."""
-    ended_early = list(_outcome_faults(workflow, outcomes, calls))
-    yield from ended_early
+    outcome_faults = list(_outcome_faults(workflow, outcomes, calls))
+    yield from outcome_faults
     for role in workflow.scorers:
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
         if errors and all(errors) and not rewards.get(role):
             yield WorkflowError(f"{errors[0]} This happened on all {len(errors)} calls.", "Nothing was trained.")
-    silent = [finding.about for finding in scorer_findings(workflow, calls, rare)]
-    if plan.kind == "tree" and not ended_early and silent and len(silent) == len(workflow.scorers):
+    without_calls = [finding.about for finding in scorer_findings(workflow, calls, rare)]
+    if plan.kind == "tree" and not outcome_faults and without_calls and len(without_calls) == len(workflow.scorers):
         roles = sorted({call.role for call in calls})
         yield ConfigError(
             "scorer",
-            ", ".join(silent),
+            ", ".join(without_calls),
             f"is not a role of the application; seen in {len(outcomes)} episodes: {', '.join(roles)}",
-            f"{_name_remedy(silent[0], roles)} Under plan tree only roles with a scorer are trained.",
+            f"{_name_remedy(without_calls[0], roles)} Under plan tree only roles with a scorer are trained.",
         )
 
 
@@ -241,17 +266,21 @@ def _outcome_faults(
     or all of its calls failed."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
-    endless = any(isinstance(error, TooManyCalls) for error in errors)  # training may teach the policy to end
-    if len(errors) == len(outcomes) and not endless:
-        yield _every_time(errors, calls, failed)
+    # Training may teach the policy to stop calling.
+    too_many_calls = any(isinstance(error, TooManyCalls) for error in errors)
+    if len(errors) == len(outcomes) and not too_many_calls:
+        yield _error_of_all_episodes(errors, calls, failed)
     elif not calls:
+        cause = f"The workflow {workflow.name!r} made no LLM call that cotune can see."
+        remedy = UNSEEN
         # An error that the workflow caught may be the reason why it made no call.
         swallowed: list[BaseException] = []
         for outcome in outcomes:
             swallowed += outcome.live.notes.get("raised", ())
-        text = next((f" It swallowed {error_phrase(error)}{error_origin(error)}." for error in swallowed), "")
-        remedy = "Let the error through, and fix it." if text else UNSEEN
-        yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.{text}", remedy)
+        if swallowed:
+            cause += f" It swallowed {error_phrase(swallowed[0])}{error_origin(swallowed[0])}."
+            remedy = "Let the error through, and fix it."
+        yield WorkflowError(cause, remedy)
     elif len(failed) == len(calls):
         yield WorkflowError(
             f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",
@@ -259,7 +288,7 @@ def _outcome_faults(
         )
 
 
-def _every_time(
+def _error_of_all_episodes(
     errors: Sequence[CotuneError], calls: Sequence[CallRecord], failed: Sequence[CallRecord]
 ) -> CotuneError:
     """The first error of a workflow that fails in every episode, with the causes that its calls show.
@@ -270,30 +299,32 @@ def _every_time(
     failed_call = next((call for call in failed if call.status != "cancelled"), None)
     others = [error for error in errors if not isinstance(error, Outage)]
     if not others:
-        return _outage_every_time(errors, failed_call)
+        return _outage_of_all_episodes(errors, failed_call)
     first = others[0]
-    raised_by = first.__cause__
     cause = first.cause
     remedy = first.remedy
     if not calls:
-        # A mistake in the application, or a client that cotune does not see and that got no answer.
         cause += " It made no LLM call that cotune can see."
-        mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
-        if not mistake or any(isinstance(error, OSError) for error in error_chain(raised_by)):
+        # A built-in error other than RuntimeError is usually a mistake in the application. Any other error, or one of
+        # the network, may come from a client that cotune does not see and that got no answer.
+        raised_by = first.__cause__
+        is_mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
+        if not is_mistake or any(isinstance(error, OSError) for error in error_chain(raised_by)):
             remedy = f"{remedy} {UNSEEN}".strip()
     elif len(errors) > EPISODES:
         cause += f" All {len(errors)} of the first episodes failed."
         remedy += " If an answer of the model breaks it: have the workflow return a low reward."
-        ends: list[str] = []
+        finish_reasons: list[str] = []
         for call in calls:
-            ends += [candidate.finish_reason for candidate in call.candidates]
-        if (cut := ends.count("length")) * 2 > len(ends):
-            remedy += (
-                f" {cut} of {len(ends)} answers ended at their limit of tokens: raise sampling.max_tokens, or the "
-            )
-            remedy += "application's."
+            finish_reasons += [candidate.finish_reason for candidate in call.candidates]
+        at_limit = finish_reasons.count("length")
+        if at_limit * 2 > len(finish_reasons):
+            remedy += f" {at_limit} of {len(finish_reasons)} answers ended at their limit of tokens: "
+            remedy += "raise sampling.max_tokens, or the application's."
     if failed_call is not None and first.cause not in str(failed_call.error):
-        cause = cause.replace(failed_call.error, "...") if failed_call.error else cause
+        # The error of the call is shown once, at the end.
+        if failed_call.error:
+            cause = cause.replace(failed_call.error, "...")
         cause += f" The call of role {failed_call.role!r} failed: {failed_call.error}"
     if (cause, remedy) == (first.cause, first.remedy):
         return first
@@ -302,11 +333,10 @@ def _every_time(
     return error
 
 
-def _outage_every_time(outages: Sequence[CotuneError], failed_call: CallRecord | None) -> CotuneError:
-    """The outage that the application reports in every episode.
+def _outage_of_all_episodes(outages: Sequence[CotuneError], failed_call: CallRecord | None) -> CotuneError:
+    """The outage that the application reports in every episode, with the call that failed.
 
-    The application knows what is down, so its clients and its answers are not the cause. A call that failed may be: an
-    application may report its model as the service that is down.
+    The application names the service that is down. If a call failed, this service may be its model.
     """
     first = outages[0]
     if failed_call is None:

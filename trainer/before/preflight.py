@@ -36,10 +36,10 @@ from cotune.trainer.config.resolve import resolve_plan, resolve_policies
 from cotune.trainer.judging.bench import Bench
 
 MOST_EPISODES = 16
-"""Most episodes. More than `EPISODES` are run only while each fails because of the untrained model's answers, as most
-do on a hard task."""
-FEWEST_CALLS = 256
-"""Least limit of calls per episode, for an application that has made few."""
+"""Maximum number of episodes. More than `EPISODES` are run only while each fails because of the untrained model's
+answers, as most do on a hard task."""
+LEAST_CALL_LIMIT = 256
+"""Least limit of calls per episode, for an application whose first episodes made few."""
 MOST_SECONDS = 60.0
 """Seconds after which no episode beyond the first `EPISODES` begins."""
 
@@ -48,7 +48,7 @@ def max_calls(config: TrainConfig, store: Store) -> int:
     """The limit of calls per episode of a run. By default it is four times the calls of the longest episode of the
     preflight."""
     longest = max((episode.calls for episode in store.episodes(EpisodeFilters(phase="check"))), default=0)
-    return config.max_calls or max(FEWEST_CALLS, 4 * longest)
+    return config.max_calls or max(LEAST_CALL_LIMIT, 4 * longest)
 
 
 async def preflight(
@@ -66,12 +66,13 @@ async def preflight(
     WorkflowError if the application makes no call, if the workflow fails on every task, or if a scorer fails on every
     call. Raises ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
-    plan, recipes, _ = resolve_plan(config, list(workflow.scorers), workflow.name)
+    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
     responder = _untrained_responder(config, workflow, sampler, chats)
     parts = Parts()
     outcomes = await _run_first_episodes(config, workflow, tasks, store, responder, parts, say)
     store.flush()
 
+    # 1. The judge of the workflow, and all calls.
     episodes = [outcome.episode for outcome in outcomes]
     notes: list[str] = []
     judge = workflow.episode_judge
@@ -84,39 +85,42 @@ async def preflight(
         calls += store.calls(episode.id)
     rewards = rewards_by_role(store, calls)
 
-    # Roles of the application that no episode has called. The configured ones get a policy all the same: another
-    # answer may lead to them.
+    # 2. Roles of the application that no episode has called. The configured ones get a policy all the same, because
+    # another answer may lead to them.
     roles_without_calls = [part.role for part in parts.known if not parts.ran(part) and part.role not in rewards]
     configured = named_roles(config, workflow)
     expected_roles = [role for role in roles_without_calls if role in configured]
     for fault in find_faults(workflow, outcomes, calls, rewards, plan, [*config.roles, *expected_roles]):
-        raise fault
+        raise fault  # The worst fault is the first.
     if expected_roles:
         notes.append(f"not called yet: {', '.join(expected_roles)}; trained from the first call on")
     if others := [role for role in roles_without_calls if role not in configured]:
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
 
+    # 3. The policies, and whether the rewards can train them.
     able = recipes.able(workflow.scorers)
     policies = resolve_policies(config, [*rewards, *expected_roles], scored=able, workflow=workflow.name)
     rewards_of_episodes = list(store.rewards(episode.id for episode in episodes).values())
-    unknown: set[str] = set()
+    unknown_components: set[str] = set()
     for outcome in outcomes:
-        unknown.update(outcome.unknown)
+        unknown_components.update(outcome.unknown)
     takes_rewards = any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning))
     if takes_rewards and not any(rewards_of_episodes):
-        if unknown:
-            names = ", ".join(sorted(unknown))
+        has_endless_episode = any(isinstance(outcome.error, TooManyCalls) for outcome in outcomes)
+        if unknown_components:
+            names = ", ".join(sorted(unknown_components))
             notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
-        elif plan.kind != "tree" and not any(rewards.values()) and not any(map(_did_not_end, outcomes)):
+        elif plan.kind != "tree" and not any(rewards.values()) and not has_endless_episode:
             raise WorkflowError(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
             )
-    components = sorted(unknown.union(*rewards_of_episodes))
-    for recipe, _ in recipes.by_recipe(policies.learning):
-        for error in unknown_names(recipe, rewards, components, policies.roles)[0]:
-            raise error
+    components = sorted(unknown_components.union(*rewards_of_episodes))
+    for recipe, _roles in recipes.by_recipe(policies.learning):
+        for unknown_name in unknown_names(recipe, rewards, components, policies.roles)[0]:
+            raise unknown_name
 
+    # 4. Notes for the user.
     roles = list(roles_of(calls, policies, workflow, able))
     findings = [*scorer_findings(workflow, calls, [*config.roles, *expected_roles])]
     findings += call_findings(calls, roles, plan, config)
@@ -131,8 +135,9 @@ async def preflight(
 def _untrained_responder(
     config: TrainConfig, workflow: Workflow, sampler: Sampler, chats: ChatFormats
 ) -> PolicyResponder:
-    """A responder that answers every role with the untrained model of its policy, with two candidates per call."""
-    plan, recipes, _ = resolve_plan(config, list(workflow.scorers), workflow.name)
+    """A responder that answers every role with the untrained model of its policy. Under plan tree it draws two
+    candidates per call, the fewest that show how candidates are compared."""
+    plan, recipes, _plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
     return PolicyResponder(
         sampler,
         chats.own,
@@ -173,38 +178,34 @@ async def _run_first_episodes(
         planned = EPISODES
     for number in range(MOST_EPISODES):
         has_time = time.monotonic() - started < MOST_SECONDS
-        if number >= planned and not (_worth_another_look(outcomes) and has_time):
+        if number >= planned and not (_all_failed_by_answers(outcomes) and has_time):
             break
         total = planned if number < planned else f"at most {MOST_EPISODES}, as each has failed"
         say(f"looking at the application: episode {number + 1} of {total} ...")
-        # With few tasks, the list of tasks is run several times, each time under other rollout numbers.
-        place = number // episodes_per_task
+        # With few tasks, the list of tasks is run several times. The rollout number counts the episodes of a task.
+        passes, index = divmod(number // episodes_per_task, len(tasks))
         options = EpisodeOptions(
             phase="check",
-            rollout=place // len(tasks) * episodes_per_task + number % episodes_per_task,
+            rollout=passes * episodes_per_task + number % episodes_per_task,
             timeout=config.episode_timeout,
-            max_calls=config.max_calls or FEWEST_CALLS,
+            max_calls=config.max_calls or LEAST_CALL_LIMIT,
             parts=parts,
         )
-        task = tasks[place % len(tasks)]
+        task = tasks[index]
         outcomes.append(await run_episode(workflow, task, sink=store, responder=responder, options=options))
     return outcomes
 
 
-def _did_not_end(outcome: Outcome) -> bool:
-    return isinstance(outcome.error, TooManyCalls)
-
-
-def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether the workflow raised in all episodes after answered calls: an answer may break it."""
-    return all(
-        outcome.episode.calls
-        and outcome.episode.blame == "policy"
-        and not outcome.live.failures
-        and outcome.error
-        and outcome.error.__cause__
-        for outcome in outcomes
-    )
+def _all_failed_by_answers(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether the workflow raised in all episodes after answered calls. Then an answer of the model may break
+    it, and another one may not."""
+    for outcome in outcomes:
+        workflow_raised = outcome.error is not None and outcome.error.__cause__ is not None
+        if not workflow_raised or not outcome.episode.calls or outcome.live.failures:
+            return False
+        if outcome.episode.blame != "policy":
+            return False
+    return True
 
 
 def _finding_lines(findings: Iterable[Finding]) -> list[str]:

@@ -33,7 +33,7 @@ def test_the_limit_is_four_times_what_was_seen(trainer: Trainer, monkeypatch) ->
             await ask("first", f"say {task['letter']}", max_tokens=1)
         return 1.0
 
-    monkeypatch.setattr("cotune.trainer.before.preflight.FEWEST_CALLS", 6)
+    monkeypatch.setattr("cotune.trainer.before.preflight.LEAST_CALL_LIMIT", 6)
     limits = []
     original = cotune.episodes.episode.live_episode
     monkeypatch.setattr(

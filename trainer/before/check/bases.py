@@ -14,10 +14,12 @@ from cotune.integrations.models.folder.folder import context_length, locate_mode
 from cotune.trainer.before.findings import Finding
 
 NO_MODEL = "none"
-"""`model` of a dry run that names none."""
+"""The value of `model` in a dry run without a model."""
 
 
 class CheckedBase(NamedTuple):
+    """The parts of a base model that a dry run needs."""
+
     model: str
     chat: ChatTemplate
     context: int
@@ -25,10 +27,10 @@ class CheckedBase(NamedTuple):
 
 
 def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
-    """Load what a check needs of the base models: chat templates and context lengths, but no weights.
+    """Load the chat templates and context lengths of the base models, but no weights.
 
-    Returns the base of each policy, by the policy's name; under "" the run's own base, for all other policies. Nothing
-    is loaded for NO_MODEL. Raises ConfigError.
+    Returns the base of each policy by the policy's name, and under "" the run's own base, for all other policies.
+    Nothing is loaded for NO_MODEL. Raises ConfigError.
     """
     policies_of_model = {model: names for model, names in config.bases.items() if model != NO_MODEL}
     # The folder of a model on this machine, or its Hugging Face id.
@@ -42,7 +44,8 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
             templates = load_templates({folders[model]: names for model, names in policies_of_model.items()}, formats)
             contexts = {folder: context_length(folder) for folder in templates}
     except ConfigError as error:
-        if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
+        # Without a model of the run, the model that cannot be loaded is a policy's own: the error names the policy.
+        if config.model == NO_MODEL and error.field == "model":
             first_policy = next(iter(policies_of_model.values()))[0]
             raise of_policy(error, first_policy) from None
         raise
@@ -56,15 +59,15 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
 
 
 def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
-    """A finding for each base model, if roles have different ones."""
-    roles: dict[CheckedBase, list[str]] = {}
+    """Yield a finding for each base model, if roles have different ones. `bases` has the base of each role."""
+    roles_by_base: dict[CheckedBase, list[str]] = {}
     for role, base in bases.items():
         if base is not None:
-            roles.setdefault(base, []).append(role)
-    if len(roles) < 2:
+            roles_by_base.setdefault(base, []).append(role)
+    if len(roles_by_base) < 2:
         return
-    for (model, chat, context), names in roles.items():
-        text = f"base {model}: {len(chat.tokenizer)} tokens, context {context}, "
-        text += f"its template shows {'' if chat.shows_tools else 'no '}tools, "
-        text += f"it sees {'' if chat.image_tokens else 'no '}images."
-        yield Finding("note", ", ".join(names), text)
+    for base, roles in roles_by_base.items():
+        text = f"base {base.model}: {len(base.chat.tokenizer)} tokens, context {base.context}, "
+        text += f"its template shows {'' if base.chat.shows_tools else 'no '}tools, "
+        text += f"it sees {'' if base.chat.image_tokens else 'no '}images."
+        yield Finding("note", ", ".join(roles), text)

@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,25 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.judging.episodes import finished
+from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.records.plans import Plan
-from cotune.records.structs import CallRecord, RewardRecord
+from cotune.records.structs import CallRecord, RewardRecord, Task
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.trainer.before import findings as shared
+from cotune.trainer.before import findings as common_findings
 from cotune.trainer.before.answers.drawn import DrawnAnswers
 from cotune.trainer.before.answers.recorded import RecordedAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
-from cotune.trainer.before.check import findings as own
-from cotune.trainer.before.check.bases import NO_MODEL, base_findings, load_bases
+from cotune.trainer.before.check import findings as run_findings
+from cotune.trainer.before.check.bases import NO_MODEL, CheckedBase, base_findings, load_bases
 from cotune.trainer.before.check.invented import invented_findings, invented_roles
 from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
-from cotune.trainer.before.check.watch import watched
-from cotune.trainer.before.findings import Finding, blocking_finding, named_roles, rewards_by_role, roles_of
+from cotune.trainer.before.check.watch import Watch, watched
+from cotune.trainer.before.findings import Finding, RoleCheck, blocking_finding, named_roles, rewards_by_role, roles_of
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.policy import shared_tool_format
 from cotune.trainer.config.resolve import resolve_plan, resolve_policies
@@ -81,115 +83,231 @@ def check(
     """
     limits = limits or CheckLimits()
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
-    config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else None
+    if model:
+        table["model"] = model
+    config = convert({"model": NO_MODEL, **table, **settings})
     with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/records.db") as store, watched() as watch:
-        # 1. Check all input before the application runs.
-        all_tasks = as_tasks(tasks)
-        say("loading the application ...")
-        flow = workflow_of(workflow).named_by(config.roles_by)
-        plan, recipes, why = resolve_plan(config, list(flow.scorers), flow.name)
-        check_curriculum(config.curriculum, all_tasks)
-        check_refill(config, recipes.every)
-        able = recipes.able(flow.scorers)
-        bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
+        # All input is checked before the application runs.
+        subject = _read_input(workflow, tasks, config, count_tokens=model is not None, say=say)
+        at_once, offline = config.concurrency > 1, answers != PROVIDER
 
-        # 2. The runs, and the calls of a judge that is a role of the run.
-        async def run_tasks() -> tuple[list[TaskRuns], list[CallRecord], list[str]]:
-            async with answers_of_runs(answers, flow, config, plan, recipes, call_tools, say) as responder:
-                at_once, offline = config.concurrency > 1, answers != PROVIDER
-                runner = Runner(flow, store, responder, watch, say, limits, at_once, offline)
-                ran = [await runner.run(task) for task in all_tasks[: limits.limit]]
-                judging = await calls_of_judge(flow, ran, store, responder(0)) if answers is None else []
-                invented: dict[str, None] = {}  # a dictionary, so that each role occurs once and in order
+        async def run_tasks() -> CheckedRuns:
+            async with answers_of_runs(answers, subject, call_tools, say) as responder:
+                runner = Runner(subject.flow, store, responder, watch, say, limits, at_once, offline)
                 with open_store(f"{folder}/renamed.db") as renamed:
-                    for task_runs in ran:
-                        invented.update(dict.fromkeys(await invented_roles(runner, task_runs, renamed)))
-                return ran, [*(call for task in ran for call in task.calls), *judging], list(invented)
+                    return await _run_tasks(subject, runner, renamed, ask_judge=answers is None)
 
-        ran, calls, invented = run_sync(run_tasks())
-        runs = [run for task in ran for run in task.all]
-        team: dict[str, float] = {}
-        for run in reversed(runs):  # the values of the first run are shown
-            team.update(run.outcome.rewards)
-        if flow.episode_judge is not None:
-            team["judge"] = 0.0
-            store.write([RewardRecord(run.outcome.episode.id, "judge", 0.0) for run in runs])
-            store.flush()
-
-        # 3. The roles, policies and groups that training would have.
-        local = rewards_by_role(store, calls)
-        idle = []
-        for part in watch.known:
-            if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
-                idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=watch.ran(part)))
-        not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
-        rare = [*config.roles, *not_called_yet]
-        policies, misfits = None, []
-        try:
-            if calls:
-                all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
-                policies = resolve_policies(config, all_roles, scored=able, workflow=flow.name)
-        except ConfigError as error:
-            misfits = [blocking_finding(error, "policies")]
-        roles = list(roles_of(calls, policies, flow, able))
-        trained = [role.role for role in roles if role.trained]
-        plans = config.plans_of(plan, config.named_roles)
-        groups, left_out = groups_of(store, runs, calls, trained, plan, plans, recipes)
-
-        # 4. Findings: first the blocking ones, in the order of training.
-        errors = shared.find_faults(flow, [task.shown.outcome for task in ran], calls, local, plan, rare)
-        findings = [*own.fault_findings(errors, ran), *own.pair_findings(ran, store), *misfits]
-        templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
-        calls_of_policies = [call for call in calls if call.role in templates]
-        tokens, unanswerable = own.request_findings(templates, calls_of_policies, store)
-        findings += [*unanswerable, *base_findings(templates)]
-        findings += [Finding("warns", "tool_format", text) for text in shared_tool_format(config)]
-        decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
-        if not groups and not decided:
-            findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
-        if flow.episode_judge is not None:
-            findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
-        findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, calls, rare)]
-        findings += invented_findings([role for role in invented if role not in config.roles], config, able)
-        if prompts is not None:
-            findings += use_findings(store, calls, prompts)
-        findings += prompt_findings(store)
-        findings += shared.call_findings(calls, roles, plan, config)
-        if any(run.ended for run in runs):
-            findings += shared.learning_findings(roles, local, team, recipes, rare)
-        findings += [*own.run_findings(ran), *own.connection_findings(runs, watch)]
+        runs = run_sync(run_tasks())
+        training = _forecast_training(subject, runs, store, watch)
+        tokens, findings = _find_all(subject, runs, training, store, watch, answers)
+        calls = runs.calls
         return CheckReport(
-            workflow=workflow if isinstance(workflow, str) else flow.name,
-            tasks=tuple(task.task.id for task in ran),
+            workflow=workflow if isinstance(workflow, str) else subject.flow.name,
+            tasks=tuple(runs_of_task.task.id for runs_of_task in runs.tasks),
             answers=answers or "drawn",
-            plan=why,
-            runs=len(runs),
-            roles=tuple(roles),
-            idle=tuple(idle),
+            plan=subject.plan_text,
+            runs=len(runs.all),
+            roles=tuple(training.roles),
+            idle=tuple(training.idle),
             agents_known={call.role for call in calls} <= {part.role for part in watch.known},
             calls=tuple(msgspec.structs.replace(call, candidates=()) for call in calls),
             tokens=tokens,
-            groups=tuple(groups),
-            team=team,
-            local={role: components for role, components in local.items() if components},
-            left_out=left_out,
+            groups=tuple(training.groups),
+            team=runs.team,
+            local={role: components for role, components in training.local.items() if components},
+            left_out=training.left_out,
             findings=tuple(findings),
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The application and the configuration that a dry run checks, read before anything runs."""
+
+    flow: Workflow
+    tasks: Sequence[Task]
+    config: TrainConfig
+    prompts: Prompts | None
+    plan: Plan
+    plan_text: str
+    """The plan in a sentence, with the reason for it."""
+    recipes: Recipes
+    able: Sequence[str] | None
+    """Roles that can be trained; None: all."""
+    bases: Mapping[str, CheckedBase]
+    """The base model of each policy, "" for all other policies; empty if no tokens are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRuns:
+    """The runs of a dry run."""
+
+    tasks: Sequence[TaskRuns]
+    calls: Sequence[CallRecord]
+    """The calls that the report shows, with the calls of a judge that is a role of the run."""
+    invented: Sequence[str]
+    """Roles whose names an answer invented."""
+    team: Mapping[str, float]
+    """The outcome of the runs, by component."""
+
+    @property
+    def all(self) -> list[Run]:
+        """The runs of all tasks, with the runs at once."""
+        runs: list[Run] = []
+        for runs_of_task in self.tasks:
+            runs += runs_of_task.all
+        return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastTraining:
+    """The roles, policies and groups that training would have."""
+
+    local: Mapping[str, Mapping[str, tuple[float, float]]]
+    """By role, the components of its scorer with their lowest and highest value."""
+    idle: Sequence[IdleCheck]
+    rare: Sequence[str]
+    """Roles that need not have called."""
+    roles: Sequence[RoleCheck]
+    policy_findings: Sequence[Finding]
+    """Why the policies cannot be resolved; empty if they can."""
+    groups: Sequence[GroupCheck]
+    left_out: Mapping[str, int]
+
+
+def _read_input(
+    workflow: WorkflowSource,
+    tasks: str | Path | Iterable[Any],
+    config: TrainConfig,
+    *,
+    count_tokens: bool,
+    say: Callable[[str], None],
+) -> Subject:
+    """Read everything that the user passed, without running the application. With `count_tokens`, or with several base
+    models, the chat templates of the base models are loaded. Raises ConfigError."""
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else None
+    all_tasks = as_tasks(tasks)
+    say("loading the application ...")
+    flow = workflow_of(workflow).named_by(config.roles_by)
+    plan, recipes, plan_text = resolve_plan(config, list(flow.scorers), flow.name)
+    check_curriculum(config.curriculum, all_tasks)
+    check_refill(config, recipes.every)
+    return Subject(
+        flow=flow,
+        tasks=all_tasks,
+        config=config,
+        prompts=prompts,
+        plan=plan,
+        plan_text=plan_text,
+        recipes=recipes,
+        able=recipes.able(flow.scorers),
+        bases=load_bases(config) if count_tokens or len(config.bases) > 1 else {},
+    )
+
+
+async def _run_tasks(subject: Subject, runner: Runner, renamed: Store, *, ask_judge: bool) -> CheckedRuns:
+    """Run the first tasks. With `ask_judge`, a judge that is a role of the run is asked for its calls, too.
+
+    Runs with other names in their answers are recorded in the store `renamed`.
+    """
+    flow, store = subject.flow, runner.store
+    tasks = [await runner.run(task) for task in subject.tasks[: runner.limits.limit]]
+    calls: list[CallRecord] = []
+    for runs_of_task in tasks:
+        calls += runs_of_task.calls
+    if ask_judge:
+        calls += await calls_of_judge(flow, tasks, store, runner.responder(0))
+    invented: list[str] = []
+    for runs_of_task in tasks:
+        for role in await invented_roles(runner, runs_of_task, renamed):
+            if role not in invented:
+                invented.append(role)
+
+    team: dict[str, float] = {}
+    for runs_of_task in reversed(tasks):
+        for run in reversed(runs_of_task.all):  # the values of the first run are shown
+            team.update(run.outcome.rewards)
+    runs = CheckedRuns(tasks=tasks, calls=calls, invented=invented, team=team)
+    if flow.episode_judge is not None:
+        team["judge"] = 0.0
+        store.write([RewardRecord(run.outcome.episode.id, "judge", 0.0) for run in runs.all])
+        store.flush()
+    return runs
+
+
+def _forecast_training(subject: Subject, runs: CheckedRuns, store: Store, watch: Watch) -> ForecastTraining:
+    """The roles, policies and groups that training would have if all episodes were like these runs."""
+    flow, config, calls = subject.flow, subject.config, runs.calls
+    idle = []
+    for part in watch.known:
+        if not any(f"{call.role}/".startswith(f"{part.role}/") for call in calls):
+            idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=watch.ran(part)))
+    not_called_yet = [part.role for part in idle if not part.ran and part.role in named_roles(config, flow)]
+    policies, policy_findings = None, []
+    try:
+        if calls:
+            all_roles = sorted({*not_called_yet, *(call.role for call in calls)})
+            policies = resolve_policies(config, all_roles, scored=subject.able, workflow=flow.name)
+    except ConfigError as error:
+        policy_findings = [blocking_finding(error, "policies")]
+    roles = list(roles_of(calls, policies, flow, subject.able))
+    trained = [role.role for role in roles if role.trained]
+    plans = config.plans_of(subject.plan, config.named_roles)
+    groups, left_out = groups_of(store, runs.all, calls, trained, subject.plan, plans, subject.recipes)
+    return ForecastTraining(
+        local=rewards_by_role(store, calls),
+        idle=idle,
+        rare=[*config.roles, *not_called_yet],
+        roles=roles,
+        policy_findings=policy_findings,
+        groups=groups,
+        left_out=left_out,
+    )
+
+
+def _find_all(
+    subject: Subject, runs: CheckedRuns, training: ForecastTraining, store: Store, watch: Watch, answers: str | None
+) -> tuple[Mapping[str, int], list[Finding]]:
+    """All findings of a dry run, first the blocking ones in the order of training; and before them the tokens of each
+    call's prompt, by the id of the call."""
+    flow, config, plan, bases = subject.flow, subject.config, subject.plan, subject.bases
+    calls, roles, rare = runs.calls, training.roles, training.rare
+    shown = [runs_of_task.shown.outcome for runs_of_task in runs.tasks]
+    errors = common_findings.find_faults(flow, shown, calls, training.local, plan, rare)
+    findings = [*run_findings.fault_findings(errors, runs.tasks), *run_findings.pair_findings(runs.tasks, store)]
+    findings += training.policy_findings
+    base_of_role = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.kind != "provider"}
+    calls_of_policies = [call for call in calls if call.role in base_of_role]
+    tokens, unanswerable = run_findings.request_findings(base_of_role, calls_of_policies, store)
+    findings += [*unanswerable, *base_findings(base_of_role)]
+    findings += [Finding("warns", "tool_format", text) for text in shared_tool_format(config)]
+    is_decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
+    if not training.groups and not is_decided:
+        findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
+    if flow.episode_judge is not None:
+        findings.append(Finding("note", "judge", "it was not asked: a dry run invents its outcomes."))
+    findings += [
+        *run_findings.role_findings(roles, training.idle, flow.name),
+        *common_findings.scorer_findings(flow, calls, rare),
+    ]
+    unlisted = [role for role in runs.invented if role not in config.roles]
+    findings += invented_findings(unlisted, config, subject.able)
+    if subject.prompts is not None:
+        findings += use_findings(store, calls, subject.prompts)
+    findings += prompt_findings(store)
+    findings += common_findings.call_findings(calls, roles, plan, config)
+    if any(run.ended for run in runs.all):
+        findings += common_findings.learning_findings(roles, training.local, runs.team, subject.recipes, rare)
+    findings += [*run_findings.run_findings(runs.tasks), *run_findings.connection_findings(runs.all, watch)]
+    return tokens, findings
+
+
 @contextlib.asynccontextmanager
 async def answers_of_runs(
-    answers: str | None,
-    flow: Workflow,
-    config: TrainConfig,
-    plan: Plan,
-    recipes: Recipes,
-    call_tools: bool,
-    say: Callable[[str], None],
+    answers: str | None, subject: Subject, call_tools: bool, say: Callable[[str], None]
 ) -> AsyncIterator[Callable[[int], CheckResponder]]:
-    """Yield the function that returns the responder of each run, by its number. `answers` is the value of
-    `--answers`."""
+    """Yield a function from the number of a run to its responder. `answers` is the value of `--answers`."""
+    flow, config, plan, recipes = subject.flow, subject.config, subject.plan, subject.recipes
     attribution = recipes.attributions(recipes.roles)
     roles = config.named_roles
     options: dict[str, Any] = {
@@ -237,34 +355,40 @@ def groups_of(
     plans: Mapping[str, Plan],
     recipes: Recipes,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
-    """Return the groups of a step if every episode runs like the one that is shown, and the number of candidates that
+    """Return the groups of a step if every episode is like the one that is shown, and the number of candidates that
     are left out, by reason. `plans` has the plan of each role whose policy has a K of its own."""
-    ids, shown = {call.id for call in calls}, {call.episode for call in calls}
+    call_ids = {call.id for call in calls}
+    episode_ids = {call.episode for call in calls}
     collected = collect(
         store,
-        [run.outcome.episode for run in runs if run.outcome.episode.id in shown],
-        plan="tree" if plan.kind == "tree" else "independent",  # nothing is forked here
+        [run.outcome.episode for run in runs if run.outcome.episode.id in episode_ids],
+        plan="tree" if plan.kind == "tree" else "independent",  # a dry run forks nothing
         roles=trained,
         method_of=recipes.of_role,
     )
     samples: list[Sample] = []
     for sample in collected.samples:
-        if sample.call in ids:
-            samples += repeated(sample, plans.get(sample.role, plan), bool(collected.calls[sample.call].parents))
+        if sample.call in call_ids:
+            reads_calls = bool(collected.calls[sample.call].parents)
+            samples += repeat_sample(sample, plans.get(sample.role, plan), reads_calls)
     groups = []
     left_out = Counter(collected.left_out)
-    for recipe, among in recipes.by_recipe(trained):
-        built = build_groups([sample for sample in samples if sample.role in among], recipe, ", ".join(among))
+    for recipe, roles_of_recipe in recipes.by_recipe(trained):
+        samples_of_recipe = [sample for sample in samples if sample.role in roles_of_recipe]
+        built = build_groups(samples_of_recipe, recipe, ", ".join(roles_of_recipe))
         left_out += Counter(built.left_out)
         for group in built.groups:
             roles = tuple(dict.fromkeys(sample.role for sample in group.samples))
             groups.append(GroupCheck(task=group.samples[0].task, roles=roles, size=len(group.samples)))
-    return groups, +left_out
+    return groups, +left_out  # the plus drops reasons with a count of 0
 
 
-def repeated(sample: Sample, plan: Plan, reads_calls: bool) -> Iterator[Sample]:
-    """A sample in `plan.k` equal episodes, or forks of its call under a replay plan; the candidates of a tree have been
-    drawn. Prompts that read other calls differ between episodes."""
+def repeat_sample(sample: Sample, plan: Plan, reads_calls: bool) -> Iterator[Sample]:
+    """Yield the samples that training would have in place of this one of the dry run.
+
+    Under plan independent these are `plan.k` episodes, whose prompts differ if they read other calls; under plan replay
+    `plan.k` forks of the call. Under plan tree the dry run has drawn all candidates of the call already.
+    """
     for number in range(1 if plan.kind == "tree" else plan.k):
         copy = msgspec.structs.replace(sample, id=f"{number}{sample.id}")
         if plan.kind == "replay":

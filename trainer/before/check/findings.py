@@ -39,38 +39,42 @@ ALWAYS_CALL = ("member", "agent")
 
 
 def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
-    """Yield the errors that make training pointless. A failure after an answer may be caused by that answer: then the
-    verdict is undecided. An outage is caused by no answer, unless a recorded answer is missing."""
+    """Yield the errors that make training pointless, as findings that block or leave the verdict undecided.
+
+    A failure after an answer may be caused by that answer: then the verdict is undecided. No answer causes an outage,
+    unless a recorded answer is missing.
+    """
     runs = [run for task in tasks for run in task.runs]
-    ended = any(task.shown.ended for task in tasks)
-    waiting = []
+    any_ended = any(task.shown.ended for task in tasks)
+    questions = []
     for run in runs:
-        if run.asked and not run.ended and (not ended or end_of_input(run.outcome.error)):
-            waiting.append(run.asked)
-    if waiting:
-        yield Finding("blocks", "runs", f"it waits for a person: {waiting[0]}.", PERSON)
-    failed_calls = [str(call.error) for task in tasks for call in task.calls if call.error]
-    may_be_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
-    cut = sum(run.cut for run in runs)
+        if run.asked and not run.ended and (not any_ended or end_of_input(run.outcome.error)):
+            questions.append(run.asked)
+    if questions:
+        yield Finding("blocks", "runs", f"it waits for a person: {questions[0]}.", PERSON)
+    call_errors = [str(call.error) for task in tasks for call in task.calls if call.error]
+    answers_may_fail_runs = not any_ended and not questions and all(run.cut or run.answered for run in runs)
+    runs_at_limit = sum(run.cut for run in runs)
     for fault in faults:
-        if waiting and end_of_input(fault):
-            continue
-        # Runs that ended leave open whether other answers please a scorer, or lead to a role that did not call.
-        may_be_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
-        misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
-        is_outage = isinstance(fault, Outage) and not any(NO_RECORD in error for error in failed_calls)
-        if misspelt or is_outage or not (may_be_answers or (ended and may_be_scorer)):
+        if questions and end_of_input(fault):
+            continue  # The question above caused this fault.
+        is_misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
+        is_outage = isinstance(fault, Outage) and not any(NO_RECORD in error for error in call_errors)
+        # Even if runs ended, other answers may please a scorer, or lead to a role that has not called.
+        is_of_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in call_errors)
+        other_answers_may_help = answers_may_fail_runs or (any_ended and is_of_scorer)
+        if is_misspelt or is_outage or not other_answers_may_help:
             yield blocking_finding(fault)
             continue
         text = shorten(fault.cause)
         remedy = DECIDE
-        if may_be_answers:
-            last = next((run.last_answer for run in runs if run.last_answer), "none")
-            text += f" Last answer before it: {last}. All {len(runs)} runs failed."
-        if cut:
-            text += f" {cut} of them reached a limit of time or calls."
+        if answers_may_fail_runs:
+            last_answer = next((run.last_answer for run in runs if run.last_answer), "none")
+            text += f" Last answer before it: {last_answer}. All {len(runs)} runs failed."
+        if runs_at_limit:
+            text += f" {runs_at_limit} of them reached a limit of time or calls."
             remedy = f"Raise --timeout or --calls if a run may need more. {remedy}"
-        yield Finding("undecided", "runs" if may_be_answers else "", text, remedy)
+        yield Finding("undecided", "runs" if answers_may_fail_runs else "", text, remedy)
 
 
 def shorten(text: str) -> str:
@@ -84,30 +88,30 @@ def end_of_input(error: BaseException | None) -> bool:
 
 
 def pair_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]:
-    """Runs at once that fail, or whose prompts show that something outlives an episode."""
-    findings: dict[str, Finding] = {}
+    """Yield findings on pairs of runs at the same time: a failure, and prompts that show that something outlives an
+    episode (one finding for each role)."""
+    finding_by_role: dict[str, Finding] = {}
     for task in tasks:
         runs = [run for pair in task.pairs for run in pair]
         failed = [run for pair in task.failed_pairs for run in pair]
         if failed:
-            each_time = len(task.failed_pairs) == PAIRS and not any(run.cut for run in failed)
+            fails_each_time = len(task.failed_pairs) == PAIRS and not any(run.cut for run in failed)
             error = next(run.outcome.error for run in failed if run.outcome.error is not None)
             text = f"task {task.task.id} ends well alone, and fails while two episodes run at once "
             text += f"({len(task.failed_pairs)} of {plural(len(task.pairs), 'pair')}): {shorten(error.cause)}"
-            yield Finding("blocks" if each_time else "undecided", "runs", text, TOGETHER)
+            yield Finding("blocks" if fails_each_time else "undecided", "runs", text, TOGETHER)
         elif any(run.cut for run in runs):
             text = f"two runs of task {task.task.id} at once reached a limit: their conflicts are unknown."
             yield Finding("warns", "runs", text, "Raise --timeout.")
         for run in runs:
-            findings.update((finding.about, finding) for finding in grown_prompts(task.shown, run, store))
-    yield from findings.values()
+            for finding in grown_prompts(task.shown, run, store):
+                finding_by_role[finding.about] = finding
+    yield from finding_by_role.values()
 
 
 def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
-    """Findings on roles whose first prompt is longer in a second run of the same task with the same answers.
-
-    Something outlives an episode then, such as a list of messages that all runs share.
-    """
+    """Yield a finding for each role whose first prompt is longer in a second run of the same task with the same
+    answers. Then something outlives an episode, such as a list of messages that all runs share."""
     before = prompts_by_role(first, store)
     after = prompts_by_role(again, store)
     for role in sorted(before.keys() & after.keys()):
@@ -128,6 +132,7 @@ def grown_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
 
 
 def prompts_by_role(run: Run, store: Store) -> dict[str, list[list[str]]]:
+    """By role, the prompts of its calls, each as the texts of its messages."""
     texts: dict[str, list[list[str]]] = {}
     for call in run.calls:
         texts.setdefault(call.role, []).append([message_text(store.message(name)) for name in call.messages])
@@ -145,20 +150,13 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     swallowed."""
     runs = [run for task in tasks for run in task.runs]
     failed = [run for run in runs if not run.ended]
+    # If all runs failed, `fault_findings` says so.
     if len(failed) < len(runs):
         outages = [run for run in failed if isinstance(run.outcome.error, Outage)]
         others = [run for run in failed if run not in outages]
         low_reward = "A model may answer like that too: have the workflow return a low reward."
-        for failed_runs, ended_how, remedy in ((others, "failed", low_reward), (outages, "ended in an outage", "")):
-            if not failed_runs:
-                continue
-            first = failed_runs[0]
-            error = first.outcome.error
-            task_id = first.outcome.episode.task.id
-            assert error is not None
-            text = f"{len(failed_runs)} of {plural(len(runs), 'run')} {ended_how}; the first, on task {task_id}: "
-            text += f"{shorten(error.cause)} Last answer before it: {first.last_answer or 'none'}."
-            yield Finding("warns", "runs", text, f"{error.remedy} {remedy}".strip())
+        yield from _failed_run_finding(others, len(runs), "failed", remedy=low_reward)
+        yield from _failed_run_finding(outages, len(runs), "ended in an outage")
     questions = [run.asked for run in runs if run.asked]
     if questions and any(run.ended for run in runs):
         yield Finding("warns", "runs", f"a person is asked and never answers: {questions[0]}.", PERSON)
@@ -176,6 +174,19 @@ def run_findings(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
         remedy = f"Last answer of that run: {with_error[0].last_answer}. "
         remedy += "Further calls may be missing, here and in training."
         yield Finding("warns", "runs", text + error_text, remedy)
+
+
+def _failed_run_finding(failed: Sequence[Run], runs: int, ended_how: str, remedy: str = "") -> Iterator[Finding]:
+    """Yield a finding with the first of these `failed` runs, out of so many `runs`, if there is one."""
+    if not failed:
+        return
+    error = failed[0].outcome.error
+    assert error is not None
+    text = (
+        f"{len(failed)} of {plural(runs, 'run')} {ended_how}; the first, on task {failed[0].outcome.episode.task.id}: "
+    )
+    text += f"{shorten(error.cause)} Last answer before it: {failed[0].last_answer or 'none'}."
+    yield Finding("warns", "runs", text, f"{error.remedy} {remedy}".strip())
 
 
 def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
@@ -213,14 +224,15 @@ def role_findings(roles: Sequence[RoleCheck], idle: Sequence[IdleCheck], workflo
             text = f"Calls made outside any agent or node share the role `app`: {role.calls}."
             yield Finding("warns", "app", text, NAME_THEM)
 
-    missed: dict[tuple[str, str], list[str]] = {}
+    # Parts that never called are reported together if they are of one kind and belong to the same graph or team.
+    never_called: dict[tuple[str, str], list[str]] = {}
     without_model = [part.role for part in idle if part.ran and part.kind not in ALWAYS_CALL]
     for part in idle:
         if not part.ran and part.waits:
             yield Finding("warns", part.role, f"the graph stops before it ({part.waits}) and is not resumed.", PERSON)
         elif part.role not in without_model:
-            missed.setdefault((part.kind, part.of), []).append(part.role)
-    for (kind, owner), names in missed.items():
+            never_called.setdefault((part.kind, part.of), []).append(part.role)
+    for (kind, owner), names in never_called.items():
         text = f"in these runs ({plural(len(names), kind)} of {owner})."
         text = f"never called {text}" if kind in ALWAYS_CALL else f"never ran {text} It may call no model."
         yield Finding("warns", ", ".join(names), text, OTHER_ANSWERS)
@@ -234,10 +246,11 @@ def request_findings(
     """Count the tokens of each call's prompt in the chat template of its role's base, and find calls that training
     would refuse.
 
-    These are calls that the template cannot render, whose prompt is too long for the base, whose content no policy can
-    read, or whose reply's form no sampler can enforce.
+    Training refuses a call if the template cannot render it, if its prompt is too long for the base, if no policy can
+    read its content, or if no sampler can enforce the form of its reply (such as a JSON schema).
     """
     tokens: dict[str, int] = {}
+    # By role and cause, so that a role has each finding once.
     findings: dict[tuple[str, str], Finding] = {}
     for call in calls:
         base = bases.get(call.role)

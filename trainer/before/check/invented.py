@@ -28,28 +28,27 @@ SHARED = 'With policies = "shared" all of them play one policy.'
 
 
 async def invented_roles(runner: Runner, runs: TaskRuns, store: Store) -> list[str]:
-    """Return roles of a task's runs that an answer named, and that would have had any other name just as well.
+    """Return the roles of a task's runs whose names an answer invented.
 
-    A name that an answer contains may still be one of a fixed list, as a supervisor chooses from. So the run is
-    repeated with other names in its answers: a role is invented if a role with the other name calls instead. One run
-    that shows it is enough, and at most `MOST_REPEATS` runs are repeated. They are recorded in `store`, a separate one,
-    because they are no runs of the report. Answers of a model cannot be repeated with other names: there is no result
-    then.
+    A name in an answer may still be one of a fixed list, as a supervisor chooses from. So the run is repeated with
+    other names in its answers: a role is invented if a role with the other name calls instead. One run that shows it is
+    enough, and at most `MOST_REPEATS` runs are repeated. They are recorded in the separate `store`, because they are no
+    runs of the report. Answers of a model cannot be repeated with other names, so the result is empty for them.
     """
-    repeating = dataclasses.replace(runner, store=store, watch=Watch())
-    tried: set[str] = set()
+    renaming_runner = dataclasses.replace(runner, store=store, watch=Watch())
+    tried_roles: set[str] = set()
     repeats = 0
     for run in runs.runs:
-        names = {role: name for role, name in names_in_answers(run.calls) if role not in tried}
+        names = {role: name for role, name in names_in_answers(run.calls) if role not in tried_roles}
         if not names or not run.ended or runner.responder(run.number).answers is None:
             continue
-        tried.update(names)
-        repeating.responder = partial(renaming_responder, runner.responder, names.values())
-        repeated = await repeating.run_once(runs.task, run.number, how=", again, with other names in its answers")
+        tried_roles.update(names)
+        renaming_runner.responder = partial(renaming_responder, runner.responder, names.values())
+        repeated = await renaming_runner.run_once(runs.task, run.number, how=", again, with other names in its answers")
         repeats += 1
         invented: list[str] = []
-        for role, name in names.items():
-            if f"{role.removesuffix(name)}{name}{SUFFIX}" in repeated.roles:
+        for role in names:
+            if f"{role}{SUFFIX}" in repeated.roles:
                 invented.append(role)
         if invented or repeats == MOST_REPEATS:
             return invented
@@ -59,18 +58,18 @@ async def invented_roles(runner: Runner, runs: TaskRuns, store: Store) -> list[s
 def names_in_answers(calls: Sequence[CallRecord]) -> Iterator[tuple[str, str]]:
     """Yield the roles whose name occurs in an earlier answer of a run, each with this name: the last part of its path.
     `calls` are in the order of the run."""
-    answers = ""
-    seen: set[str] = set()
+    earlier_answers = ""
+    earlier_roles: set[str] = set()
     for call in calls:
         name = call.role.rpartition("/")[2]
-        if call.role not in seen and whole_words([name]).search(answers):
+        if call.role not in earlier_roles and whole_words([name]).search(earlier_answers):
             yield call.role, name
-        seen.add(call.role)
+        earlier_roles.add(call.role)
         for candidate in call.candidates:
             if candidate.index == call.chosen:
                 functions = [tool.get("function") or {} for tool in candidate.tool_calls]
                 arguments = [str(function.get("arguments", "")) for function in functions]
-                answers = "\n".join([answers, candidate.text, *arguments])
+                earlier_answers = "\n".join([earlier_answers, candidate.text, *arguments])
 
 
 def whole_words(names: Collection[str]) -> re.Pattern[str]:
@@ -114,24 +113,28 @@ def renamed(message: Message, names: Collection[str]) -> Message:
 
 
 def invented_findings(invented: Sequence[str], config: TrainConfig, able: Collection[str] | None) -> Iterator[Finding]:
-    """Warn of roles with invented names, unless one policy plays them all. Only roles in `able` can be trained (None:
-    all)."""
+    """Warn of roles with invented names and say what training does with them, unless one policy plays them all. Only
+    roles in `able` can be trained (None: all)."""
     if not invented:
         return
     policy = {"shared": "the shared policy", "lora": "a LoRA of its own", "full": "a model of its own"}[config.policies]
     remedy = ONE_NAME
     if config.policy:
-        fate = "Training does not start if a role calls that no [[policy]] lists. A role that first calls later has no "
-        fate += "policy, and its calls are not trained on."
+        consequence = (
+            "Training does not start if a role calls that no [[policy]] lists. A role that first calls later has no "
+        )
+        consequence += "policy, and its calls are not trained on."
     elif able is not None:
-        fate = "Under plan tree only roles with a scorer are trained, and no scorer knows a new name."
+        consequence = "Under plan tree only roles with a scorer are trained, and no scorer knows a new name."
     elif config.other_roles == "provider":
-        fate = f"A name of the first episodes becomes a role with {policy}. The application's provider answers as all "
-        fate += 'later ones, because other_roles = "provider", and these calls are not trained on.'
+        consequence = (
+            f"A name of the first episodes becomes a role with {policy}. The application's provider answers as all "
+        )
+        consequence += 'later ones, because other_roles = "provider", and these calls are not trained on.'
     elif config.policies == "shared":
         return
     else:
-        fate = f"Each new name becomes a role with {policy}, which starts untrained."
+        consequence = f"Each new name becomes a role with {policy}, which starts untrained."
         remedy = f"{ONE_NAME} {SHARED}"
-    text = f"an answer of a model invents {'this name' if len(invented) == 1 else 'these names'}. {fate}"
+    text = f"an answer of a model invents {'this name' if len(invented) == 1 else 'these names'}. {consequence}"
     yield Finding("warns", ", ".join(invented), text, remedy)

@@ -13,7 +13,7 @@ from rich.text import Text
 from cotune.errors import check_bounds
 from cotune.recording.app_parts import Part
 from cotune.records.structs import CallRecord
-from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
+from cotune.tables import BAD, GOOD, QUIET, Grid, cells, grid, plural, scores
 from cotune.trainer.before.findings import STYLES, Finding, RoleCheck
 
 Verdict = Literal["trainable", "undecided", "not trainable"]
@@ -21,9 +21,10 @@ VERDICT_STYLES: Mapping[Verdict, str] = {"trainable": GOOD, "undecided": STYLES[
 
 
 class IdleCheck(Part, frozen=True, kw_only=True):
-    """A part of the application that never called. `ran`: it did other work."""
+    """A part of the application that made no call."""
 
     ran: bool
+    """Whether it ran and did other work."""
 
 
 class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a dry run runs. Raises ConfigError unless each is above 0."""
+    """The size of a dry run. Raises ConfigError unless each limit is above 0."""
 
     limit: int = 1
     """Number of tasks: the first ones."""
@@ -49,34 +50,42 @@ class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a dry run. `answers` is who answered: "drawn", a model, "provider" or "records:ADDRESS".
-
-    `runs` counts the runs of all tasks. `calls` come without their answers, `tokens` counts their prompts by the call's
-    id, if there is a model to be trained. `local` holds the lowest and the highest value of each component by role.
-    With `agents_known` frameworks list all roles; otherwise other agents may exist.
-    """
+    """The result of a dry run."""
 
     workflow: str
     tasks: tuple[str, ...]
+    """Ids of the tasks that ran."""
     answers: str = "drawn"
+    """Who answered: "drawn", a model, "provider" or "records:ADDRESS"."""
     plan: str
+    """The plan in a sentence, with the reason for it."""
     runs: int = 1
+    """Runs of all tasks."""
     roles: tuple[RoleCheck, ...]
     idle: tuple[IdleCheck, ...] = ()
+    """Parts of the application that made no call."""
     agents_known: bool = True
+    """Whether frameworks list all agents of the application; otherwise there may be others."""
     calls: tuple[CallRecord, ...]
+    """The calls without their answers."""
     tokens: Mapping[str, int] = {}
+    """Tokens of each call's prompt, by the call's id; empty without a model to be trained."""
     groups: tuple[GroupCheck, ...]
     team: Mapping[str, float]
+    """The outcome by component."""
     local: Mapping[str, Mapping[str, tuple[float, float]]]
+    """By role, the components of its scorer with their lowest and highest value."""
     left_out: Mapping[str, int]
+    """Candidates in no group, by reason."""
     findings: tuple[Finding, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """Whether something blocks; `undecided` where other answers may decide."""
+        """Not trainable if a finding blocks, undecided if other answers may decide, else trainable."""
         levels = {finding.level for finding in self.findings}
-        return "not trainable" if "blocks" in levels else "undecided" if "undecided" in levels else "trainable"
+        if "blocks" in levels:
+            return "not trainable"
+        return "undecided" if "undecided" in levels else "trainable"
 
     @property
     def trainable(self) -> bool:
@@ -96,20 +105,42 @@ def render(report: CheckReport) -> Group:
     head = f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), "
     head += f"{plural(report.runs, 'run')}, answers: {report.answers}\n{report.plan}\n"
     lines: list[RenderableType] = [Text.assemble(("dry run ", "bold"), head, f"recorded through {integrations}\n")]
+    lines += [_role_table(report), "", _call_table(report), "", _group_table(report), ""]
+    lines.append(Text.assemble(("outcome of the runs: ", QUIET), scores(report.team)))
+    for role, components in report.local.items():
+        ranges = [f"{component} {low:.3g} to {high:.3g}" for component, (low, high) in components.items()]
+        lines.append(Text.assemble((f"rewards of {role}: ", QUIET), ", ".join(ranges)))
+    if report.left_out:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.left_out.items())
+        lines.append(Text(f"candidates left out: {reasons}", style=QUIET))
+    for finding in sorted(report.findings, key=lambda finding: list(STYLES).index(finding.level)):
+        about = f"{finding.about}: " if finding.about else ""
+        lines.append(Text.assemble((f"{finding.level} ", STYLES[finding.level]), (about, "bold"), finding.text))
+        if finding.remedy:
+            lines.append(Text(f"  {finding.remedy}", style=QUIET))
+    other_agents = "" if report.agents_known else " (other agents may exist: no framework lists them)"
+    lines.append(Text.assemble("\n", (report.verdict, VERDICT_STYLES[report.verdict]), (other_agents, QUIET)))
+    return Group(*lines)
 
-    # 1. The roles, and who plays them in training.
-    roles = grid("role", "calls>", "policy", "scorer", "trained")
+
+def _role_table(report: CheckReport) -> Grid:
+    """A row per role: its calls, the policy that plays it, and whether it is trained."""
+    table = grid("role", "calls>", "policy", "scorer", "trained")
     for role in report.roles:
+        policy = f"{role.policy} ({role.kind})"
+        if role.policy in (role.role, role.kind):
+            policy = role.kind  # Such a name of the policy says nothing new.
         trained = Text("yes", style=GOOD) if role.trained else Text(f"no: {role.reason}", style="yellow")
-        policy = role.kind if role.policy in (role.role, role.kind) else f"{role.policy} ({role.kind})"
-        roles.add_row(*cells((role.role, role.calls, policy, "yes" if role.scorer else "", trained)))
+        table.add_row(*cells((role.role, role.calls, policy, "yes" if role.scorer else "", trained)))
+    return table
 
-    # 2. The calls of a run, with the calls whose answers they read.
-    calls = grid("step>", "role", "turn>", "reads", "tokens>", "asks for", "status")
+
+def _call_table(report: CheckReport) -> Grid:
+    """A row per call of a run: the steps whose answers it reads, the tokens of its prompt, and its request."""
+    table = grid("step>", "role", "turn>", "reads", "tokens>", "asks for", "status")
     steps = {call.id: call.step for call in report.calls}
     for call in report.calls:
         steps_read = sorted(steps[parent] for parent in call.parents if parent in steps)
-        reads = ", ".join(map(str, steps_read))
         asks = [f"{name} {call.params[name]:g}" for name in ("temperature", "n") if call.params.get(name) is not None]
         if call.streamed:
             asks.append("stream")
@@ -117,27 +148,16 @@ def render(report: CheckReport) -> Group:
             asks.append("JSON")
         if call.tools:
             asks.append("tools")
+        reads = ", ".join(str(step) for step in steps_read)
         tokens = report.tokens.get(call.id, "")
-        calls.add_row(*cells((call.step, call.role, call.turn, reads, tokens, " · ".join(asks), call.status)))
+        table.add_row(*cells((call.step, call.role, call.turn, reads, tokens, " · ".join(asks), call.status)))
+    return table
 
-    # 3. The groups that a training step would have if all episodes ran like this one.
-    groups = grid("groups>", "of task", "role", "candidates in each>")
+
+def _group_table(report: CheckReport) -> Grid:
+    """The groups that a training step would have if all episodes were like the runs; equal groups share a row."""
+    table = grid("groups>", "of task", "role", "candidates in each>")
     counts = Counter((group.task, ", ".join(group.roles), group.size) for group in report.groups)
-    for (task, names, size), count in counts.items():
-        groups.add_row(*cells((count, task, names, size)))
-
-    lines += [roles, "", calls, "", groups, ""]
-    lines.append(Text.assemble(("outcome of the runs: ", QUIET), scores(report.team)))
-    for name, components in report.local.items():
-        ranges = [f"{component} {low:.3g} to {high:.3g}" for component, (low, high) in components.items()]
-        lines.append(Text.assemble((f"rewards of {name}: ", QUIET), ", ".join(ranges)))
-    if report.left_out:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.left_out.items())
-        lines.append(Text(f"candidates left out: {reasons}", style=QUIET))
-    for finding in sorted(report.findings, key=lambda finding: list(STYLES).index(finding.level)):
-        about = f"{finding.about}: " if finding.about else ""
-        lines.append(Text.assemble((f"{finding.level} ", STYLES[finding.level]), (about, "bold"), finding.text))
-        lines += [Text(f"  {finding.remedy}", style=QUIET)] if finding.remedy else []
-    others = "" if report.agents_known else " (other agents may exist: no framework lists them)"
-    lines.append(Text.assemble("\n", (report.verdict, VERDICT_STYLES[report.verdict]), (others, QUIET)))
-    return Group(*lines)
+    for (task, roles, size), count in counts.items():
+        table.add_row(*cells((count, task, roles, size)))
+    return table

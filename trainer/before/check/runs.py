@@ -22,7 +22,7 @@ from cotune.trainer.before.check.watch import Watch
 LEAST_RUNS = 3
 MOST_RUNS = 8
 PAIRS = 3
-"""Two runs at once that fail block only if this many pairs in a row fail: one failure may be chance."""
+"""A failed pair of runs at once blocks only if this many pairs in a row fail. One failure may be chance."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Run:
     logged: Sequence[BaseException]
     """Exceptions that the application or its framework swallowed."""
     asked: str
-    """How a person was asked; empty if nobody was."""
+    """How the application asked a person for input; empty if it did not."""
     cut: bool
     """Whether it reached the limit of time or calls."""
 
@@ -46,10 +46,13 @@ class Run:
 
     @property
     def answered(self) -> bool:
-        """Whether it failed after an answer, or for want of a recorded one, and not because a call was refused."""
-        failed = [str(call.error) for call in self.calls if call.status not in ("ok", "cancelled")]
-        missing = [error for error in failed if NO_RECORD in error]
-        return bool(self.last_answer or missing) and len(missing) == len(failed)
+        """Whether the run may have failed because of an answer: it had one, or a recorded one is missing, and no call
+        failed for another reason."""
+        call_errors = [str(call.error) for call in self.calls if call.status not in ("ok", "cancelled")]
+        without_record = [error for error in call_errors if NO_RECORD in error]
+        if len(without_record) < len(call_errors):
+            return False
+        return bool(self.last_answer or without_record)
 
     @property
     def roles(self) -> set[str]:
@@ -67,7 +70,8 @@ class Run:
 
 @dataclass
 class TaskRuns:
-    """The runs of one task, and pairs of runs at once, answered as the run that is shown."""
+    """The runs of one task, and pairs of runs at the same time, which get the same answers as the run that is
+    shown."""
 
     task: Task
     runs: list[Run] = field(default_factory=list)
@@ -123,18 +127,22 @@ class Runner:
         runs = TaskRuns(task)
         while self.needs_another(runs.runs):
             runs.runs.append(await self.run_once(task, len(runs.runs)))
-        while self.at_once and runs.shown.ended and len(runs.pairs) == len(runs.failed_pairs) < PAIRS:
+        if not self.at_once or not runs.shown.ended:
+            return runs
+        for _ in range(PAIRS):
             meeting = threading.Barrier(2)
-            both = [self.run_once(task, runs.shown.number, meeting, how=", twice at once") for _ in range(2)]
-            runs.pairs.append(list(await asyncio.gather(*both)))
+            pair = [self.run_once(task, runs.shown.number, meeting, how=", twice at once") for _ in range(2)]
+            runs.pairs.append(list(await asyncio.gather(*pair)))
+            if len(runs.failed_pairs) < len(runs.pairs):
+                break
         return runs
 
     def needs_another(self, runs: Sequence[Run]) -> bool:
-        """Whether another run may show something: until the application has ended, no new role appears in the last two
-        runs, and each part that its framework lists has run."""
+        """Whether another run may show something new: the application has not ended well yet, a new role appeared in
+        the last two runs, or a part that its framework lists has not run."""
         if runs and (len(runs) >= MOST_RUNS or not any(run.roles for run in runs)):
             return False
-        # Further answers do not shorten runs that take too long; two of them are enough to tell.
+        # Other answers rarely shorten runs that reach the time limit, so two of them are enough.
         if sum(run.outcome.live.interrupted for run in runs) >= 2:
             return False
         if len(runs) < LEAST_RUNS or not any(run.ended for run in runs):
@@ -147,7 +155,8 @@ class Runner:
     async def run_once(
         self, task: Task, number: int, meeting: threading.Barrier | None = None, *, how: str = ""
     ) -> Run:
-        """Run the workflow once. With a `meeting` it overlaps another run. `how` is added to the line that says so."""
+        """Run the workflow once. `number` decides the answers. With a `meeting` the run overlaps another one. `how` is
+        added to the line of progress."""
         self.say(f"running {self.workflow.name} on task {task.id}{how} ...")
         responder = self.responder(number)
         responder.meeting = meeting
@@ -162,13 +171,16 @@ class Runner:
         outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
         if meeting is not None:
             meeting.abort()  # the other run need not wait any longer
+        self.store.flush()
         id = outcome.episode.id
         notes = outcome.live.notes
         question = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
-        # A framework wraps an error of a call into its own; the error itself is shorter.
-        outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
-        self.store.flush()
-        calls = [call for call in self.store.calls(id) if ENDLESS not in str(call.error)]
-        logged = [*self.watch.logged.get(id, ()), *notes.get("raised", ())]
-        cut = outcome.live.interrupted or responder.calls > responder.limit
-        return Run(number, outcome, calls, logged, question, cut)
+        return Run(
+            number=number,
+            # A framework wraps an error of a call into its own. The error of the call itself is shorter.
+            outcome=dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error),
+            calls=[call for call in self.store.calls(id) if ENDLESS not in str(call.error)],
+            logged=[*self.watch.logged.get(id, ()), *notes.get("raised", ())],
+            asked=question,
+            cut=outcome.live.interrupted or responder.calls > responder.limit,
+        )

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from cotune.recording.app_parts import Parts
 from cotune.recording.context import current_episode
 from cotune.runtime.user_code import is_library_file, thread_place
 
-_LOOKED_UP, _CONNECTED, _ASKED = _EVENTS = ("socket.getaddrinfo", "socket.connect", "builtins.input")
+# Names of audit events of Python.
+_LOOKED_UP = "socket.getaddrinfo"
+_CONNECTED = "socket.connect"
+_ASKED = "builtins.input"
 
 
 class Watch(Parts):
-    """What the episodes of a dry run do: parts of the application that run, connections, questions and errors.
+    """Collects the acts of the episodes of a dry run: parts of the application that run, connections, questions and
+    errors.
 
-    An episode has it as `LiveEpisode.parts`, by which the audit hook finds it.
+    It is the `parts` of a `LiveEpisode`, by which the audit hook finds it.
     """
 
     def __init__(self) -> None:
@@ -42,11 +46,11 @@ class Watch(Parts):
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch the episodes inside the block that have the result as `parts`. Nobody is at the keyboard: standard input is
-    empty."""
-    _hook()
+    """Watch the episodes that run inside the block with the yielded object as their `parts`. Standard input is empty
+    there, so that a question to a person gets no answer."""
+    _add_audit_hook()
     watch = Watch()
-    handler = _Raised(watch)
+    handler = _ErrorCollector(watch)
     logging.getLogger().addHandler(handler)
     try:
         with _empty_input():
@@ -77,7 +81,7 @@ def _empty_input() -> Iterator[None]:
                 os.close(saved_input)
 
 
-class _Raised(logging.Handler):
+class _ErrorCollector(logging.Handler):
     """Collects the exceptions that are logged in an episode."""
 
     def __init__(self, watch: Watch) -> None:
@@ -96,47 +100,53 @@ class _Raised(logging.Handler):
 
 
 @functools.cache
-def _hook() -> None:
-    """Add the audit hook. Python cannot remove it again; outside of a dry run it finds no episode with a `Watch`."""
+def _add_audit_hook() -> None:
+    """Add the audit hook once. Python cannot remove it; outside of a dry run it finds no episode with a `Watch`."""
     sys.addaudithook(_audit)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """The audit hook: note that the running episode asks for input or connects to a host. Connections to cotune's own
-    gateway do not count."""
-    if event not in _EVENTS:
+    """The audit hook: note that the running episode asks for input, or connects to a host other than cotune's own
+    gateway."""
+    if event not in (_LOOKED_UP, _CONNECTED, _ASKED):
         return
     episode = current_episode.get()
     watch = episode.parts if episode is not None else None
     if episode is None or not isinstance(watch, Watch):
         return
-    if event == _ASKED:  # Python's event of input(), with the prompt as its argument
+    if event == _ASKED:
         prompt = arguments[0]
         # Frame 0 is this hook, and frame 1 the code that called input().
-        where = thread_place(sys._getframe(1)).partition(": ")[0]
-        where = "" if is_library_file(where) else f" at {where}"
-        watch.asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){where}")
+        file_and_line = thread_place(sys._getframe(1)).partition(": ")[0]
+        caller = "" if is_library_file(file_and_line) else f" at {file_and_line}"
+        watch.asked.setdefault(episode.id, f"input({'' if prompt is None else repr(prompt)}){caller}")
         return
-    # getaddrinfo(host, port, ...) or connect(socket, address). Addresses of Unix sockets are no tuples.
+    # The arguments are getaddrinfo(host, port, ...) or connect(socket, address).
     address = arguments[:2] if event == _LOOKED_UP else arguments[1]
     if not isinstance(address, tuple) or len(address) < 2:
-        return
+        return  # The address of a Unix socket is a path.
     host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address[:2])
+    # A look-up without a port is followed by no connection, for example a look-up of the machine's own name.
+    if port in ("0", "None"):
+        return
     gateway = urlsplit(episode.gateway or "")
-    # Nothing is connected to without a port. Look-ups of the machine's own name, for example, have none.
-    if port in ("0", "None") or (host, port) == (gateway.hostname, str(gateway.port)):
+    if (host, port) == (gateway.hostname, str(gateway.port)):
         return
     connections = watch.connections.setdefault(episode.id, Counter())
-    if event == _LOOKED_UP:
-        is_new = not _is_ip(host)
-    else:  # an address that was looked up was counted by its name
-        is_new = True
-        for address in connections:
-            counted_host, _, counted_port = address.rpartition(":")
-            if counted_port == port and not _is_ip(counted_host):
-                is_new = False
-    if is_new:
-        connections[f"{host}:{port}"] += 1
+    if event == _LOOKED_UP and _is_ip(host):
+        return  # The connection that follows is counted.
+    if event == _CONNECTED and _has_name_with_port(connections, port):
+        return  # The host was counted by its name when it was looked up.
+    connections[f"{host}:{port}"] += 1
+
+
+def _has_name_with_port(addresses: Iterable[str], port: str) -> bool:
+    """Whether one of these addresses, `host:port`, has this port and a host that is a name and no IP address."""
+    for address in addresses:
+        host, _, port_of_address = address.rpartition(":")
+        if port_of_address == port and not _is_ip(host):
+            return True
+    return False
 
 
 def _is_ip(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -41,14 +42,14 @@ from cotune.trainer.run.division import Resources, describe_division, divide, re
 from cotune.trainer.run.engines import first_sets
 
 PROMPT = 512
-"""Tokens of the longest prompt, unless given."""
-_SHARED_GB = 2.0
-_DISK_GB = 1.0
-_FILES = 4096
+"""Default tokens of the longest prompt."""
+_LEAST_SHARED_GB = 2.0
+_LEAST_DISK_GB = 1.0
+_LEAST_OPEN_FILES = 4096
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What a run takes: memory by process, and seconds by part of a step, both estimated."""
+    """The estimated demands of a run: memory by process, and seconds by part of a step."""
 
     memory: tuple[ProcessMemory, ...] = ()
     step: StepTime | None = None
@@ -65,8 +66,8 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """Whether nothing stands in the way of a run."""
-        return all(finding.level != "blocks" for finding in self.findings)
+        """Whether no finding blocks a run."""
+        return not _has_blocking(self.findings)
 
     def to_json(self) -> str:
         """The report as JSON."""
@@ -81,47 +82,54 @@ def examine(
     gpu: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing.
+    """Examine this machine, and the Ray cluster if `config` names one, without starting anything.
 
     The forecasts are for prompts of `prompt` tokens and episodes of `calls` calls (0: one for each role that `config`
-    names), on a GPU of `gpu` GB if that is not None. `say` is called with what the doctor does next.
+    names), on a GPU of `gpu` GB if that is not None. `say` is called with a line before each slow part.
     """
     machine = examine_machine(Path("runs"))
     if gpu is not None:
         machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
-    cluster = ClusterConfig()
-    extra = ""
-    models: list[Finding] = []
-    divided: list[Finding] = []
+    if config is None:
+        return Report(machine, (), tuple(judge_machine(machine, ClusterConfig())))
+
+    # 1. The models, and the division of the machine between learner and engines.
+    findings = list(_judge_models(config))
     nodes: list[Node] = []
-    if config is not None:
-        models = list(_judge_models(config))
-        if all(finding.level != "blocks" for finding in models):
-            try:
-                nodes = _nodes(config.cluster.address, machine)
-                config, notes = divide(config, _usable_resources(config, machine, nodes))
-                divided.append(Finding("ok", "division", describe_division(config)))
-                divided += [Finding("warns", "division", note) for note in notes]
-            except CotuneError as error:
-                divided.append(blocking_finding(error, "division"))
-        cluster = config.cluster
-        extra = engine_kind(config).extra
-    findings = [*judge_machine(machine, cluster, extra), *models, *divided]
-    forecast = Forecast()
-    if config is not None and all(finding.level != "blocks" for finding in findings):
-        say("doctor: measuring the model, which takes longer the first time")
-        forecast, judged = judge_forecast(config, machine, prompt, calls)
-        findings += [*judged, *judge_precision(config, machine)]
-    if nodes and config is not None and cluster.on_ray:
+    if not _has_blocking(findings):
         try:
-            findings += judge_placement(nodes, cluster, samplers=_sampler_sets(config))
+            nodes = _nodes(config.cluster.address, machine)
+            config, notes = divide(config, _usable_resources(config, machine, nodes))
+            findings.append(Finding("ok", "division", describe_division(config)))
+            findings += [Finding("warns", "division", note) for note in notes]
+        except CotuneError as error:
+            findings.append(blocking_finding(error, "division"))
+
+    # 2. The machine, whose findings are shown first. The division above decides what it needs.
+    findings = [*judge_machine(machine, config.cluster, engine_kind(config).extra), *findings]
+
+    # 3. Memory and time, and the placement of processes.
+    forecast = Forecast()
+    if not _has_blocking(findings):
+        say("doctor: measuring the model, which takes longer the first time")
+        forecast, forecast_findings = judge_forecast(config, machine, prompt, calls)
+        findings += [*forecast_findings, *judge_precision(config, machine)]
+    if not config.cluster.on_ray:
+        nodes = []
+    if nodes:
+        try:
+            findings += judge_placement(nodes, config.cluster, samplers=_sampler_sets(config))
         except ConfigError as error:
             findings.append(blocking_finding(error, "engines"))
-    return Report(machine, tuple(nodes) if cluster.on_ray else (), tuple(findings), forecast.memory, forecast.step)
+    return Report(machine, tuple(nodes), tuple(findings), forecast.memory, forecast.step)
+
+
+def _has_blocking(findings: Sequence[Finding]) -> bool:
+    return any(finding.level == "blocks" for finding in findings)
 
 
 def _judge_models(config: TrainConfig) -> Iterator[Finding]:
-    """Whether each base model can be read, and its size."""
+    """Yield a finding for each base model: its folder and size, or why it cannot be read."""
     for model, names in config.bases.items():
         about = "model" if model == config.model else f"model of {', '.join(names)}"
         try:
@@ -133,7 +141,8 @@ def _judge_models(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _nodes(address: str, machine: Machine) -> list[Node]:
-    """The machines that Ray would use: this one, or those of the cluster at `address`. Raises ConfigError."""
+    """The machines that Ray would use: this machine, or the machines of the cluster at `address`. Empty if Ray is
+    needed and not installed. Raises ConfigError."""
     if address in ("", NO_RAY, "local"):
         cores = float(machine.cores)
         gpus = float(len(machine.gpus))
@@ -142,7 +151,7 @@ def _nodes(address: str, machine: Machine) -> list[Node]:
 
 
 def _usable_resources(config: TrainConfig, machine: Machine, nodes: Sequence[Node]) -> Resources:
-    """What a run can use of this machine, or of the cluster that it names."""
+    """The GPUs and memory that a run can use on this machine, or in the cluster that it names."""
     if config.cluster.address not in ("", NO_RAY, "local"):
         return resources_of_cluster(int(sum(node.gpus for node in nodes)))
     smallest = min((gpu.memory_gb for gpu in machine.gpus), default=0.0)
@@ -151,7 +160,8 @@ def _usable_resources(config: TrainConfig, machine: Machine, nodes: Sequence[Nod
 
 
 def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> Iterator[Finding]:
-    """The machine, compared with the needs of any run; `extra` is the extra of cotune with its engine."""
+    """Yield findings on the machine, compared with the needs of any run. `extra` is the extra of cotune that installs
+    the engine of the run; empty if there is none."""
     yield Finding("ok", "python", f"{machine.python} on {machine.system}")
     yield Finding("ok", "processor", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
                   f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
@@ -159,35 +169,37 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
             yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
-        if untried := untried_gpu() if "torch" in machine.versions else "":
+        untried = untried_gpu() if "torch" in machine.versions else ""
+        if untried:
             yield Finding("warns", "ROCm", untried, "Compare sampler_gap_mean with that of a run on a CPU.")
     else:
+        # A GPU may be there that torch cannot use, for example because a driver is missing.
         unused = unused_gpu() if "torch" in machine.versions else ""
         text = "none that torch can use: everything runs on the CPU"
-        yield Finding("warns", "GPU", text, unused) if unused else Finding("ok", "GPU", text)
+        yield Finding("warns" if unused else "ok", "GPU", text, unused)
     yield _resource_finding(
         "shared memory",
         f"{machine.shared_gb:.1f} GB free",
-        not cluster.on_ray or machine.shared_gb >= _SHARED_GB,
+        not cluster.on_ray or machine.shared_gb >= _LEAST_SHARED_GB,
         "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.",
     )
     yield _resource_finding(
         "disk for runs",
         f"{machine.disk_gb:.1f} GB free",
-        machine.disk_gb >= _DISK_GB,
+        machine.disk_gb >= _LEAST_DISK_GB,
         "Free some, or write runs elsewhere with --out.",
     )
     yield _resource_finding(
         "temporary files",
         f"{machine.temporary_gb:.1f} GB free",
-        machine.temporary_gb >= _DISK_GB,
+        machine.temporary_gb >= _LEAST_DISK_GB,
         "Free some, or set TMPDIR.",
     )
     yield _resource_finding(
         "open files",
         f"limit {machine.open_files}",
-        machine.open_files >= _FILES,
-        f"Many episodes at once need more: ulimit -n {_FILES}.",
+        machine.open_files >= _LEAST_OPEN_FILES,
+        f"Many episodes at once need more: ulimit -n {_LEAST_OPEN_FILES}.",
     )
     if machine.loopback:
         yield Finding("blocks", "ports", f"none can be opened on 127.0.0.1: {machine.loopback}", "Allow loopback.")
@@ -202,30 +214,36 @@ def _resource_finding(about: str, text: str, enough: bool, remedy: str) -> Findi
 def judge_forecast(
     config: TrainConfig, machine: Machine, prompt: int, calls: int = 0
 ) -> tuple[Forecast, list[Finding]]:
-    """Memory and seconds of a run, and whether there is enough memory."""
+    """Forecast memory and seconds of a run, with findings on whether there is enough memory.
+
+    The forecast is empty if no policy is trained or the model cannot be measured; it has no seconds if there is not
+    enough memory, or if they cannot be estimated.
+    """
     policies = trained_policies(config, config.specs)
     if not policies:
-        kinds = ", ".join(f"{one.name} is {one.kind}" for one in config.policy)
+        kinds = ", ".join(f"{policy.name} is {policy.kind}" for policy in config.policy)
         remedy = 'Set kind = "lora" or "full" for one.'
         return Forecast(), [Finding("blocks", "policies", f"none is trained: {kinds}", remedy)]
     try:
         folders = {model: locate_model(model) for model in config.bases}
         config, bases = measure_bases(config, machine, folders, prompt=prompt)
         plan = forecast_processes(bases, config, machine)
-        counted = any("images" in name for process in plan for name in process.parts)
-        seeing = any(size.sees for size, _ in bases.values())
-        images = ", without passes over images" if seeing and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
-        # a model's own code may want values, which tensors without storage do not have
+        # A model's own code may need values, which the tensors without storage of a measurement do not have.
         text = f"no forecast can be made ({error_line(error)})"
         return Forecast(), [Finding("warns", "memory", text, "Set learner.memory, which bounds the learner.")]
 
-    asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens{images}"
-    if missing := list(shortages(plan)):
-        text = f"{'; '.join(missing)} ({asked})"
+    sees_images = any(size.sees for size, _load in bases.values())
+    counts_images = any("images" in name for process in plan for name in process.parts)
+    workload = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens"
+    if sees_images and not counts_images:
+        workload += ", without passes over images"
+    missing = list(shortages(plan))
+    if missing:
+        text = f"{'; '.join(missing)} ({workload})"
         return Forecast(plan), [Finding("blocks", "memory", text, remedies(plan, config))]
     parts = ", ".join(f"{process.process} {process.bytes / 1e9:.1f} GB" for process in plan)
-    memory = Finding("ok", "memory", f"{parts} ({asked})")
+    memory = Finding("ok", "memory", f"{parts} ({workload})")
     try:
         step = estimate_step(config, machine, bases, plan, calls=calls)
     except NoEstimateError as reason:
@@ -238,7 +256,7 @@ def judge_forecast(
 
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
-    """A learner that computes in float32 could be faster."""
+    """Yield a finding if the learner computes in float32 and would be faster in bfloat16."""
     # With "auto", a learner on this CPU tries bfloat16 and returns to float32 if the sampler's probabilities differ.
     learns_in_process = not learns_on_gpu(config, machine) and not config.cluster.on_ray
     if config.learner.dtype == "float32" and machine.bfloat16 and learns_in_process:
@@ -256,8 +274,7 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
 
 
 def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: int = 1) -> Iterator[Finding]:
-    """Findings on the placement of a run: whether each of its processes finds a machine with enough free cores and
-    GPUs.
+    """Yield findings on whether each process of a run finds a machine with enough free cores and GPUs.
 
     Processes with the most GPUs are placed first, as they fit into the fewest machines.
     """
@@ -268,10 +285,10 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
     if local and cores_needed > cores_free:
         text = f"{sum(d.count for d in demands)} processes ask for {cores_needed:g} cores and share {cores_free:g}"
         yield Finding("warns", "placement", text, "Slower, not wrong: ask for fewer processes where speed matters.")
-    # Cores and GPUs of each machine; `_place_demand` reduces them. Local processes share cores, so cores never run out.
-    free_resources = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
+    # Local processes share cores, so their cores never run out.
+    free_machines = [FreeMachine(float("inf") if local else node.free_cpus, node.free_gpus) for node in nodes]
     for demand in sorted(demands, key=lambda d: -d.gpus):
-        n_placed = sum(_place_demand(demand, free_resources) for _ in range(demand.count))
+        n_placed = sum(_place_process(demand, free_machines) for _ in range(demand.count))
         gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
         text = f"{demand.count} x {demand.part} with {CPUS:g} core{gpus}"
         if n_placed == demand.count:
@@ -285,11 +302,11 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
 
 
 def render(report: Report) -> Group:
-    """The findings as a table, and memory and seconds of a run."""
+    """The report for a terminal: the findings as a table, then memory and seconds of a run."""
     table = grid("", "", "")
-    for one in report.findings:
-        text = one.text + (f"\n{one.remedy}" if one.remedy else "")
-        table.add_row(Text(one.level, style=STYLES[one.level]), *cells((one.about, text)))
+    for finding in report.findings:
+        text = finding.text + (f"\n{finding.remedy}" if finding.remedy else "")
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), *cells((finding.about, text)))
     parts: list[RenderableType] = [table]
     if report.memory:
         parts.append(render_memory(report.memory))
@@ -299,18 +316,20 @@ def render(report: Report) -> Group:
 
 
 def _sampler_sets(config: TrainConfig) -> int:
-    """Sets of engines: one for each base model, and in vLLM for each policy of full weights."""
+    """The number of sets of engines: one for each base model, or in vLLM one for each policy with full weights."""
     sets = first_sets(config)
-    return trained_policies(config, config.specs) if sets[0].weights == "full" and not config.policy else len(sets)
+    if sets[0].weights == "full" and not config.policy:
+        return trained_policies(config, config.specs)
+    return len(sets)
 
 
 def _package_findings(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
     """Yield a finding for each installed package whose version matters, and for each missing package that the run
-    needs. `extra` is the extra of the engine, or empty."""
+    needs. `extra` is the extra of cotune that installs the engine; empty if there is none."""
     for name, installed_version in machine.versions.items():
-        refused = versions.version_refusal(name, installed_version)
-        if refused:
-            yield blocking_finding(refused, name)
+        refusal = versions.version_refusal(name, installed_version)
+        if refusal:
+            yield blocking_finding(refusal, name)
         elif name in versions.SUPPORTED and versions.is_untested(name, installed_version):
             tested = versions.SUPPORTED[name]
             yield Finding(
@@ -318,19 +337,30 @@ def _package_findings(machine: Machine, cluster: ClusterConfig, extra: str) -> I
             )
         else:
             yield Finding("ok", name, installed_version)
-    # By package, the extra that installs it.
-    needed = {"torch": "train", **({"ray": "ray"} if cluster.on_ray else {})}
+    extra_of_package = {"torch": "train"}
+    if cluster.on_ray:
+        extra_of_package["ray"] = "ray"
     if extra:
-        needed[extra] = extra
-    for name, extra in needed.items():
-        if name not in machine.versions:
-            yield Finding("blocks", name, "not installed", install_extra(extra))
+        extra_of_package[extra] = extra  # An engine's extra has the name of its package.
+    for package, extra_of_it in extra_of_package.items():
+        if package not in machine.versions:
+            yield Finding("blocks", package, "not installed", install_extra(extra_of_it))
 
 
-def _place_demand(demand: Demand, rooms: list[list[float]]) -> bool:
-    for room in rooms:
-        if room[0] >= CPUS and room[1] >= demand.gpus:
-            room[0] -= CPUS
-            room[1] -= demand.gpus
+@dataclass
+class FreeMachine:
+    """The cores and GPUs of a machine that no process has been placed on yet."""
+
+    cpus: float
+    gpus: float
+
+
+def _place_process(demand: Demand, machines: Sequence[FreeMachine]) -> bool:
+    """Place one process of a demand on the first machine with enough free cores and GPUs, which become fewer. Returns
+    whether there was one."""
+    for machine in machines:
+        if machine.cpus >= CPUS and machine.gpus >= demand.gpus:
+            machine.cpus -= CPUS
+            machine.gpus -= demand.gpus
             return True
     return False

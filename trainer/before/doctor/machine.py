@@ -25,21 +25,23 @@ PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph
 
 LEAST_GB = 1.0
 MOST_GB = 1024.0
-"""Bounds of the size of a GPU that somebody may ask about."""
-FREE = 0.97
-"""Of a GPU's nominal memory, what is free where nothing runs on it."""
+"""Bounds of --gpu, the size of a GPU that the user plans with."""
+FREE_SHARE = 0.97
+"""Share of a GPU's nominal memory that is free if nothing runs on it."""
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that torch can use."""
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A GPU that torch can use, or one that the user plans with."""
 
     name: str
     memory_gb: float
     free_gb: float
+    is_assumed: bool = False
+    """Whether it is not in this machine, but known only by the size that the user named."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine of a Ray cluster, and what of it is free."""
+    """A machine of a Ray cluster, and its free cores and GPUs."""
 
     address: str
     cpus: float
@@ -66,11 +68,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     bfloat16: bool = False
     """Whether the processor multiplies bfloat16 itself."""
     loopback: str = ""
-    """Why no port could be opened on 127.0.0.1; empty where one could."""
+    """The error of opening a port on 127.0.0.1; empty if one can be opened."""
 
 
 def examine_machine(runs: Path) -> Machine:
-    """Look at this machine; `runs` is where a run would be written."""
+    """Examine this machine. `runs` is the folder that runs would be written to."""
     free, total = (size / 2**30 for size in machine_memory())
     return Machine(
         python=platform.python_version(),
@@ -84,16 +86,16 @@ def examine_machine(runs: Path) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
         versions=versions_of_installed(("cotune", *PACKAGES)),
-        bfloat16=_bfloat16(),
-        loopback=_loopback(),
+        bfloat16=_multiplies_bfloat16(),
+        loopback=_loopback_error(),
     )
 
 
 def gpu_of(size: float) -> Gpu:
-    """A GPU of so many GB that need not be here. Raises ConfigError for a size that no GPU has."""
+    """An assumed GPU of this size in GB. Raises ConfigError for a size that no GPU has."""
     if not LEAST_GB <= size <= MOST_GB:
         raise ConfigError("--gpu", size, f"must be from {LEAST_GB:g} to {MOST_GB:g} GB", "Pass its size: --gpu 24.")
-    return Gpu(name=f"a GPU of {size:g} GB", memory_gb=size, free_gb=FREE * size)
+    return Gpu(name=f"a GPU of {size:g} GB", memory_gb=size, free_gb=FREE_SHARE * size, is_assumed=True)
 
 
 def nodes_of(address: str) -> list[Node]:
@@ -121,7 +123,8 @@ def _free_disk_gb(path: Path) -> float:
     return shutil.disk_usage(path).free / 2**30 if path.exists() else 0.0
 
 
-def _bfloat16() -> bool:
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself. False without torch, which is needed to tell."""
     try:
         from cotune.integrations.models.bfloat16 import has_bfloat16
     except ImportError:
@@ -137,14 +140,15 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     if not torch.cuda.is_available():
         return ()
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(name=torch.cuda.get_device_name(index), memory_gb=total / 2**30, free_gb=free / 2**30))
-    return tuple(found)
+        gpus.append(Gpu(name=torch.cuda.get_device_name(index), memory_gb=total / 2**30, free_gb=free / 2**30))
+    return tuple(gpus)
 
 
-def _loopback() -> str:
+def _loopback_error() -> str:
+    """The error of opening a port on 127.0.0.1; empty if one can be opened."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
             return ""

@@ -18,41 +18,44 @@ if TYPE_CHECKING:
     from cotune.trainer.learner.memory.pass_size import KeptBytes, PassMemory
     from cotune.trainer.learner.policy_model import PolicyModel
 
-PIXELS = 4.0
-"""Pixel values, their masks and copies, as a multiple of the former."""
+PIXEL_COPIES = 4.0
+"""Memory of pixel values with their masks and copies, as a multiple of the pixel values."""
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a causal LM: `parameters` of the base, and of one LoRA in `adapter` (0: all weights are trained)."""
+    """Sizes of a causal LM, from which its memory and its time are forecast."""
 
     parameters: int
+    """Parameters of the base."""
     adapter: int
+    """Parameters of one LoRA; 0 if all weights are trained."""
     vocabulary: int
     layers: int
     cache_values: int
-    """Keys and values that a token leaves in all layers."""
+    """Numbers (keys and values) that one token has in the cache, in all layers together."""
     token_bytes: float
     """Bytes that a training pass keeps for its backward pass, for each token."""
     pass_bytes: float
-    """The same for each pass, however few tokens it has: casts of weights."""
+    """Bytes that a training pass keeps independent of its tokens: casts of weights."""
     checkpointed_bytes: float
-    """Bytes that it keeps for each token with activation checkpointing."""
+    """Bytes that a training pass keeps for each token with activation checkpointing."""
     rounded: bool = False
-    """Whether a CPU multiplies with its frozen layers in bfloat16, in which they are held."""
+    """Whether a CPU holds the frozen layers in bfloat16 and multiplies with them in it."""
     head: int = 0
-    """Parameters of the output embedding, which with `tied` is the other one too."""
+    """Parameters of the output embedding. With `tied` it is the input embedding, too."""
     tied: bool = True
     attention_width: int = 0
-    """Numbers of a query in all layers."""
+    """Numbers of the queries of one token, in all layers together."""
     shares_prompts: bool = True
-    """Whether a pass computes what rows have in common once."""
+    """Whether a pass computes tokens that its rows have in common once."""
     sees: bool = False
+    """Whether the model sees images."""
     image_factor: float = 0.0
-    """Peak memory of seeing images, as a multiple of their pixel values; 0 where the configuration does not
-    tell the sizes of the vision tower."""
+    """Peak memory of a pass over images, as a multiple of their pixel values; 0 if the configuration does not have the
+    sizes of the vision tower."""
 
     def pass_memory(self, device: str) -> PassMemory:
-        """What the tensors of a pass of the learner take, on a "cpu" or "cuda"."""
+        """The memory of a pass of the learner on a "cpu" or "cuda"."""
         from cotune.trainer.learner.memory.pass_size import GRADIENT_BYTES, PassMemory, logit_bytes
 
         return PassMemory(
@@ -64,8 +67,8 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def rounded_bytes(self, heads: int) -> float:
-        """Of the frozen weights where `rounded`: layers in bfloat16, embeddings in float32, and the output embedding in
-        bfloat16 as often as `heads` says."""
+        """Bytes of the frozen weights if they are `rounded`: layers in bfloat16, embeddings in float32, and `heads`
+        copies of the output embedding in bfloat16."""
         embeddings = self.head if self.tied else 2 * self.head
         layers = 2.0 * (self.parameters - embeddings)
         return layers + 4.0 * embeddings + 2.0 * heads * self.head
@@ -74,8 +77,8 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
 def measure_folder(
     folder: Path, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu"
 ) -> ModelSize:
-    """The size of the model in a folder, with an adapter or (None) for training all weights; `joined` and `device` as
-    in `measure`. Raises ConfigError."""
+    """Measure the model in a folder, with an adapter, or without one (None) if all weights are trained. `joined` and
+    `device` are arguments of `measure`. Raises ConfigError."""
     from transformers import AutoConfig
 
     from cotune.integrations.models.folder.folder import errors_of_model, loading_options
@@ -87,29 +90,31 @@ def measure_folder(
 
 
 def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu") -> ModelSize:
-    """The size of a model of a transformers configuration.
+    """Measure a model by its transformers configuration, without its weights.
 
-    `joined`: the learner computes each frozen layer and its adapters in one step, as a learner of one process does
-    (`products.open_joined`). `device`: "cpu" or "cuda". On a CPU a joined learner rounds only products to `dtype`.
+    `lora` is the shape of an adapter, or None if all weights are trained. `joined`: the learner computes each frozen
+    layer and its adapters in one step, as a learner of one process does (`products.open_joined`). `device` is "cpu" or
+    "cuda". On a CPU a joined learner rounds only products to `dtype`.
     """
     from cotune.integrations.models.folder.kinds import sees_images
 
-    joins = joined and lora is not None
-    empty = empty_policy(config, lora, dtype, joined=joins, device=device)
-    kept = {checkpointed: empty.kept_bytes(checkpointed=checkpointed) for checkpointed in (False, True)}
+    joins_adapter = joined and lora is not None
+    empty = empty_policy(config, lora, dtype, joined=joins_adapter, device=device)
+    plain = empty.kept_bytes(checkpointed=False)
+    checkpointed = empty.kept_bytes(checkpointed=True)
     text = config.get_text_config()
     return ModelSize(
         parameters=empty.parameters,
-        rounded=joins and dtype == "bfloat16" and device == "cpu",
+        rounded=joins_adapter and dtype == "bfloat16" and device == "cpu",
         head=empty.policy.network.get_output_embeddings().weight.numel(),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         adapter=empty.adapter,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,
         cache_values=_cache_values(text),
-        token_bytes=kept[False].token,
-        pass_bytes=max(kept[False].fixed, 0.0),
-        checkpointed_bytes=kept[True].token,
+        token_bytes=plain.token,
+        pass_bytes=max(plain.fixed, 0.0),
+        checkpointed_bytes=checkpointed.token,
         attention_width=text.num_hidden_layers * text.num_attention_heads * _head_width(text),
         shares_prompts=empty.policy.logprob_model.shares,
         sees=sees_images(config),
@@ -120,9 +125,8 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = Fa
 class EmptyPolicy:
     """A policy whose tensors have a shape and no storage, for measurements in the learner's own code.
 
-    `parameters` are those of its base, and `adapter` those of its LoRA. Its network has only the first two layers of
-    each kind, as hundreds of operators of each layer take milliseconds even without storage. The other layers keep
-    what the second one keeps. Computations go on in `mode`.
+    Its network has only the first two layers of each kind, because the hundreds of operators of a layer take
+    milliseconds even without storage. Every other layer keeps as many bytes as the second layer of its kind.
     """
 
     def __init__(
@@ -134,8 +138,11 @@ class EmptyPolicy:
         layers: RepeatedLayers,
         copies: AdapterCopies | None,
     ) -> None:
-        """Wrap a policy that was built in `mode`. `layers` chooses which layers the network has. `copies` rounds
-        adapters that are joined to their layers; None if they are not joined."""
+        """Wrap a policy that was built in `mode`, which all computations with it need.
+
+        `parameters` counts the base and `adapter` the LoRA. `layers` chooses which layers the network has. `copies`
+        rounds adapters that are joined to their layers; None if they are not joined.
+        """
         self.policy = policy
         self.mode = mode
         self.parameters = parameters
@@ -145,25 +152,29 @@ class EmptyPolicy:
         self._adapted = [] if copies is None else list(copies.layers)
 
     def kept_bytes(self, *, checkpointed: bool) -> KeptBytes:
-        """What a pass of the whole model keeps for its backward pass."""
+        """Measure the bytes that a pass of the whole model keeps for its backward pass.
+
+        The network is measured with one layer of each kind, and then with a second layer of one kind after the other.
+        The difference counts for all further layers of this kind.
+        """
         from cotune.trainer.learner.memory.pass_size import KeptBytes, kept_bytes
 
         with self.mode:
-            self._use(None)
-            once = kept_bytes(self.policy, checkpointed=checkpointed)
-            token = once.token
-            fixed = once.fixed
+            self._set_layers(second_of=None)
+            one_of_each = kept_bytes(self.policy, checkpointed=checkpointed)
+            token, fixed = one_of_each.token, one_of_each.fixed
             for kind, count in enumerate(self._layers.counts):
                 if count > 1:
-                    self._use(kind)
-                    twice = kept_bytes(self.policy, checkpointed=checkpointed)
-                    token += (count - 1) * (twice.token - once.token)
-                    fixed += (count - 1) * (twice.fixed - once.fixed)
+                    self._set_layers(second_of=kind)
+                    with_second = kept_bytes(self.policy, checkpointed=checkpointed)
+                    token += (count - 1) * (with_second.token - one_of_each.token)
+                    fixed += (count - 1) * (with_second.fixed - one_of_each.fixed)
         return KeptBytes(token, fixed)
 
-    def _use(self, twice: int | None) -> None:
-        """As `RepeatedLayers.use`. A pass copies only the adapters of layers that the network has then."""
-        self._layers.use(twice)
+    def _set_layers(self, *, second_of: int | None) -> None:
+        """Set the layers of the network as `RepeatedLayers.use` does, and let passes copy only the adapters of these
+        layers."""
+        self._layers.use(second_of)
         if self._copies is not None:
             present = set(self.policy.network.modules())
             self._copies.layers = [layer for layer in self._adapted if layer in present]
@@ -176,48 +187,40 @@ class RepeatedLayers:
     """
 
     def __init__(self, network: Any, *, whole: bool) -> None:
-        """Unless `whole`, leave only the first two layers of each kind in the network. A network that brings its own
-        code and does not name its layers keeps them all."""
-        from torch.nn import ModuleList
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        many = network.config.get_text_config().num_hidden_layers
-        self._parent: Any = None
+        """Leave only the first two layers of each kind in the network, or all layers if `whole`. A network that brings
+        its own code keeps all layers, too, if its list of layers is not found."""
         self.counts: list[int] = []
+        """The number of layers of each kind; empty if the network keeps all."""
         self._first: list[Any] = []
         self._second: list[Any] = []
-        for name, module in network.named_modules():
-            if (
-                isinstance(module, ModuleList)
-                and len(module) == many
-                and isinstance(module[0], GradientCheckpointingLayer)
-            ):
-                parent, _, self._name = name.rpartition(".")
-                self._parent = network.get_submodule(parent)
+        """The second layer of each kind; None for a kind with one layer."""
+        self._parent, self._name = _find_layers(network)
         if whole or self._parent is None:
             return
-        kinds: dict[Any, list[Any]] = {}
+        layers_by_kind: dict[Any, list[Any]] = {}
         for layer in getattr(self._parent, self._name):
             shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-            kinds.setdefault((type(layer), shapes), []).append(layer)
-        for layers in kinds.values():
+            layers_by_kind.setdefault((type(layer), shapes), []).append(layer)
+        for layers in layers_by_kind.values():
             self.counts.append(len(layers))
             self._first.append(layers[0])
             self._second.append(layers[1] if len(layers) > 1 else None)
         self._set([*self._first, *(layer for layer in self._second if layer is not None)])
 
     def adapter_parameters(self, network: Any) -> int:
-        """Trained parameters of the whole model."""
+        """Trained parameters of the whole model, while the network has two layers of each kind."""
         trained = _count_trained(network)
         for count, second in zip(self.counts, self._second, strict=True):
             if second is not None:
                 trained += (count - 2) * _count_trained(second)
         return trained
 
-    def use(self, twice: int | None) -> None:
-        """Let the network have one layer of each kind, and of kind `twice` two."""
-        if self.counts:
-            self._set([*self._first, *([] if twice is None else [self._second[twice]])])
+    def use(self, second_of: int | None) -> None:
+        """Let the network have one layer of each kind, and a second layer of the kind with index `second_of`."""
+        if not self.counts:
+            return
+        second = [] if second_of is None else [self._second[second_of]]
+        self._set([*self._first, *second])
 
     def _set(self, layers: Sequence[Any]) -> None:
         from torch.nn import ModuleList
@@ -225,13 +228,31 @@ class RepeatedLayers:
         setattr(self._parent, self._name, ModuleList(layers))
 
 
+def _find_layers(network: Any) -> tuple[Any, str]:
+    """The module that has the list of layers, and the name of the list in it; None and "" if there is no list with as
+    many layers as the configuration says."""
+    from torch.nn import ModuleList
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    parent, list_name = None, ""
+    number = network.config.get_text_config().num_hidden_layers
+    for name, module in network.named_modules():
+        if not isinstance(module, ModuleList) or len(module) != number:
+            continue
+        if isinstance(module[0], GradientCheckpointingLayer):
+            parent_name, _, list_name = name.rpartition(".")
+            parent = network.get_submodule(parent_name)
+    return parent, list_name
+
+
 def empty_policy(
     config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool, device: str, whole: bool = False
 ) -> EmptyPolicy:
-    """A policy of a learner that computes in `dtype`, with an adapter or (None) with all its weights trained.
+    """Build a policy without storage, of a learner that computes in `dtype`. `lora` is the shape of its adapter (None:
+    all weights are trained).
 
-    `joined` (only with an adapter) and `device` as in `measure`. `whole`: with all layers, which takes a minute for a
-    large model.
+    `joined` (only with an adapter) and `device` are arguments of `measure`. With `whole` it has all layers, whose
+    measurement takes a minute for a large model.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -246,16 +267,17 @@ def empty_policy(
     from cotune.trainer.learner.tree_attention import use_tree_attention
 
     class WithoutTrial(LearnerSettings, frozen=True):
-        """Trees are tried with values, which tensors without storage do not have."""
+        """Settings without shared prompts. A learner tries them on a small pass, which needs values."""
 
         shared_prompts: ClassVar[bool] = False
 
-    # As `open_policy_models` and `open_joined` load it: a CPU that rounds products holds the other weights in float32.
-    loaded = "float32" if joined and device == "cpu" else dtype
-    held = getattr(torch, loaded) if lora else torch.float32
-    config = deepcopy(config)  # it is told of the attention that the network gets
+    # As `open_policy_models` and `open_joined` load it: a CPU that rounds products holds the other weights in float32,
+    # and trained weights are always in float32.
+    loaded_dtype = "float32" if joined and device == "cpu" else dtype
+    weights_dtype = getattr(torch, loaded_dtype) if lora else torch.float32
+    config = deepcopy(config)  # `use_tree_attention` changes the configuration of the network
     with torch.device("meta"):
-        network = auto_class(config).from_config(config, dtype=held, **loading_options()).eval()
+        network = auto_class(config).from_config(config, dtype=weights_dtype, **loading_options()).eval()
     parameters = sum(p.numel() for p in network.parameters())
     layers = RepeatedLayers(network, whole=whole)
     spec = PolicySpec(name="policy", kind="lora" if lora else "full", lora=lora or LoraSpec())
@@ -263,7 +285,7 @@ def empty_policy(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _use_fake_cpu_tensors(network)
-        logprob_model = LogprobModel(network, msgspec.convert({"dtype": loaded}, WithoutTrial))
+        logprob_model = LogprobModel(network, msgspec.convert({"dtype": loaded_dtype}, WithoutTrial))
         logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
         copies = compute_joined(logprob_model, dtype) if joined else None
     adapter = None if adapted is None else "policy"
@@ -277,26 +299,33 @@ def _count_trained(module: Any) -> int:
 
 
 def _cache_values(text: Any) -> int:
-    """Keys and values that a token leaves in all layers."""
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * groups * _head_width(text))
+    """Numbers (keys and values) that one token has in the cache, in all layers together."""
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * key_heads * _head_width(text))
 
 
 def _head_width(text: Any) -> int:
-    """Numbers of a query in one head."""
+    """The width of one attention head."""
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _image_factor(sight: Any) -> float:
-    """The pixel values themselves with masks and copies, and of a layer, which keeps nothing for a backward pass, what
-    its widest part holds at once: two tensors as wide as a patch is in the tower, and three of its inner width."""
-    patch: int | None = getattr(sight, "patch_size", None)
-    width: int | None = getattr(sight, "embed_dim", None) or getattr(sight, "hidden_size", None)
-    if not isinstance(patch, int) or not width:
+def _image_factor(vision_config: Any) -> float:
+    """Peak memory of a pass over images, as a multiple of their pixel values; 0 if `vision_config` does not have the
+    sizes of the vision tower.
+
+    The peak has the pixel values with masks and copies, and the widest part of one layer: two tensors of the width of a
+    patch in the tower, and three of its inner width. The pass keeps nothing for a backward pass.
+    """
+    patch_size: int | None = getattr(vision_config, "patch_size", None)
+    width: int | None = getattr(vision_config, "embed_dim", None) or getattr(vision_config, "hidden_size", None)
+    if not isinstance(patch_size, int) or not width:
         return 0.0
-    inner: float = getattr(sight, "intermediate_size", None) or width * getattr(sight, "mlp_ratio", 4)
-    frames: int = getattr(sight, "temporal_patch_size", 1)
-    return PIXELS + (2 * width + 3 * inner) / (3 * patch**2 * frames)
+    inner_width: float = getattr(vision_config, "intermediate_size", None) or (
+        width * getattr(vision_config, "mlp_ratio", 4)
+    )
+    frames: int = getattr(vision_config, "temporal_patch_size", 1)
+    pixel_values_of_patch = 3 * patch_size**2 * frames  # 3 colours
+    return PIXEL_COPIES + (2 * width + 3 * inner_width) / pixel_values_of_patch
 
 
 def _use_fake_cpu_tensors(network: Any) -> None:
@@ -305,12 +334,13 @@ def _use_fake_cpu_tensors(network: Any) -> None:
     """
     import torch
 
-    filled: dict[int, tuple[Any, Any]] = {}  # the old ones stay referenced, so that their ids stay theirs
+    # By the id of the old parameter: a reference to it, so that no other object gets its id, and the new parameter.
+    old_and_new: dict[int, tuple[Any, Any]] = {}
     for module in network.modules():
         for name, old in list(module.named_parameters(recurse=False)):
-            if id(old) not in filled:
+            if id(old) not in old_and_new:
                 new = torch.empty(old.shape, dtype=old.dtype)
-                filled[id(old)] = old, torch.nn.Parameter(new, requires_grad=old.requires_grad)
-            module.register_parameter(name, filled[id(old)][1])
+                old_and_new[id(old)] = old, torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            module.register_parameter(name, old_and_new[id(old)][1])
         for name, old in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty(old.shape, dtype=old.dtype), persistent=False)

@@ -16,7 +16,7 @@ from cotune.storage.state_folder import load_result, store_result
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 
 PACKAGES = ("torch", "transformers", "peft")
-"""Libraries whose versions decide what a pass keeps."""
+"""Libraries whose versions decide the sizes of a pass."""
 TRAINER = Path(__file__).parents[2]
 SOURCES = ("learner", "before/doctor")
 """Folders of the trainer with the code of passes and of the measurement."""
@@ -25,10 +25,11 @@ SOURCES = ("learner", "before/doctor")
 def known_size(
     folder: Path, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu"
 ) -> ModelSize:
-    """As `measure_folder`, which is called once for each model, adapter, precision, device and version of the code.
+    """The size of the model in a folder, with the arguments of `measure_folder`. It is measured once for each model,
+    adapter, precision, device and version of the code.
 
-    Sizes are files in `model_sizes` of the state folder. A model whose code is in another repository is measured each
-    time.
+    Measured sizes are stored in `model_sizes` of the state folder. A model whose code is in another repository is
+    measured each time, because this code may change.
     """
     try:
         config = (folder / "config.json").read_bytes()

@@ -1,7 +1,7 @@
 """An estimate of the seconds of a step: operations and bytes of a run, divided by the rates of its devices.
 
-The rates of a CPU are measured, for a fraction of a second. For a GPU the published rates are taken, and a run is taken
-to reach a part of them. Nothing here has been measured on a GPU.
+The rates of a CPU are measured, for a fraction of a second. For a GPU, a run is assumed to reach a share of the
+published peaks. Nothing here has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from rich.text import Text
 from cotune.algorithms.catalogue import RECIPES
 from cotune.config.train import TrainConfig
 from cotune.tables import grid, plural
-from cotune.trainer.before.doctor.machine import Machine
+from cotune.trainer.before.doctor.machine import Gpu, Machine
 from cotune.trainer.before.doctor.memory import ProcessMemory, Workload, learns_on_gpu, samples_on_gpu
 from cotune.trainer.before.doctor.model_size import ModelSize
 from cotune.trainer.learner.gpu_rates import rates_of
 
-GPU_PARTS = (0.4, 0.7)
-"""Of a GPU's published operations and bandwidth, what a run is taken to reach. Not measured."""
-CPU_PARTS = (0.75, 0.75)
-"""Of the rate of one product on the CPU, what an update and a decode step reach."""
+GPU_OPERATIONS_SHARE, GPU_BANDWIDTH_SHARE = 0.4, 0.7
+"""Shares of a GPU's published operations and bandwidth that a run is assumed to reach. Not measured."""
+CPU_OPERATIONS_SHARE, CPU_BANDWIDTH_SHARE = 0.75, 0.75
+"""Shares of the measured rates of one product on the CPU that an update and a decode step reach."""
 LAYER_SECONDS = {"transformers": 0.9e-3, "vllm": 0.15e-3}
-"""What a decode step takes on a GPU for each layer at least, to launch its kernels. Counted for the engine in the
-process (59 operators a layer) and estimated for vLLM's graphs; not measured."""
+"""Least seconds of a layer in a decode step on a GPU, to launch its kernels. Counted for the engine in the process (59
+operators a layer) and estimated for vLLM's graphs; not measured."""
 CPU_LAYER_SECONDS = 0.1e-3
 """The same on a CPU, where operators of small models take longer than their products."""
 LEFT_OUT = "without the application's own time, judges, publications and evaluations"
 
 
 class Rates(NamedTuple):
-    """Operations and bytes of memory that a process gets through in a second, and where the figures come from."""
+    """How fast a process computes and reads memory."""
 
     operations: float
+    """Operations in a second."""
     bandwidth: float
+    """Bytes of memory read in a second."""
     source: str
+    """Where the figures come from, for the report."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +53,11 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Mapping[str, float]
     seconds: float
-    """Of the step: the sum of its parts, or the longest where rollouts and updates overlap."""
+    """Seconds of the step: the sum of its parts, or the longest part if rollouts and updates overlap."""
     steps: int
+    """Steps of the run."""
     basis: str
-    """What the estimate rests on."""
+    """The assumptions of the estimate, for the report."""
 
 
 class NoEstimateError(Exception):
@@ -68,10 +72,10 @@ def estimate_step(
     *,
     calls: int = 0,
 ) -> StepTime:
-    """The seconds of a step of a run whose episodes make `calls` calls (0: one for each role that it names).
+    """Estimate the seconds of a step of a run whose episodes make `calls` calls (0: one for each role that it names).
 
-    `bases` and `plan` are those of its forecast of memory. All answers have the most tokens that they may have. Raises
-    NoEstimateError.
+    `bases` and `plan` come from the forecast of memory. All answers are assumed to have the most tokens that they may
+    have. Raises NoEstimateError.
     """
     obstacle = _estimate_obstacle(config)
     if obstacle:
@@ -83,10 +87,11 @@ def estimate_step(
     samplers = [process for process in plan if process.process.startswith("sampler")]
 
     sampling = updating = 0.0
-    for number, (size, load) in enumerate(bases.values()):
+    for index, (size, load) in enumerate(bases.values()):
         # Each base answers its roles' part of the calls.
-        calls_of_base = calls * _share_of_calls(config, number)
-        at_once = samplers[number].at_once if number < len(samplers) else load.sequences
+        calls_of_base = calls * _share_of_calls(config, index)
+        # vLLM has no sampler in the forecast: it is assumed to decode all sequences at once.
+        at_once = samplers[index].at_once if index < len(samplers) else load.sequences
         sampling += calls_of_base * _rollout_seconds(config, machine, size, load, at_once, sampling_rates)
         if load.policies:
             checkpointed = learner is not None and learner.checkpointed
@@ -118,7 +123,7 @@ def count_calls(config: TrainConfig) -> int:
 
 
 def _estimate_obstacle(config: TrainConfig) -> str:
-    """Why no seconds can be estimated for any machine; empty if they can."""
+    """The reason why the seconds of this configuration cannot be estimated on any machine; empty if they can."""
     if config.from_records:
         return f"recipe {config.recipe} trains on records, whose lengths are not known here"
     # A class of the user's own is not loaded: the configuration may come from a run folder of somebody else.
@@ -133,12 +138,14 @@ def _estimate_obstacle(config: TrainConfig) -> str:
 
 
 def _share_of_calls(config: TrainConfig, base: int) -> float:
-    """The part of all calls that a base model answers: that of its roles among the roles of all [[policy]] tables."""
-    names = list(config.bases.values())[base]
+    """The share of all calls that a base model, given by its index, answers: the share of its roles among the roles of
+    all [[policy]] tables. Without such roles, the first base answers all calls."""
+    policies_of_base = list(config.bases.values())[base]
     roles = sum(len(policy.roles) for policy in config.policy)
     if not roles:
         return 1.0 if base == 0 else 0.0
-    return sum(len(policy.roles) for policy in config.policy if policy.name in names) / roles
+    roles_of_base = sum(len(policy.roles) for policy in config.policy if policy.name in policies_of_base)
+    return roles_of_base / roles
 
 
 def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple[Rates, Rates]:
@@ -146,42 +153,43 @@ def _find_rates(config: TrainConfig, machine: Machine, parameters: int) -> tuple
     known by its name."""
     from cotune.integrations.models.devices import usual_threads
 
-    settings = config.learner
+    precision = config.learner.precision
     threads = usual_threads(parameters)
     if samples_on_gpu(config, machine):
-        sampling = _published_rates(machine.gpus[0].name, "bfloat16")
+        sampling = _gpu_rates(machine.gpus[0], "bfloat16")
     else:
         sampling = measure_cpu("float32", threads)
     if learns_on_gpu(config, machine):
-        return sampling, _published_rates(machine.gpus[0].name, settings.precision)
-    return sampling, measure_cpu(settings.precision, threads)
+        learning = _gpu_rates(machine.gpus[0], precision)
+    else:
+        learning = measure_cpu(precision, threads)
+    return sampling, learning
 
 
-def _published_rates(name: str, dtype: str) -> Rates:
-    """Rates of a GPU. Products of float32 are computed in TF32, at half of the rate of bfloat16."""
-    rates = rates_of(name)
-    if rates is None:
-        raise NoEstimateError(
-            f"the rates of {name} are not known. Run cotune doctor on the machine with the GPU"
-            if name.startswith("a GPU of")
-            else f"the rates of {name} are not known"
-        )
-    peak = rates.bfloat16 if dtype == "bfloat16" else rates.bfloat16 / 2
-    of_peak, of_bandwidth = GPU_PARTS
+def _gpu_rates(gpu: Gpu, dtype: str) -> Rates:
+    """The rates that a run is assumed to reach on a GPU: shares of its published peaks. Raises NoEstimateError for a
+    GPU that is not known by its name."""
+    published = rates_of(gpu.name)
+    if published is None:
+        remedy = ". Run cotune doctor on the machine with the GPU" if gpu.is_assumed else ""
+        raise NoEstimateError(f"the rates of {gpu.name} are not known{remedy}")
+    # Products of float32 are computed in TF32, at half of the rate of bfloat16.
+    peak = published.bfloat16 if dtype == "bfloat16" else published.bfloat16 / 2
+    source = (
+        f"{GPU_OPERATIONS_SHARE:.0%} of the {peak / 1e12:,.0f} TFLOP/s in {dtype} and {GPU_BANDWIDTH_SHARE:.0%} of "
+        f"the {published.bandwidth / 1e9:,.0f} GB/s that are published for {gpu.name}, not measured"
+    )
     return Rates(
-        of_peak * peak,
-        of_bandwidth * rates.bandwidth,
-        f"{of_peak:.0%} of the {peak / 1e12:,.0f} TFLOP/s in {dtype} and {of_bandwidth:.0%} of the "
-        f"{rates.bandwidth / 1e9:,.0f} GB/s that are published for {name}, not measured",
+        operations=GPU_OPERATIONS_SHARE * peak, bandwidth=GPU_BANDWIDTH_SHARE * published.bandwidth, source=source
     )
 
 
 @cache
 def measure_cpu(dtype: str, threads: int) -> Rates:
-    """Measure how fast this machine's CPU computes and reads memory, as busy as it is now, by two products of about 0.2
-    s.
+    """Measure how fast this machine's CPU computes and reads memory at its present load, with two products.
 
-    The first is limited by computing, as passes of the learner are; the second by memory, as sampling is.
+    Each takes about 0.2 s. The first is limited by computing, as passes of the learner are; the second by memory, as
+    sampling is.
     """
     import torch
 
@@ -203,12 +211,11 @@ def measure_cpu(dtype: str, threads: int) -> Rates:
         bandwidth = weight.nbytes / _median_seconds(lambda: product(state, weight))
     finally:
         torch.set_num_threads(threads_before)
-    share_of_operations, share_of_bandwidth = CPU_PARTS  # that training and sampling reach of the measured rates
     source = (
         f"{operations / 1e9:,.0f} GFLOP/s in {dtype} and {bandwidth / 1e9:,.0f} GB/s measured on this CPU just now"
         f" with {plural(threads, 'thread')}"
     )
-    return Rates(share_of_operations * operations, share_of_bandwidth * bandwidth, source)
+    return Rates(operations=CPU_OPERATIONS_SHARE * operations, bandwidth=CPU_BANDWIDTH_SHARE * bandwidth, source=source)
 
 
 def _median_seconds(compute: Callable[[], object]) -> float:
@@ -238,16 +245,16 @@ def _rollout_seconds(
     number_bytes = 2 if on_gpu else 4
     weights = size.rounded_bytes(1) if size.rounded else float(number_bytes * size.parameters)
     cached = sequences * (prompt + answer / 2) * size.cache_values * number_bytes
-    computed = 2.0 * size.parameters * sequences
+    operations = 2.0 * size.parameters * sequences
     if on_gpu:
         launches = LAYER_SECONDS["vllm" if config.engine == "vllm" else "transformers"] * size.layers
     else:
         launches = CPU_LAYER_SECONDS * size.layers
-    decode_step = max(launches, (weights + cached) / rates.bandwidth, computed / rates.operations)
+    step_seconds = max(launches, (weights + cached) / rates.bandwidth, operations / rates.operations)
 
     rounds = math.ceil(answers / sequences)
     prefill = prompts * prompt * (2.0 * _layer_parameters(size) + 2.0 * size.attention_width * prompt)
-    return rounds * answer * decode_step + prefill / rates.operations
+    return rounds * answer * step_seconds + prefill / rates.operations
 
 
 def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkpointed: bool, rates: Rates) -> float:
@@ -257,17 +264,21 @@ def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkp
     prompts = _prompts(config) if size.shares_prompts else answers
     tokens = answer_tokens + prompts * (load.row - config.sampling.max_tokens)
 
-    # For each parameter of a layer 2 going forward, 2 for the gradient of its input, and 2 for its own where it is
-    # trained (arXiv 2001.08361, 2.1). Attention multiplies queries with keys, and values with weights, which is twice
-    # as much going backward.
-    forward = 2.0 * _layer_parameters(size) + 4.0 * size.attention_width * load.row
-    of_token = forward * (2.0 if checkpointed else 1.0) + 2.0 * _layer_parameters(size)
-    of_token += 8.0 * size.attention_width * load.row
-    of_token += 6.0 * size.adapter if size.adapter else 2.0 * _layer_parameters(size)
+    # Operations of a token for each parameter of a layer: 2 in the forward pass, 2 for the gradient of the layer's
+    # input, and 2 for the gradient of the parameter if it is trained (arXiv 2001.08361, 2.1). Attention multiplies
+    # queries with keys, and weights with values; its backward pass takes twice as much.
+    layers = 2.0 * _layer_parameters(size)
+    attention = 4.0 * size.attention_width * load.row
+    forward = layers + attention
+    if checkpointed:
+        forward *= 2  # layers are computed again in the backward pass
+    input_gradients = layers + 2 * attention
+    weight_gradients = 6.0 * size.adapter if size.adapter else layers
+    per_token = forward + input_gradients + weight_gradients
 
     # Logits are computed for answers only, and again for the gradient of the output embedding.
-    of_answer_token = (4.0 if size.adapter else 8.0) * size.head
-    return (tokens * of_token + answer_tokens * of_answer_token) / rates.operations
+    per_answer_token = (4.0 if size.adapter else 8.0) * size.head
+    return (tokens * per_token + answer_tokens * per_answer_token) / rates.operations
 
 
 def _prompts(config: TrainConfig) -> int:

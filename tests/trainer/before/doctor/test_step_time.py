@@ -10,7 +10,7 @@ import pytest
 from cotune.config.train import TrainConfig
 from cotune.trainer.before.doctor import step_time
 from cotune.trainer.before.doctor.doctor import judge_forecast
-from cotune.trainer.before.doctor.machine import Gpu, Machine
+from cotune.trainer.before.doctor.machine import Gpu, Machine, gpu_of
 from cotune.trainer.before.doctor.memory import Workload, forecast_processes
 from cotune.trainer.before.doctor.model_size import ModelSize
 from cotune.trainer.before.doctor.step_time import (
@@ -119,11 +119,12 @@ def test_a_run_whose_work_is_not_known_has_no_estimate(changes: dict[str, Any], 
 
 def test_a_gpu_of_an_unknown_name_has_no_estimate(tiny_base: Any) -> None:
     config = convert({"model": str(tiny_base), "engine": "transformers"})
-    for name, reason in (
-        ("a GPU of 24 GB", "rates of a GPU of 24 GB are not known. Run cotune doctor on the machine with the GPU"),
-        ("GeForce GT 210", "rates of GeForce GT 210 are not known"),
+    unknown = Gpu(name="GeForce GT 210", memory_gb=24.0, free_gb=23.0)
+    for gpu, reason in (
+        (gpu_of(24), "rates of a GPU of 24 GB are not known. Run cotune doctor on the machine with the GPU"),
+        (unknown, "rates of GeForce GT 210 are not known"),
     ):
-        forecast, findings = judge_forecast(config, on_gpu(Gpu(name=name, memory_gb=24.0, free_gb=23.0)), 100)
+        forecast, findings = judge_forecast(config, on_gpu(gpu), 100)
         assert forecast.memory and forecast.step is None
         assert [(one.about, one.level) for one in findings] == [("memory", "ok"), ("time", "ok")]
         assert reason in findings[1].text
