@@ -40,17 +40,22 @@ def weigh_rewards(
     outcome: bool,
     later_turns: bool = False,
 ) -> Weighed:
-    """Weigh the rewards of all samples of a step.
+    """Compute the weighted sums of the reward components of all samples of a step.
+
+    `own` and `outcome` say whether the components of candidates and of episodes count. With `later_turns`, the caller
+    adds up the rewards of a role's turns.
 
     If any candidate of a role has a component, all candidates of that role in its group (`group_by`, within a task)
-    need it. With `later_turns`, whose rewards are summed up over groups, all candidates of the role in the task need
-    it. If any episode of a task has a component, all its episodes need it. A component of weight 0 is never needed.
+    need it; with `later_turns`, all candidates of the role in the task, as the sums span groups. If any episode of a
+    task has a component, all episodes of the task need it. A component of weight 0 is never needed.
 
     In an episode that the policy failed, the failure replaces the outcome (`reward_failures`).
     """
     roles = [sample.role for sample in samples]
-    peers_by = ("task", "role") if later_turns else tuple(dict.fromkeys(("task", "role", *group_by)))
-    peers, _ = codes(keys(samples, peers_by))
+    fields_of_peers: tuple[str, ...] = ("task", "role")
+    if not later_turns:
+        fields_of_peers += tuple(field for field in group_by if field not in fields_of_peers)
+    peers, _ = codes(keys(samples, fields_of_peers))
     tasks, _ = codes([sample.task for sample in samples])
 
     # 1. Weighted sums. If a candidate has a component, the outcome's component of that name does not count again.
@@ -59,7 +64,7 @@ def weigh_rewards(
     outcome_components = [sample.outcome if outcome else {} for sample in samples]
     outcome_sum = _weighted_sum(outcome_components, roles, tasks, attribution, skip=own_sum.needed, of_outcome=True)
 
-    # 2. Penalties and gates. If a failed episode lacks its gate, a candidate's own reward can only count against it.
+    # 2. Penalties and gates. If a failed episode lacks its gate, a candidate's own reward counts only if negative.
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
     gate = np.ones(len(samples))
     if attribution.gates:
@@ -86,12 +91,20 @@ def weigh_rewards(
 
 
 def weight_of(component: str, role: str, attribution: Attribution, *, outcome: bool = False) -> float:
-    """Weight of a component of a candidate, or of its episode's outcome, in the reward of a role."""
-    other = 0.0 if component in attribution.gates else attribution.other
-    if attribution.seats and outcome:
-        other = float(component == role)
-    weight = attribution.weights.get(f"{role}/{component}", attribution.weights.get(component, other))
-    return weight * (attribution.team_weight if component == "team" else 1.0)
+    """Weight of a component of a candidate, or with `outcome` of its episode, in the reward of a role."""
+    if f"{role}/{component}" in attribution.weights:
+        weight = attribution.weights[f"{role}/{component}"]
+    elif component in attribution.weights:
+        weight = attribution.weights[component]
+    elif attribution.seats and outcome:
+        weight = float(component == role)
+    elif component in attribution.gates:
+        weight = 0.0  # a gate multiplies the sum, and is not added to it
+    else:
+        weight = attribution.other
+    if component == "team":
+        weight *= attribution.team_weight
+    return weight
 
 
 class _WeightedSum(NamedTuple):
@@ -114,34 +127,39 @@ def _weighted_sum(
     skip: Sequence[Collection[str]] = (),
     of_outcome: bool = False,
 ) -> _WeightedSum:
-    """Weighted sums of components, [n]. `skip` has the components of each sample that do not count here."""
+    """Weighted sums of components, [n].
+
+    `rewards` has the components of each sample by name. `peers` numbers the samples alike that are compared, [n]: each
+    needs the components that any of its peers has. `skip` has the components of each sample that do not count here.
+    """
+    # 1. The weights of the components that samples of a role need, by the number of their peers.
     components_of_peers: dict[int, dict[str, None]] = defaultdict(dict)
     for peer, components in zip(peers.tolist(), rewards, strict=True):
         components_of_peers[peer].update(dict.fromkeys(components))
+    weights: dict[tuple[int, str], dict[str, float]] = {}
+    for peer, role in dict.fromkeys(zip(peers.tolist(), roles, strict=True)):
+        weights[peer, role] = {}
+        for name in components_of_peers[peer]:
+            weight = weight_of(name, role, attribution, outcome=of_outcome)
+            if weight != 0.0:
+                weights[peer, role][name] = weight
 
-    weights: dict[tuple[int, str], list[tuple[str, float]]] = {}
+    # 2. The sum for each sample.
     values: list[float] = []
     needed: list[Collection[str]] = []
     lacking: set[tuple[str, str]] = set()
     for i, (peer, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
-        if (peer, role) not in weights:
-            weights[peer, role] = []
-            for name in components_of_peers[peer]:
-                weight = weight_of(name, role, attribution, outcome=of_outcome)
-                if weight != 0.0:
-                    weights[peer, role].append((name, weight))
         total = 0.0
-        names: list[str] = []
-        for name, weight in weights[peer, role]:
-            if skip and name in skip[i]:
-                continue
-            names.append(name)
+        names = [name for name in weights[peer, role] if not skip or name not in skip[i]]
+        for name in names:
+            weight = weights[peer, role][name]
             if name in components:
                 total += weight * components[name]
             elif components and attribution.absent is not None:
                 total += weight * attribution.absent
             else:
                 total = np.nan
+                # A sample without any component has no reward at all, which is another fault than a missing component.
                 if components:
                     lacking.add((role, name))
         values.append(total)
@@ -163,6 +181,8 @@ def reward_failures(
     """
     rewards = rewards.copy()
     counts = counts.copy()
+
+    # 1. The lowest reward of each role in finished episodes, and the roles that outcomes count for.
     lowest_of_role: dict[str, float] = {}
     roles_with_outcome: set[str] = set()
     roles_that_finished: set[str] = set()
@@ -177,6 +197,7 @@ def reward_failures(
                 lowest_of_role[sample.role] = min(lowest_of_role.get(sample.role, 0.0), float(rewards[i]))
     lowest_of_all = min(lowest_of_role.values(), default=0.0)
 
+    # 2. The rewards of failed episodes without a complete outcome.
     for i, sample in enumerate(samples):
         has_own_outcome = counts[i] and not np.isnan(rewards[i])
         if sample.failure is None or has_own_outcome:
@@ -198,20 +219,21 @@ def reward_to_go(samples: Sequence[Sample], own: Floats, outcome: Floats, gamma:
     Candidates that were not chosen have the same future as the chosen one. Returns [n].
     """
     returns = np.empty(len(samples))
-    chains: dict[tuple[str, str], list[int]] = defaultdict(list)
+    indices_by_role: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
-        chains[sample.rollout, sample.role].append(i)
-    for chain in chains.values():
+        indices_by_role[sample.rollout, sample.role].append(i)
+    for indices in indices_by_role.values():
         # From the last turn to the first. In each turn the chosen candidate comes last: earlier turns need its return.
-        chain.sort(key=lambda i: (-samples[i].turn, samples[i].chosen))
+        indices.sort(key=lambda i: (-samples[i].turn, samples[i].chosen))
         # The episode's outcome comes after the last turn, so it is not discounted for that turn.
-        future = float(outcome[chain[0]])
-        future_turn = samples[chain[0]].turn
-        for i in chain:
+        last = indices[0]
+        future_return = float(outcome[last])
+        future_turn = samples[last].turn
+        for i in indices:
             turn = samples[i].turn
-            returns[i] = own[i] + gamma ** (future_turn - turn) * future
+            returns[i] = own[i] + gamma ** (future_turn - turn) * future_return
             if samples[i].chosen:
-                future = float(returns[i])
+                future_return = float(returns[i])
                 future_turn = turn
     return returns
 
@@ -242,12 +264,15 @@ def over_roles(samples: Sequence[Sample], rewards: Floats, counts: Bools, *, mea
 
 def _gate_product(rewards: Sequence[Mapping[str, float]], roles: Sequence[str], attribution: Attribution) -> Floats:
     """[n] product of the gates. A missing gate is NaN if other samples of the role have it, and 1 if none has it."""
-    gate = np.ones(len(rewards))
-    for name in attribution.gates:
-        carrying = {role for role, components in zip(roles, rewards, strict=True) if name in components}
+    product = np.ones(len(rewards))
+    for gate in attribution.gates:
+        roles_with_gate = {role for role, components in zip(roles, rewards, strict=True) if gate in components}
         for i, (role, components) in enumerate(zip(roles, rewards, strict=True)):
-            gate[i] *= components.get(name, np.nan if role in carrying else 1.0)
-    return gate
+            if gate in components:
+                product[i] *= components[gate]
+            elif role in roles_with_gate:
+                product[i] = np.nan
+    return product
 
 
 class Length(NamedTuple):
@@ -290,9 +315,11 @@ def attribute_siblings(
     penalty.
     """
     roles = [role] * len(rewards)
-    weighted_sum = _weighted_sum(rewards, roles, np.zeros(len(rewards), np.int64), attribution)
-    penalty = (
-        _penalties_by_length(lengths, attribution) if rewards and lengths and attribution.overlong_penalty else 0.0
-    )
-    gate = _gate_product(rewards, roles, attribution) if attribution.gates else 1.0
-    return np.where(weighted_sum.counts, gate * (weighted_sum.value - penalty), np.nan)
+    all_are_peers = np.zeros(len(rewards), np.int64)
+    weighted_sum = _weighted_sum(rewards, roles, all_are_peers, attribution)
+    value = weighted_sum.value
+    if rewards and lengths and attribution.overlong_penalty:
+        value = value - _penalties_by_length(lengths, attribution)
+    if attribution.gates:
+        value = value * _gate_product(rewards, roles, attribution)
+    return np.where(weighted_sum.counts, value, np.nan)

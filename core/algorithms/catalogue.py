@@ -101,8 +101,9 @@ def recipe(name: str, **settings: Any) -> Method:
     method = recipe_class(name)()
     method.name = name
     for attribute, kind in (("attribution", Attribution), ("filters", Filters), ("loss", LossSpec)):
-        if not isinstance(getattr(method, attribute), kind):
-            fault = f"has {attribute} = {getattr(method, attribute)!r}, which is not of type {kind.__name__}"
+        value = getattr(method, attribute)
+        if not isinstance(value, kind):
+            fault = f"has {attribute} = {value!r}, which is not of type {kind.__name__}"
             raise ConfigError("recipe", name, fault, f"Write {attribute} = {kind.__name__}(...).")
     if "plan" in settings:
         plan = settings.pop("plan")
@@ -116,10 +117,9 @@ def recipe(name: str, **settings: Any) -> Method:
         if field in REMOVED:
             raise ConfigError(field, value, "was removed from the settings of recipes", REMOVED[field])
         if field not in SETTINGS:
-            known = sorted([*SETTINGS, "plan"])
-            raise ConfigError(
-                field, value, f"is not a setting of recipes: {', '.join(known)}", did_you_mean(near_names(field, known))
-            )
+            names = sorted([*SETTINGS, "plan"])
+            fault = f"is not a setting of recipes: {', '.join(names)}"
+            raise ConfigError(field, value, fault, did_you_mean(near_names(field, names)))
         changes[SETTINGS[field]][field] = value
     method = method.replaced(
         attribution=_convert(method.attribution, changes["attribution"]),
@@ -166,7 +166,7 @@ def _is_own_method(value: Any) -> bool:
 
 
 def _convert(struct: S, changes: Mapping[str, Any]) -> S:
-    """Replace fields of `struct` by `changes`, whose values may be text from the command line.
+    """A copy of `struct` with some fields replaced by `changes`, whose values may be text from the command line.
 
     Raises ConfigError that names the field and, if its type lists them, the allowed values.
     """
@@ -178,11 +178,9 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         path, message = field_and_fault(error)
-        field = re.split(r"\W", path)[0]
+        field = re.split(r"\W", path)[0]  # the field of the struct at the start of a path such as `weights[...]`
+        fault = expectation_clause(message)
         options = get_args(get_type_hints(type(struct)).get(field))
-        fault = (
-            f"is not one of {', '.join(options)}"
-            if options and isinstance(options[0], str)
-            else expectation_clause(message)
-        )
+        if options and isinstance(options[0], str):  # the values of a Literal
+            fault = f"is not one of {', '.join(options)}"
         raise ConfigError(field, fields.get(field), fault) from None

@@ -111,19 +111,9 @@ def collect(
             if plan == "replay":
                 sample = _place_in_branch(sample, trunk_calls.get(call.id), calls.turns)
             samples.append(sample)
-
-    # The chosen answers of the other calls of these episodes, for their rewards.
-    sampled = {sample.id for sample in samples}
-    sampled_episodes = {sample.rollout for sample in samples}
-    others: list[Sample] = []
-    for episode, call in calls.joined:
-        answer = next((candidate for candidate in call.candidates if candidate.index == call.chosen), None)
-        if answer is None or episode.id not in sampled_episodes or candidate_id(call.id, answer.index) in sampled:
-            continue
-        others.append(_make_sample(episode, call, answer, rewards, calls, rules))
     return Collected(
         samples=samples,
-        others=others,
+        others=_other_answers(samples, rewards, calls, rules),
         calls={call.id: call for _, call in calls.usable},
         left_out=dict(left_out),
         roles=frozenset(calls.roles),
@@ -131,6 +121,22 @@ def collect(
         images=calls.images,
         outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
+
+
+def _other_answers(
+    samples: Sequence[Sample], rewards: Mapping[str, Mapping[str, float]], calls: _Calls, rules: _Rules
+) -> list[Sample]:
+    """The chosen answers of calls without a sample, in the episodes of `samples`, for their rewards."""
+    sample_ids = {sample.id for sample in samples}
+    episode_ids = {sample.rollout for sample in samples}
+    others: list[Sample] = []
+    for episode, call in calls.joined:
+        if episode.id not in episode_ids:
+            continue
+        answer = next((candidate for candidate in call.candidates if candidate.index == call.chosen), None)
+        if answer is not None and candidate_id(call.id, answer.index) not in sample_ids:
+            others.append(_make_sample(episode, call, answer, rewards, calls, rules))
+    return others
 
 
 class _Rules(NamedTuple):
@@ -154,8 +160,11 @@ class _Calls:
     timed_out: set[str] = field(default_factory=set)
     """Ids of the episodes in which a call of a trained role timed out."""
     roles: set[str] = field(default_factory=set)
+    """All roles that made a call."""
     turns: dict[str, int] = field(default_factory=dict)
+    """The turn of each call, by its id."""
     images: dict[str, bytes] = field(default_factory=dict)
+    """The encoded bytes of the images of the usable calls, by their hash."""
     left_out: Counter[str] = field(default_factory=Counter)
 
 
@@ -172,7 +181,7 @@ def _choose_calls(store: Store, episodes: Sequence[Episode], trunk_calls: Mappin
             continue
         calls_made = store.calls(episode.id)
         failed = failure_of(episode, rules.on_failure) is not None
-        culprit = failed_seat(calls_made) if failed else None
+        culprit = failed_seat(calls_made) if failed else None  # an episode that failed without a call has none
         for call in calls_made:
             if call.status == "ok" and call.chosen is not None:
                 calls.joined.append((episode, call))
@@ -182,14 +191,7 @@ def _choose_calls(store: Store, episodes: Sequence[Episode], trunk_calls: Mappin
             calls.roles.add(call.role)
             if call.status == "timeout" and (rules.roles is None or call.role in rules.roles):
                 calls.timed_out.add(episode.id)
-            method = rules.method_of(call.role)
-            reason = _episode_reason(episode, rules.plan, rules.on_failure)
-            reason = reason or _call_reason(call, rules.roles, rules.versions, rules.max_lag)
-            if reason is None and rules.plan == "replay":
-                trains_branches = method is not None and method.trains_branches
-                reason = _replay_reason(episode, call, trunk_calls, trains_branches)
-            if reason is None and failed and call.role != culprit and method is not None and method.by_seat:
-                reason = "opponent_failed"
+            reason = _first_reason(episode, call, culprit, trunk_calls, rules)
             if reason is None:
                 reason = _load_images(store, call, calls.images)
             if reason is None:
@@ -201,6 +203,25 @@ def _choose_calls(store: Store, episodes: Sequence[Episode], trunk_calls: Mappin
     if not any(method is not None and method.joins_calls for method in methods):
         calls.joined = []
     return calls
+
+
+def _first_reason(
+    episode: Episode, call: CallRecord, culprit: str | None, trunk_calls: Mapping[str, str], rules: _Rules
+) -> str | None:
+    """The first reason to leave out all candidates of a call, or None.
+
+    `culprit` is the role that failed a game between roles (`failed_seat`), None if the episode did not fail.
+    """
+    method = rules.method_of(call.role)
+    reason = _episode_reason(episode, rules.plan, rules.on_failure)
+    if reason is None:
+        reason = _call_reason(call, rules.roles, rules.versions, rules.max_lag)
+    if reason is None and rules.plan == "replay":
+        trains_branches = method is not None and method.trains_branches
+        reason = _replay_reason(episode, call, trunk_calls, trains_branches)
+    if reason is None and method is not None and method.by_seat and culprit not in (None, call.role):
+        reason = "opponent_failed"
+    return reason
 
 
 def _load_rewards(store: Store, episodes: Sequence[Episode], calls: _Calls) -> Mapping[str, Mapping[str, float]]:
@@ -249,8 +270,11 @@ def _make_sample(
 
 
 def _place_in_branch(sample: Sample, trunk_call: str | None, turns: Mapping[str, int]) -> Sample:
-    """A sample of a branch. At the fork it gets the `branch` and the turn of the forked call, as its siblings do;
-    otherwise it is marked as after the fork."""
+    """Complete a sample of a branch, for a call at the fork or for a later call.
+
+    At the fork, `trunk_call` is the forked call of the trunk: the sample gets its id as `branch` and its turn, as all
+    siblings do. A later call has no `trunk_call`: the sample is marked as after the fork.
+    """
     if trunk_call is None:
         return msgspec.structs.replace(sample, continues=True)
     return msgspec.structs.replace(sample, branch=trunk_call, turn=turns.get(trunk_call, sample.turn))
@@ -260,7 +284,8 @@ def temperature(call: CallRecord) -> float:
     """The temperature of a call: the sampler's, otherwise the application's, otherwise 1."""
     for params in (call.sampling, call.params):
         value = params.get("temperature")
-        if isinstance(value, int | float) and 0 <= value < math.inf:  # an application may send anything
+        # An application may send anything, also an integer that no float can hold.
+        if isinstance(value, int | float) and 0 <= value < math.inf:
             return float(min(value, sys.float_info.max))
     return 1.0
 
@@ -268,8 +293,8 @@ def temperature(call: CallRecord) -> float:
 def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[tuple[Episode, bool]]:
     """Episodes, and whether each solved its task; empty if none reports `success`.
 
-    An episode that failed, or does not report it, did not solve its task. Episodes with neither `success` nor a reward
-    have an unknown outcome and are left out.
+    An episode that failed, or does not report `success` as others do, did not solve its task. Episodes with neither
+    `success` nor a reward have an unknown outcome and are left out.
     """
     if all(episode.solved is None for episode in episodes):
         return []
@@ -299,7 +324,10 @@ def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> 
         return None
     if episode.status == "cancelled" or on_failure == "exclude":
         return "failed_episode"
-    return "outage" if plan != "tree" and not episode.is_outcome else None
+    # Under a tree plan, candidates of a call are compared by their own rewards, so they need no outcome.
+    if plan != "tree" and not episode.is_outcome:
+        return "outage"
+    return None
 
 
 _REASON_OF_STATUS = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}
@@ -338,7 +366,8 @@ def _replay_reason(
     """
     if episode.fork is None:
         return "trunk"
-    return None if trains_branches or call.id in trunk_calls else "not_forked"
+    is_at_fork = call.id in trunk_calls
+    return None if is_at_fork or trains_branches else "not_forked"
 
 
 def _load_images(store: Store, call: CallRecord, images: dict[str, bytes]) -> str | None:

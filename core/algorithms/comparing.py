@@ -16,6 +16,8 @@ FLAT = 1e-12
 of float sums stays below it."""
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
+TINY = 1e-300
+"""Replaces a total weight of 0 under a mean, whose numerator is then 0 too."""
 
 
 def all_equal(rewards: Floats) -> bool:
@@ -49,9 +51,10 @@ def standardized(rewards: Floats, *, ddof: int, weights: Floats | None = None) -
         return np.zeros(len(rewards))
     if weights is None:
         weights = np.ones(len(rewards))
-    total = weights.sum()
-    mean = (weights * rewards).sum() / max(total, 1e-300)
-    variance = (weights * (rewards - mean) ** 2).sum() / (total - ddof if total > ddof else 1.0)
+    count = weights.sum()
+    mean = (weights * rewards).sum() / max(count, TINY)
+    divisor = count - ddof if count > ddof else 1.0
+    variance = (weights * (rewards - mean) ** 2).sum() / divisor
     scaled: Floats = above(rewards, mean) / (np.sqrt(variance) + EPS)
     return scaled
 
@@ -64,59 +67,64 @@ def leave_one_out(rewards: Floats) -> Floats:
 
 
 class Units(NamedTuple):
-    """The units of the statistics of a group: each sample, each trajectory (with the mean reward of its samples), or
-    each sample weighted by its number of tokens. There are n samples, u units and g groups."""
+    """The rewards that the statistics of a group count, one for each of u units: samples or trajectories."""
 
-    of_sample: Codes
-    """[n] the unit of each sample."""
     group: Codes
-    """[u] its group."""
+    """[u] the index of each unit's group."""
     reward: Floats
-    """[u]"""
+    """[u] the reward of a sample, or the mean reward of the samples of a trajectory."""
     weight: Floats
-    """[u]"""
+    """[u] how many times each reward counts: once, or once for each token of a sample."""
 
 
 class Spread(NamedTuple):
-    """Statistics of groups, [g] each: number of units, their weight, mean, variance, maximum, and flatness."""
+    """Statistics of the rewards of g groups; each array is [g]."""
 
     size: Floats
-    weight: Floats
+    """Number of units in the group."""
     mean: Floats
     variance: Floats
-    maximum: Floats
+    """The variance of the population."""
     flat: Bools
+    """Whether all rewards of the group are equal, so that a comparison teaches nothing."""
 
 
 def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -> Units:
     """The units whose rewards are averaged within a group: trajectories, tokens, or samples.
 
-    `reward`, [n], and the numbers of the groups, `group`, belong to `samples`. The unit of a trajectory has the mean
-    reward of its samples. With "token", a sample counts once for each of its tokens.
+    `reward` and `group` have the reward of each sample and the index of its group, [n] each. The unit of a trajectory
+    has the mean reward of its samples. With "token", a sample counts once for each of its tokens.
     """
     if unit == "trajectory":
-        of_sample, _ = codes(list(zip(group.tolist(), (s.rollout for s in samples), strict=True)))
-        size = np.bincount(of_sample)
-        # A unit is a trajectory within one group, so its first sample has the number of its group.
-        first = np.unique(of_sample, return_index=True)[1]
-        return Units(of_sample, group[first], np.bincount(of_sample, reward) / size, np.ones(len(size)))
-    weight = np.array([s.tokens for s in samples], np.float64) if unit == "token" else np.ones(len(samples))
-    return Units(np.arange(len(samples)), group, reward, weight)
+        # Samples of one trajectory that are in different groups belong to different units.
+        trajectories = [(int(number), sample.rollout) for number, sample in zip(group, samples, strict=True)]
+        unit_of_sample, _ = codes(trajectories)
+        samples_of_unit = np.bincount(unit_of_sample)
+        first_samples = np.unique(unit_of_sample, return_index=True)[1]
+        return Units(
+            group=group[first_samples],
+            reward=np.bincount(unit_of_sample, reward) / samples_of_unit,
+            weight=np.ones(len(samples_of_unit)),
+        )
+    weight = np.ones(len(samples))
+    if unit == "token":
+        weight = np.array([sample.tokens for sample in samples], np.float64)
+    return Units(group=group, reward=reward, weight=weight)
 
 
-def spread(units: Units, count: int, ddof: int = 0) -> Spread:
-    """Statistics of the rewards of `units` for each of `count` groups."""
-    _, group, reward, weight = units
-    size = np.bincount(group, minlength=count).astype(np.float64)
-    total: Floats = np.bincount(group, weight, minlength=count).astype(np.float64)
-    mean = np.bincount(group, weight * reward, minlength=count) / np.maximum(total, 1e-300)
-    squares = np.bincount(group, weight * (reward - mean[group]) ** 2, minlength=count)
-    # Where `total` is too small, the group has at most one unit, and its squares are 0 with any divisor.
-    variance = squares / np.where(total > ddof, total - ddof, 1.0)
-    high = np.full(count, -np.inf)
-    low = np.full(count, np.inf)
-    np.maximum.at(high, group, reward)
-    np.minimum.at(low, group, reward)
-    largest = np.maximum(np.abs(high), np.abs(low))
-    flat = (size < 2) | (high - low <= FLAT * largest)
-    return Spread(size, total, mean, variance, high, flat)
+def spread(units: Units, n_groups: int) -> Spread:
+    """Statistics of the rewards of `units` in each of `n_groups` groups."""
+    group = units.group
+    size = np.bincount(group, minlength=n_groups).astype(np.float64)
+    total_weight: Floats = np.bincount(group, units.weight, minlength=n_groups).astype(np.float64)
+    divisor = np.maximum(total_weight, TINY)
+    mean = np.bincount(group, units.weight * units.reward, minlength=n_groups) / divisor
+    squares = np.bincount(group, units.weight * (units.reward - mean[group]) ** 2, minlength=n_groups)
+
+    maximum = np.full(n_groups, -np.inf)
+    minimum = np.full(n_groups, np.inf)
+    np.maximum.at(maximum, group, units.reward)
+    np.minimum.at(minimum, group, units.reward)
+    largest = np.maximum(np.abs(maximum), np.abs(minimum))
+    flat = (size < 2) | (maximum - minimum <= FLAT * largest)
+    return Spread(size=size, mean=mean, variance=squares / divisor, flat=flat)

@@ -59,25 +59,28 @@ REASONS: Mapping[str, str] = {
 
 
 def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str:
-    """The first reason to leave out a sample that has its advantage, or ""."""
+    """The first reason to leave out a sample after its `advantage` is known; empty if it stays."""
     if filters.drop_truncated and sample.truncated:
         return "truncated"
     if filters.drop_timed_out and sample.timed_out:
         return "timed_out_episode"
-    return "zero_advantage" if filters.zero_advantage and not advantage else ""
+    if filters.zero_advantage and not advantage:
+        return "zero_advantage"
+    return ""
 
 
 def tied(samples: Sequence[Sample], rewards: Floats) -> Bools:
-    """Whether two or more roles act in the sample's episode and all have the same rewards, [n]. The episode then does
-    not show which role did better.
+    """Whether two or more roles act in the sample's episode and all have the same rewards, [n].
+
+    An episode of which this is true does not show which role did better.
     """
-    rewards_of_role: dict[str, dict[str, set[float]]] = {}
+    rewards_of_episode: dict[str, dict[str, set[float]]] = {}
     for sample, reward in zip(samples, rewards.tolist(), strict=True):
-        rewards_of_role.setdefault(sample.rollout, {}).setdefault(sample.role, set()).add(reward)
+        rewards_of_episode.setdefault(sample.rollout, {}).setdefault(sample.role, set()).add(reward)
     tied_episodes: set[str] = set()
-    for episode, by_role in rewards_of_role.items():
-        different = {frozenset(values) for values in by_role.values()}
-        if len(by_role) > 1 and len(different) == 1:
+    for episode, rewards_by_role in rewards_of_episode.items():
+        distinct = {frozenset(rewards_of_role) for rewards_of_role in rewards_by_role.values()}
+        if len(rewards_by_role) > 1 and len(distinct) == 1:
             tied_episodes.add(episode)
     return np.array([sample.rollout in tied_episodes for sample in samples], np.bool_)
 
@@ -87,30 +90,35 @@ def low_entropy(groups: Sequence[Group], share: float) -> set[str]:
     low: set[str] = set()
     for group in groups:
         entropies = sorted((sample.entropy for sample in group.samples), reverse=True)
+        n_highest = math.ceil(share * len(entropies))
         # Samples that tie with the last one stay, so more than the share may remain.
-        least = entropies[math.ceil(share * len(entropies)) - 1]
-        low.update(sample.id for sample in group.samples if sample.entropy < least)
+        threshold = entropies[n_highest - 1]
+        low.update(sample.id for sample in group.samples if sample.entropy < threshold)
     return low
 
 
 def group_reasons(
     groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
 ) -> list[str | None]:
-    """For each group, the first reason to leave it out, or None. `stats` are the statistics of its rewards."""
+    """For each group, the first reason to leave it out, or None.
+
+    `stats` are the statistics of the groups' rewards, and `consumed` the ids of groups that were trained on before.
+    """
     low, high = filters.mean_range or (float("-inf"), float("inf"))
-    checked_roles = filters.mean_range_roles
     reasons: list[str | None] = []
     for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
+        mean_is_checked = not filters.mean_range_roles or group.samples[0].role in filters.mean_range_roles
         if group.id in consumed:
             reasons.append("consumed")
         elif filters.zero_variance and flat:
             reasons.append("zero_variance")
-        elif not low <= mean <= high and (not checked_roles or group.samples[0].role in checked_roles):
+        elif mean_is_checked and not low <= mean <= high:
             reasons.append("mean_out_of_range")
         else:
             reasons.append(None)
     if filters.keep_groups is not None:
-        for i in _outside_share(groups, stats, filters, [i for i, reason in enumerate(reasons) if reason is None]):
+        remaining = [i for i, reason in enumerate(reasons) if reason is None]
+        for i in _outside_share(groups, stats, filters, remaining):
             reasons[i] = "not_in_share"
     return reasons
 
@@ -118,18 +126,19 @@ def group_reasons(
 def _outside_share(groups: Sequence[Group], stats: Spread, filters: Filters, candidates: Sequence[int]) -> list[int]:
     """The groups that `keep_groups` drops: of each policy, all but the best share by mean or variance of their rewards.
 
-    `candidates` are the indices of the groups that are still in use, and the result is some of them.
+    `candidates` are the indices of the groups that the other filters leave. Returns the indices of the groups to drop.
     """
     assert filters.keep_groups is not None
     measure = stats.mean if filters.keep_groups_by == "mean" else stats.variance
-    of_policy: dict[str, list[int]] = {}
+    candidates_of_policy: dict[str, list[int]] = {}
     for i in candidates:
-        of_policy.setdefault(groups[i].samples[0].policy.name, []).append(i)
+        candidates_of_policy.setdefault(groups[i].samples[0].policy.name, []).append(i)
     outside: list[int] = []
-    for group_indices in of_policy.values():
+    for indices in candidates_of_policy.values():
         # The sort is stable: of equal groups, the earlier are kept.
-        best_first = sorted(group_indices, key=lambda i: -measure[i])
-        outside += best_first[math.ceil(filters.keep_groups * len(group_indices)) :]
+        best_first = sorted(indices, key=lambda i: -measure[i])
+        n_kept = math.ceil(filters.keep_groups * len(indices))
+        outside += best_first[n_kept:]
     return outside
 
 
@@ -142,16 +151,18 @@ def align_call_counts(samples: Sequence[Sample], most: int) -> list[int]:
     more than D calls keeps a random D; one with fewer repeats random calls until it has D. The choice depends only on
     the task, the role, the number of the episode in the task, and the training step.
     """
-    indices_by_episode: dict[tuple[str, str], dict[str, list[int]]] = {}
+    # The indices of a role's calls on a task, by episode.
+    calls: dict[tuple[str, str], dict[str, list[int]]] = {}
     for i, sample in enumerate(samples):
-        indices_by_episode.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
+        calls.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
     aligned: list[int] = []
-    for (task, role), episodes in indices_by_episode.items():
-        count = min(most, max(map(len, episodes.values())))
-        for episode_number, indices in enumerate(episodes.values()):
-            random = np.random.default_rng(seed_of(samples[indices[0]].training_step, task, role, episode_number))
+    for (task, role), calls_of_episodes in calls.items():
+        n_aligned = min(most, max(map(len, calls_of_episodes.values())))  # D
+        for episode_number, indices in enumerate(calls_of_episodes.values()):
+            training_step = samples[indices[0]].training_step
+            random = np.random.default_rng(seed_of(training_step, task, role, episode_number))
             # With more than D calls, `repeats` is 0 and `n_random` is D: a random choice of D calls.
-            repeats, n_random = divmod(count, len(indices))
+            repeats, n_random = divmod(n_aligned, len(indices))
             aligned += indices * repeats
             aligned += [indices[i] for i in random.choice(len(indices), n_random, replace=False)]
     return sorted(aligned)

@@ -23,7 +23,7 @@ from cotune.storage.outcomes import OnFailure, failure_reward
 
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""
-TELLING = 6
+EPISODES_BEYOND_CHANCE = 6
 """Minimum number of episodes with the same sum of rewards, other than 0, that does not count as chance."""
 
 
@@ -52,7 +52,11 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         """The goal of one role; for a taught role, the goal of all roles."""
         if role in self.taught:
             return self
-        goal = next((other for other in self.others if role in (other.roles or ())), self)
+        goal = self
+        for other in self.others:
+            if other.roles is not None and role in other.roles:
+                goal = other
+                break
         return msgspec.structs.replace(goal, roles=[role], others=(), taught=(), bounds=self.bounds)
 
 
@@ -154,7 +158,8 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     rewards up to the end.
     """
     if goal.taught:
-        return _with_taught(rewards_by_goal(played, msgspec.structs.replace(goal, taught=())), goal.taught)
+        of_other_roles = rewards_by_goal(played, msgspec.structs.replace(goal, taught=()))
+        return _add_taught_roles(of_other_roles, goal.taught)
     if goal.others:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
         return _combine_goals(played, goals, [rewards_by_goal(played, part) for part in goals])
@@ -166,46 +171,61 @@ def rewards_by_goal(played: Sequence[Played], goal: Goal) -> Worth:
     rewards = _rewards_by_role(step, goal)
 
     # A failed episode never has a higher reward than the worst one that ended well.
-    finished = [run.episode.id for run in played if run.episode.status == "ok"]
-    finished_rewards = [rewards[id] for id in finished if id in rewards]
-    floor = min([0.0, *(fmean(by_role.values()) for by_role in finished_rewards)])
+    finished_rewards: list[dict[str, float]] = []
+    for run in played:
+        if run.episode.status == "ok" and run.episode.id in rewards:
+            finished_rewards.append(rewards[run.episode.id])
+    floor = _floor(finished_rewards)
 
-    # An episode counts as failed if no role that counts has an outcome for it.
-    failed: set[str] = set()
-    with_outcome: set[str] = set()
-    outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
-    for sample, missing in zip(samples, outcome_missing, strict=True):
-        by_role = rewards.get(sample.rollout, {})
-        # Only with "lowest" does a failed episode get a reward that depends on other episodes.
-        if by_role and sample.failure == "lowest":
-            failed.add(sample.rollout)
-        if not missing and sample.role in by_role:
-            with_outcome.add(sample.rollout)
-    failed -= with_outcome
     # A failed episode without an answered call has no role: it gets the floor of the episodes that finished.
+    failed = _failed_episodes(step, goal, rewards)
     for id in failed:
         if NO_ROLE in rewards[id]:
             rewards[id] = {NO_ROLE: floor}
 
     ids = [run.episode.id for run in played]
+    methods = dict.fromkeys(_role_names(finished_rewards), goal.method)
     return Worth(
         reward=[fmean(rewards[id].values()) if id in rewards else None for id in ids],
         by_role=[rewards.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
-        opposed=_opposed_roles(
-            finished_rewards, dict.fromkeys(_names(finished_rewards), goal.method), _components(played)
-        ),
+        opposed=_opposed_roles(finished_rewards, methods, _components(played)),
     )
 
 
-def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
-    """The worth of episodes with the taught roles added, each with the reward of the episode. The mean does not
-    change."""
-    by_role = []
-    for rewards, reward in zip(of_others.by_role, of_others.reward, strict=True):
-        shared = {} if reward is None else dict.fromkeys(taught, reward)
-        by_role.append({**rewards, **shared})
+def _floor(finished_rewards: Sequence[Mapping[str, float]]) -> float:
+    """The lowest mean reward of finished episodes, but at most 0. The rewards of each episode are by role."""
+    return min([0.0, *(fmean(by_role.values()) for by_role in finished_rewards)])
+
+
+def _failed_episodes(step: Step, goal: Goal, rewards: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Ids of the episodes whose reward replaces an outcome: no role that counts has an outcome in them.
+
+    `rewards` has the reward of each role that counts, by episode. Only with "lowest" does a failed episode get a reward
+    that depends on other episodes; an episode with a configured reward is not among the result.
+    """
+    failed: set[str] = set()
+    with_outcome: set[str] = set()
+    outcome_missing = step.outcome_missing(later_turns=goal.method.to_go).tolist()
+    for sample, missing in zip(step.samples, outcome_missing, strict=True):
+        by_role = rewards.get(sample.rollout, {})
+        if by_role and sample.failure == "lowest":
+            failed.add(sample.rollout)
+        if not missing and sample.role in by_role:
+            with_outcome.add(sample.rollout)
+    return failed - with_outcome
+
+
+def _add_taught_roles(of_others: Worth, taught: Collection[str]) -> Worth:
+    """The worth of episodes with the taught roles added, each with the mean reward of the other roles. The mean does
+    not change."""
+    by_role: list[dict[str, float]] = []
+    for rewards, mean in zip(of_others.by_role, of_others.reward, strict=True):
+        if mean is None:  # an episode without rewards
+            by_role.append(rewards)
+        else:
+            by_role.append({**rewards, **dict.fromkeys(taught, mean)})
     return msgspec.structs.replace(of_others, by_role=by_role)
 
 
@@ -213,46 +233,52 @@ def _combine_goals(played: Sequence[Played], goals: Sequence[Goal], parts: Seque
     """The worth of episodes whose roles have different goals. `parts` has the worth for each goal."""
     by_role: list[dict[str, float]] = []
     failed: list[bool] = []
-    sound: list[dict[str, float]] = []
+    finished_rewards: list[dict[str, float]] = []
     for i, run in enumerate(played):
         rewards: dict[str, float] = {}
         for part in parts:
             rewards |= part.by_role[i]
         # NO_ROLE stands for an episode without a call, so it does not count if a role has a reward.
-        rewards = {role: reward for role, reward in rewards.items() if role != NO_ROLE} or rewards
+        if len(rewards) > 1:
+            rewards.pop(NO_ROLE, None)
         by_role.append(rewards)
         failed.append(any(part.failed[i] for part in parts))
         if run.episode.status == "ok" and rewards:
-            sound.append(rewards)
+            finished_rewards.append(rewards)
 
-    opposed = tuple(role for part in parts for role in part.opposed)
+    opposed: tuple[str, ...] = ()
+    for part in parts:
+        opposed += part.opposed
     if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
-        methods = {role: goal.method for goal in goals for role in goal.roles or ()}
-        opposed = _opposed_roles(sound, methods, _components(played))
+        methods: dict[str, Method] = {}
+        for goal in goals:
+            methods |= dict.fromkeys(goal.roles or (), goal.method)
+        opposed = _opposed_roles(finished_rewards, methods, _components(played))
     return Worth(
         reward=[fmean(rewards.values()) if rewards else None for rewards in by_role],
         by_role=by_role,
         failed=failed,
-        floor=min([0.0, *(fmean(rewards.values()) for rewards in sound)]),
+        floor=_floor(finished_rewards),
         opposed=opposed,
     )
 
 
 def _rewards_by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
     """The reward of each role that counts, by episode."""
-    turns: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for sample, reward in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
-        if math.isfinite(reward) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
-            turns[sample.rollout][sample.role].append((sample.turn, reward))
+        role_counts = goal.roles is None or sample.role in goal.roles or sample.role == NO_ROLE
+        if role_counts and math.isfinite(reward):
+            calls[sample.rollout][sample.role].append((sample.turn, reward))
 
     rewards: dict[str, dict[str, float]] = {}
-    for episode, turns_of_role in turns.items():
+    for episode, calls_by_role in calls.items():
         rewards[episode] = {}
-        for role, rewards_of_turns in turns_of_role.items():
+        for role, turns_and_rewards in calls_by_role.items():
             if goal.method.to_go:  # the return of the first turn covers the later ones
-                _, rewards[episode][role] = min(rewards_of_turns)
+                _, rewards[episode][role] = min(turns_and_rewards)
             else:
-                rewards[episode][role] = fmean(reward for _, reward in rewards_of_turns)
+                rewards[episode][role] = fmean(reward for _, reward in turns_and_rewards)
     return rewards
 
 
@@ -286,23 +312,26 @@ def _samples_of_episode(played: Played, goal: Goal) -> list[Sample]:
     ]
 
 
-def _names(by_role: Sequence[Mapping[str, float]]) -> list[str]:
-    return sorted(set().union(*by_role))
+def _role_names(rewards_of_episodes: Sequence[Mapping[str, float]]) -> list[str]:
+    """The roles that have a reward in any of the episodes."""
+    return sorted(set().union(*rewards_of_episodes))
 
 
 def _components(played: Sequence[Played]) -> list[str]:
+    """The names of the components that the outcome of any episode has."""
     return sorted(set().union(*(run.outcome for run in played)))
 
 
 def _opposed_roles(
-    sound: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
+    rewards_of_episodes: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
 ) -> tuple[str, ...]:
     """The roles whose rewards always add up to the same number, although each weighs the outcome differently.
 
-    `methods` are the methods of the roles. If a role has none (`NO_ROLE`), no roles are opposed.
+    `rewards_of_episodes` are the rewards by role of the episodes that finished. `methods` are the methods of the roles.
+    If a role has none (`NO_ROLE`), no roles are opposed.
     """
     # Roles that weigh each component of the outcome alike do not play against each other.
-    roles = _names(sound)
+    roles = _role_names(rewards_of_episodes)
     weights = set()
     for role in roles:
         method = methods.get(role)
@@ -314,11 +343,12 @@ def _opposed_roles(
 
     # The roles must differ in some episode, and the sum over all roles must never change. A sum of 0 is enough; another
     # constant sum may be chance in a few episodes.
-    totals = [sum(by_role.values()) for by_role in sound]
-    rounding = 1e-9 * max(abs(reward) for by_role in sound for reward in by_role.values())
-    roles_differ = any(max(by_role.values()) - min(by_role.values()) > rounding for by_role in sound)
+    totals = [sum(by_role.values()) for by_role in rewards_of_episodes]
+    largest = max(abs(reward) for by_role in rewards_of_episodes for reward in by_role.values())
+    rounding = 1e-9 * largest
+    roles_differ = any(max(by_role.values()) - min(by_role.values()) > rounding for by_role in rewards_of_episodes)
     sum_is_zero = max(map(abs, totals)) <= rounding
-    sum_is_constant = len(sound) >= TELLING and max(totals) - min(totals) <= rounding
+    sum_is_constant = len(rewards_of_episodes) >= EPISODES_BEYOND_CHANCE and max(totals) - min(totals) <= rounding
     if roles_differ and (sum_is_zero or sum_is_constant):
         return tuple(roles)
     return ()

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.method import Method
-from cotune.algorithms.samples import Sample, codes, keys
+from cotune.algorithms.samples import Sample, keys
 from cotune.errors import GroupError
 
 
@@ -33,28 +33,30 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
 def build_groups(samples: Sequence[Sample], recipe: Method, part: str = "") -> Groups:
     """Put samples into groups by the recipe's key. Samples that are alone in a group are counted as `group_of_one`.
 
-    The members of a group depend on the key. (task, role, turn, branch): candidates of one prompt, which is asserted.
-    (task, role), as in dr_mas: all calls of one role in the episodes of a task, whatever their prompts.
-    (task,), as in grpo: all calls of all roles in the episodes of a task. For the latter two, a group of one is a
-    group of one episode. Recipes that compare nothing keep groups of one. Groups of another
-    `part` have other ids (`prepare`).
+    The members of a group depend on the key:
+
+    - (task, role, turn, branch): candidates of one prompt. A group of one has one candidate.
+    - (task, role), as in dr_mas: all calls of one role in the episodes of a task, whatever their prompts. A group of
+      one has the calls of one episode.
+    - (task,), as in grpo: all calls of all roles in the episodes of a task. A group of one is one episode.
+
+    Recipes that compare nothing keep groups of one. Groups of another `part` have other ids (`prepare`).
 
     Raises GroupError if a group that must share one prompt has candidates of different prompts.
     """
-    numbers, distinct = codes(keys(samples, recipe.group_by))
-    members: list[list[Sample]] = [[] for _ in distinct]
-    for sample, number in zip(samples, numbers.tolist(), strict=True):
-        members[number].append(sample)
+    members_by_key: dict[Hashable, list[Sample]] = {}
+    for sample, key in zip(samples, keys(samples, recipe.group_by), strict=True):
+        members_by_key.setdefault(key, []).append(sample)
     groups: list[Group] = []
     alone = 0
-    for key, group in zip(distinct, members, strict=True):
+    for key, members in members_by_key.items():
         assert isinstance(key, tuple)
         if one_prompt(recipe):
-            _assert_one_prompt(key, group, recipe)
-        if recipe.compares and _size(group, recipe) < 2:
-            alone += len(group)
+            _require_one_prompt(key, members, recipe)
+        if recipe.compares and _size(members, recipe) < 2:
+            alone += len(members)
         else:
-            groups.append(Group(id=_group_id(key, group, recipe, part), key=key, samples=tuple(group)))
+            groups.append(Group(id=_group_id(key, members, recipe, part), key=key, samples=tuple(members)))
     return Groups(groups=tuple(groups), left_out={"group_of_one": alone} if alone else {})
 
 
@@ -67,23 +69,24 @@ def explain_alone(recipe: Method, alone: int, total: int) -> str:
     """A text with the number of samples that are alone in their groups, the cause and the remedy."""
     share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
     if recipe.plan != "independent":
-        return f"{share} Their siblings were left out, for the reasons counted beside."
+        return f"{share} Their siblings were left out, for the other reasons that are counted."
     if one_prompt(recipe):
         return (
             f"{share} Recipe {recipe.name} compares candidates of one prompt, and independent rollouts share none "
             "after a role's first turn. Use the plan `tree`, or a recipe that compares whole rollouts (dr_mas, grpo)."
         )
     return (
-        f"{share} Recipe {recipe.name} compares the episodes of a task, and no other episode of theirs made such a "
-        "call, or it was left out. It takes two of each at least; where a role seldom acts, more of them meet (plan.k)."
+        f"{share} Recipe {recipe.name} compares the episodes of a task, and no other episode of the task has a call to "
+        "compare these with, or it was left out. If a role seldom acts, run more episodes of each task (plan.k)."
     )
 
 
 def _size(group: Sequence[Sample], recipe: Method) -> int:
+    """The number of things that a group compares: candidates of one prompt, or episodes."""
     return len(group) if one_prompt(recipe) else len({s.rollout for s in group})
 
 
-def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -> None:
+def _require_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -> None:
     """Raise GroupError if candidates of a group answer different prompts, so that a comparison would be unfair."""
     prompts = {s.prompt for s in group}
     if len(prompts) > 1:

@@ -11,29 +11,29 @@ from cotune.near_names import did_you_mean, near_names
 
 
 def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], recipe: Method) -> dict[str, str]:
-    """A sentence for each role on the rewards that it is trained on, as `0.5 x team`.
+    """A sentence for each role that names the rewards that it is trained on, with their weights: `0.5 x team`.
 
-    `own` are the components that a role's scorer returned (none without a scorer), `outcome` the components of the
-    episodes.
+    `own` has the names of the components that each role's scorer returned (none without a scorer), and `outcome` the
+    names of the components of the episodes.
     """
     if not recipe.takes_rewards:
         return dict.fromkeys(own, "learns from the teacher; rewards count for nothing")
-    how = recipe.attribution
+    attribution = recipe.attribution
     sentences: dict[str, str] = {}
     for role, names in own.items():
         weights: dict[str, float] = {}
-        if how.own:
-            weights = {name: weight_of(name, role, how) for name in sorted(names)}
+        if attribution.own:
+            weights = {name: weight_of(name, role, attribution) for name in sorted(names)}
         outcome_weights: dict[str, float] = {}
-        if how.outcome:
+        if attribution.outcome:
             for name in sorted(set(outcome) - weights.keys()):  # a component of both counts once, as the scorer's
-                outcome_weights[name] = weight_of(name, role, how, outcome=True)
+                outcome_weights[name] = weight_of(name, role, attribution, outcome=True)
 
         sources: list[str] = []
-        if scored := _weighted_names(weights):
-            sources.append(f"{scored} (its scorer)")
-        if ended := _weighted_names(outcome_weights):
-            sources.append(f"{ended} (the episode's outcome)")
+        if weighted_scores := _weighted_names(weights):
+            sources.append(f"{weighted_scores} (its scorer)")
+        if weighted_outcome := _weighted_names(outcome_weights):
+            sources.append(f"{weighted_outcome} (the episode's outcome)")
         sentence = f"learns from {' and '.join(sources) or 'nothing'}"
         without_weight = [name for name, weight in [*weights.items(), *outcome_weights.items()] if weight == 0]
         if without_weight:
@@ -43,15 +43,15 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
 
 
 def scorers_unused(own: Mapping[str, Collection[str]], recipe: Method) -> tuple[str, str]:
-    """A note that rewards of scorers do not train any role, and the remedy; both empty if they do, or if there are
-    none."""
-    how = recipe.attribution
-    scored = sorted(role for role, names in own.items() if names)
-    if not scored or how.own or how.gates or not recipe.takes_rewards:
+    """A note that rewards of scorers do not train any role, and the remedy; both empty if they do, or if no scorer
+    returned a reward. `own` has the names of the components that each role's scorer returned."""
+    roles_with_scorer = sorted(role for role, names in own.items() if names)
+    uses_scores = recipe.attribution.own or recipe.attribution.gates
+    if not roles_with_scorer or uses_scores or not recipe.takes_rewards:
         return "", ""
     return (
-        f"the rewards of the scorers of {', '.join(scored)} are shown and train no role: recipe {recipe.name} takes "
-        "the outcome of whole episodes alone.",
+        f"the rewards of the scorers of {', '.join(roles_with_scorer)} are shown and train no role: recipe "
+        f"{recipe.name} takes the outcome of whole episodes alone.",
         "Use --plan tree to train on it, or remove these scorers, for which every call waits.",
     )
 
@@ -78,9 +78,10 @@ def unknown_names(
     notes on rewards that no episode had. For the arguments see `learns_from`; `roles` are all roles."""
     errors: list[ConfigError] = []
     notes: list[str] = []
-    for setting, name, known in _unknown_settings(recipe, set().union(*own.values()), outcome, roles):
-        near = did_you_mean(near_names(name, known))
-        seen = ", ".join(known)
+    scored = set().union(*own.values())
+    for setting, name, existing in _unknown_settings(recipe, scored, outcome, roles):
+        near = did_you_mean(near_names(name, existing))
+        existing_names = ", ".join(existing)
         # A user names weights; all other names come with the recipe, and the application has to follow them.
         field = "rewards.weights"
         value = name
@@ -91,15 +92,19 @@ def unknown_names(
             subject = f"has {name!r} in `{setting}`, which is"
         if setting == "mean_range_roles":
             remedy = f"{near} Name the role so, or list it under `roles` if it shows only on some tasks.".strip()
-            errors.append(ConfigError(field, value, f"{subject} not a role of the application: {seen}", remedy))
+            errors.append(
+                ConfigError(field, value, f"{subject} not a role of the application: {existing_names}", remedy)
+            )
         elif near:
             remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
-            errors.append(ConfigError(field, value, f"{subject} not a reward that was returned: {seen}", remedy))
-        else:
-            metric = "; `success` is a metric, return a reward under another name" if name == "success" else ""
-            notes.append(
-                f"{setting} names {name!r}, a reward that no episode had so far: it changes nothing there{metric}"
+            errors.append(
+                ConfigError(field, value, f"{subject} not a reward that was returned: {existing_names}", remedy)
             )
+        else:
+            note = f"{setting} names {name!r}, a reward that no episode had so far: it changes nothing there"
+            if name == "success":
+                note += "; `success` is a metric, return a reward under another name"
+            notes.append(note)
     return errors, notes
 
 
@@ -111,9 +116,9 @@ def _unknown_settings(
     `scored` are the names of rewards that scorers give, and `outcome` those that the workflow returns. While both are
     empty, no name of a reward is refused.
     """
-    weighing = recipe.loss.entropy_by
-    if outcome and weighing and weighing not in outcome:
-        yield "entropy_by", weighing, sorted(outcome)
+    entropy_by = recipe.loss.entropy_by
+    if outcome and entropy_by and entropy_by not in outcome:
+        yield "entropy_by", entropy_by, sorted(outcome)
     returned = sorted({*outcome, *scored})
     for gate in dict.fromkeys(recipe.attribution.gates):
         if returned and gate not in returned:
@@ -128,7 +133,7 @@ def _unknown_settings(
 
 
 def _weighted_names(weights: Mapping[str, float]) -> str:
-    """In the form `team, 0.5 x local`, without components of weight 0."""
+    """The names of components with their weights, as `team, 0.5 x local`, without components of weight 0."""
     texts: list[str] = []
     for name, weight in weights.items():
         if weight == 1:

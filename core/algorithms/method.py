@@ -78,7 +78,8 @@ class Method:
                 f"Use --plan replay, or recipe {USUAL[plan]}.",
             )
         changed = self.replaced(plan=plan)
-        if plan != "independent" and not self.takes_rewards:  # nothing is compared
+        if plan != "independent" and not self.takes_rewards:
+            # A teacher scores the samples, so the method's groups and rewards, for another plan, do not matter.
             changed.group_by = PROMPT_KEY
             changed.attribution = Attribution()
         elif plan != "tree" and self.plan == "tree":
@@ -159,7 +160,7 @@ class Method:
 
 
 class Outcome(Method):
-    """The outcome of episodes, for evaluations of anything that is not a run."""
+    """The reward is the outcome of the episode. For evaluations of anything that is not a run."""
 
     name = "outcome"
     group_by = PROMPT_KEY

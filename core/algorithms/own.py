@@ -54,16 +54,16 @@ def advantages_of(method: Method, step: Step, rewards: Floats) -> Floats:
     return advantages
 
 
-def _checked_array(method: Method, function: Callable[..., Any], step: Step, *more: Floats) -> Floats:
-    """The array that `rewards` or `advantages` of a method return for a step, [n].
+def _checked_array(method: Method, function: Callable[..., Any], step: Step, *rewards: Floats) -> Floats:
+    """The result of `method.rewards(step)` or `method.advantages(step, rewards)`, [n]; `function` is one of the two.
 
     For a method of the user, errors and arrays of the wrong shape become GroupError, with the place in the user's code.
     """
     if not method.is_own:
-        return np.asarray(function(step, *more), np.float64)
+        return np.asarray(function(step, *rewards), np.float64)
     name = function.__name__
     try:
-        values = np.asarray(function(step, *more), np.float64)
+        values = np.asarray(function(step, *rewards), np.float64)
     except CotuneError:
         raise
     except Exception as error:

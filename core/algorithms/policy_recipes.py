@@ -76,8 +76,11 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return by_equal((self.of_role(role), role) for role in roles)
 
     def able(self, scorers: Iterable[str]) -> list[str] | None:
-        """The roles that can be trained; None if all can. Under a tree plan a role needs a scorer, or a policy that
-        takes no rewards."""
+        """The roles that can be trained; None if all can.
+
+        Under a tree plan a role needs a scorer, or a policy that takes no rewards. `scorers` are the roles that have a
+        scorer.
+        """
         if self.run.plan != "tree" or not any(recipe.takes_rewards for recipe in self.every):
             return None
         without_rewards = [role for role in self.roles if not self.of_role(role).takes_rewards]
@@ -93,28 +96,31 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         """Divide the samples by the recipe that trains them. Returns for each recipe a name ("" for the run's recipe),
         the recipe, and the indices of its samples.
         """
-        parts: list[tuple[str, Method, list[int]]] = []
-        indices_of_policy: dict[str, list[int]] = {}
-        for recipe, policies in self.parts:
-            indices: list[int] = []
-            parts.append(("+".join(policies) if parts else "", recipe, indices))
-            # Policies with the same recipe share one list, which the loop below fills.
-            indices_of_policy |= dict.fromkeys(policies, indices)
         # The first part has the run's recipe, which also trains the policies that no [[policy]] table names.
-        _, _, indices_of_run = parts[0]
+        part_of_policy: dict[str, int] = {}
+        for number, (_, policies) in enumerate(self.parts):
+            part_of_policy |= dict.fromkeys(policies, number)
+        indices: list[list[int]] = [[] for _ in self.parts]
         for i, sample in enumerate(samples):
-            indices_of_policy.get(sample.policy.name, indices_of_run).append(i)
-        return parts
+            indices[part_of_policy.get(sample.policy.name, 0)].append(i)
+
+        split: list[tuple[str, Method, list[int]]] = []
+        for number, (recipe, policies) in enumerate(self.parts):
+            name = "+".join(policies) if number > 0 else ""
+            split.append((name, recipe, indices[number]))
+        return split
 
 
 def check_together(recipes: Recipes) -> None:
     """Raise ConfigError for a recipe that needs the advantages of all roles while other roles have another recipe."""
-    if len(recipes.every) > 1:
-        for recipe, policies in recipes.parts:
-            if recipe.needs_all_roles:
-                of = f"of policy {', '.join(policies)} " if policies else ""
-                fault = f"{of}needs the advantages of the other roles, whose policies have another recipe"
-                raise ConfigError("policy.recipe", recipe.name, fault, "Give it to all policies: set `recipe` alone.")
+    if len(recipes.every) == 1:
+        return
+    for recipe, policies in recipes.parts:
+        if recipe.needs_all_roles:
+            owner = f"of policy {', '.join(policies)} " if policies else ""
+            fault = f"{owner}needs the advantages of the other roles, whose policies have another recipe"
+            remedy = "Use it for all policies: set only the run's `recipe`, and none in [[policy]] tables."
+            raise ConfigError("policy.recipe", recipe.name, fault, remedy)
 
 
 def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
@@ -123,8 +129,9 @@ def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
     for _, recipe, indices in recipes.split(collected.samples):
         samples = [collected.samples[i] for i in indices]
         # Answers of other calls help to compute the rewards. They come last, and are cut off again.
-        around = _answers_around(collected.samples, samples, recipe, collected.others)
-        rewards[indices] = rewards_of(recipe, recipe.step([*samples, *around]))[: len(samples)]
+        other_answers = _other_answers(collected.samples, samples, recipe, collected.others)
+        all_rewards = rewards_of(recipe, recipe.step([*samples, *other_answers]))
+        rewards[indices] = all_rewards[: len(samples)]
     return rewards
 
 
@@ -147,15 +154,15 @@ def prepare_each(
         # Empty parts are skipped, except the run's: a step without any sample still needs one result.
         if not of_recipe and part:
             continue
-        around = _answers_around(samples, of_recipe, recipe, others)
-        prepared = prepare(of_recipe, recipe, state, context=context, others=around, part=part)
+        other_answers = _other_answers(samples, of_recipe, recipe, others)
+        prepared = prepare(of_recipe, recipe, state, context=context, others=other_answers, part=part)
         parts.append(prepared)
         state = prepared.state
     return parts[0] if len(parts) == 1 else _join_parts(parts)
 
 
 def _join_parts(parts: Sequence[Prepared]) -> Prepared:
-    """The parts of a step as one."""
+    """Join the results of `prepare` for the parts of one step."""
     samples: list[Sample] = []
     trained: list[Sample] = []
     groups: list[Group] = []
@@ -192,7 +199,7 @@ def _join_parts(parts: Sequence[Prepared]) -> Prepared:
     )
 
 
-def _answers_around(
+def _other_answers(
     samples: Sequence[Sample], of_recipe: Sequence[Sample], recipe: Method, others: Sequence[Sample]
 ) -> Sequence[Sample]:
     """The chosen answers of other calls in the same episodes, if the recipe adds their rewards to its samples'."""

@@ -103,11 +103,12 @@ def prepare(
     others: Sequence[Sample] = (),
     part: str = "",
 ) -> Prepared:
-    """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
+    """Compute the rewards and advantages of samples by a recipe, and leave out the samples that are not trained on.
 
-    `others` are the other answers in the episodes (`Collected.others`). A policy whose advantages are all zero has no
-    signal: its samples are left out, unless the loss moves the policy anyway. `part` names the samples
-    if other samples of the step have another recipe; each part has its own groups and moving averages.
+    Every sample that is left out is counted by reason. `others` are the other answers in the episodes
+    (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
+    loss moves the policy anyway. If policies of the step have different recipes, `part` names the samples of this
+    recipe (`Recipes.split`); each part has its own groups and moving averages.
 
     Raises GroupError if a group that must share one prompt has candidates of different prompts, and if more than half
     of the candidates of independent rollouts are alone under a recipe that compares candidates of one prompt.
@@ -116,24 +117,24 @@ def prepare(
     filters = recipe.filters
     left_out: Counter[str] = Counter()
 
-    # One reward for each sample. A sample without one, or whose roles tie, is in no group.
-    every = [*samples, *others]
-    step = recipe.step(every, state, part)
+    # 1. One reward for each sample. A sample without one, or whose roles tie, is in no group.
+    samples_and_others = [*samples, *others]
+    step = recipe.step(samples_and_others, state, part)
     all_rewards = rewards_of(recipe, step)
-    rewards = all_rewards[: len(samples)]
-    shown = _known_rewards(samples, every, rewards)
-    _require_small(samples, rewards)
-    has_reward = ~np.isnan(rewards) & ~step.unknown[: len(samples)]
-    if not recipe.takes_rewards:  # a teacher, or the policy itself, scores these samples
+    known_rewards = _known_rewards(samples, samples_and_others, all_rewards[: len(samples)])
+    _require_small(samples, all_rewards[: len(samples)])
+    if recipe.takes_rewards:
+        has_reward = ~(np.isnan(all_rewards) | step.unknown)[: len(samples)]
+    else:  # a teacher, or the policy itself, scores these samples
         all_rewards = np.nan_to_num(all_rewards)
-        rewards = all_rewards[: len(samples)]
         has_reward = np.ones(len(samples), np.bool_)
+    rewards = all_rewards[: len(samples)]
     ties = np.zeros(len(samples), np.bool_)
     if filters.ties:
         ties = has_reward & tied(samples, rewards)
     left_out.update(missing_reward=int((~has_reward).sum()), tie=int(ties.sum()))
 
-    # Groups. Calls after the fork of a branch have no group; they get the advantage of their branch's candidate below.
+    # 2. Groups. Calls after the fork of a branch have no group; stage 4 gives them an advantage.
     usable = [samples[i] for i in np.flatnonzero(has_reward & ~ties)]
     continuing = [sample for sample in usable if sample.continues]
     built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
@@ -143,7 +144,7 @@ def prepare(
         warnings += _lacking_component_warnings(step)
     warnings += _lone_candidates_warning(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
-    # Whole groups are filtered before the advantages are computed.
+    # 3. Whole groups are filtered before the advantages are computed.
     index_of = {sample.id: i for i, sample in enumerate(samples)}
     indices_of_groups: list[Codes] = []
     for group in built.groups:
@@ -159,7 +160,7 @@ def prepare(
         else:
             left_out[reason] += len(group.samples)
 
-    # Advantages of the remaining groups. Each later call of a branch has the advantage of the candidate at its fork.
+    # 4. Advantages of the remaining groups. Each later call of a branch has the advantage of the candidate at its fork.
     step.groups = compared
     advantages = advantages_of(recipe, step, all_rewards).tolist()
     weighed = [_Weighed(samples[i], advantages[i]) for indices in compared for i in indices]
@@ -170,17 +171,13 @@ def prepare(
         else:
             left_out["continuation"] += 1
 
+    # 5. Single samples are filtered by their advantages. Alignment leaves some out and repeats others.
     _filter_samples(weighed, groups, recipe, context)
     rows = [row for row in weighed if not row.reason]
-
-    # Alignment repeats some samples and leaves others out.
     if filters.align_to is not None:
-        aligned = align_call_counts([row.sample for row in rows], filters.align_to)
-        for i in set(range(len(rows))).difference(aligned):
-            rows[i].reason = "beyond_alignment"
-        rows = [rows[i] for i in aligned]
+        rows = _align_rows(rows, filters.align_to)
 
-    # A sample without an advantage teaches nothing: it counts only in the denominators of the loss.
+    # 6. A sample without an advantage teaches nothing: it counts only in the denominators of the loss.
     moves_alone = recipe.loss.moves_alone
     for row in weighed:
         if row.reason:
@@ -192,11 +189,13 @@ def prepare(
         samples=tuple(row.sample for row in rows),
         advantages=np.array([row.advantage for row in rows], np.float64),
         trained=trained,
-        groups=_of_these(groups, trained),
+        groups=_trim_groups(groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, shown, built.groups, stats, trained, recipe.attribution, context.task_weights),
-        reward=mean_over_tasks(means_by_task(samples, shown), context.task_weights),
-        rewarded=int((~np.isnan(shown)).sum()),
+        roles=_role_stats(
+            samples, known_rewards, built.groups, stats, trained, recipe.attribution, context.task_weights
+        ),
+        reward=mean_over_tasks(means_by_task(samples, known_rewards), context.task_weights),
+        rewarded=int((~np.isnan(known_rewards)).sum()),
         reached=_last_stages(samples, has_reward, ties, built.groups, stats.flat),
         warnings=tuple(warnings),
         state=step.state,
@@ -214,7 +213,7 @@ class _Weighed:
 
 
 def _filter_samples(weighed: Sequence[_Weighed], groups: Sequence[Group], recipe: Method, context: StepContext) -> None:
-    """Set the first reason to leave out each sample. `groups` are the groups that are trained on."""
+    """Set `reason` of the samples to leave out, each to the first reason. `groups` are the groups that are compared."""
     for row in weighed:
         row.reason = sample_reason(row.sample, row.advantage, recipe.filters)
     if recipe.filters.top_entropy is not None:
@@ -234,7 +233,18 @@ def _filter_samples(weighed: Sequence[_Weighed], groups: Sequence[Group], recipe
             row.reason = "frozen_step"
 
 
-def _of_these(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Group, ...]:
+def _align_rows(rows: Sequence[_Weighed], most: int) -> list[_Weighed]:
+    """Train a role on the same number of calls of each episode of a task, at most `most` (`align_call_counts`).
+
+    Returns the rows to train on, some of them twice or more. Rows that are left out get a reason.
+    """
+    indices = align_call_counts([row.sample for row in rows], most)
+    for i in set(range(len(rows))).difference(indices):
+        rows[i].reason = "beyond_alignment"
+    return [rows[i] for i in indices]
+
+
+def _trim_groups(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Group, ...]:
     """The groups with only their trained samples; groups without any are left out."""
     ids = {sample.id for sample in trained}
     trimmed: list[Group] = []
@@ -289,26 +299,34 @@ def train_rows(
 
 def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
     """Raise GroupError if a reward is too large for training."""
-    for i in np.flatnonzero(np.abs(rewards) > LARGEST_REWARD)[:1]:
-        sample = samples[i]
-        named = ", ".join(f"{name} {value:g}" for name, value in {**sample.outcome, **sample.rewards}.items())
-        raise GroupError(
-            f"Role {sample.role!r} has a reward of {rewards[i]:g} on task {sample.task!r} ({named}, before weights), "
-            "which the 32-bit numbers of training cannot hold.",
-            f"Weighed, rewards must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}: return smaller ones, or "
-            "lower `weights`.",
-        )
+    too_large = np.flatnonzero(np.abs(rewards) > LARGEST_REWARD)
+    if len(too_large) == 0:
+        return
+    sample = samples[too_large[0]]
+    reward = rewards[too_large[0]]
+    components = ", ".join(f"{name} {value:g}" for name, value in {**sample.outcome, **sample.rewards}.items())
+    raise GroupError(
+        f"Role {sample.role!r} has a reward of {reward:g} on task {sample.task!r} ({components}, before weights), "
+        "which the 32-bit numbers of training cannot hold.",
+        f"Weighed, rewards must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}: return smaller ones, or "
+        "lower `weights`.",
+    )
 
 
 def _missing_reward_warnings(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
     """A warning for each role without a single usable reward: its set-up is wrong, as this is not chance."""
-    rewarded = {samples[i].role for i in np.flatnonzero(has_reward)}
-    for role in sorted({sample.role for sample in samples} - rewarded):
-        scored = sorted({name for s in samples if s.role == role for name in s.rewards})
-        outcome = sorted({name for s in samples if s.role == role for name in s.outcome})
+    roles_with_reward = {samples[i].role for i in np.flatnonzero(has_reward)}
+    for role in sorted({sample.role for sample in samples} - roles_with_reward):
+        of_candidates: set[str] = set()
+        of_episodes: set[str] = set()
+        for sample in samples:
+            if sample.role == role:
+                of_candidates.update(sample.rewards)
+                of_episodes.update(sample.outcome)
         yield (
-            f"Role {role!r} has no reward that the recipe uses. Its candidates carry {scored or 'none'}, its episodes "
-            f"{outcome or 'none'}. Add a scorer for it, or name its components in `weights`."
+            f"Role {role!r} has no reward that the recipe uses. Its candidates carry "
+            f"{sorted(of_candidates) or 'none'}, its episodes {sorted(of_episodes) or 'none'}. Add a scorer for it, or "
+            "name its components in `weights`."
         )
 
 
@@ -354,19 +372,26 @@ def _lone_candidates_warning(recipe: Method, alone: int, total: int) -> Iterable
 
 def group_spread(groups: Sequence[Group], rewards: Sequence[Floats], recipe: Method) -> Spread:
     """Spread of the rewards in each group; `rewards` has an array for each group, in the order of its samples."""
-    members = [sample for group in groups for sample in group.samples]
-    sizes = np.array([len(group.samples) for group in groups], np.int64)
-    values: Floats = np.concatenate([np.zeros(0), *rewards])
-    return spread(units(members, values, np.repeat(np.arange(len(groups)), sizes), recipe.unit), len(groups))
+    members: list[Sample] = []
+    group_of_member: list[int] = []
+    for number, group in enumerate(groups):
+        members += group.samples
+        group_of_member += [number] * len(group.samples)
+    reward_of_member: Floats = np.concatenate([np.zeros(0), *rewards])  # without groups there is nothing to join
+    counted = units(members, reward_of_member, np.array(group_of_member, np.int64), recipe.unit)
+    return spread(counted, len(groups))
 
 
-def _known_rewards(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
-    """`rewards` [n] without unknown ones: if no episode ended well, `lowest` gives no reward for a failure."""
-    if any(sample.failure is None for sample in every):
+def _known_rewards(samples: Sequence[Sample], samples_and_others: Sequence[Sample], rewards: Floats) -> Floats:
+    """The rewards that figures show, [n]: `rewards`, with NaN for the failures that stand for no real reward.
+
+    With "lowest" a failed episode has the lowest reward of the finished episodes. If no episode finished, that is only
+    a placeholder.
+    """
+    if any(sample.failure is None for sample in samples_and_others):
         return rewards
-    # There is no lowest reward of a finished episode to take.
-    unknown = np.array([s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples], np.bool_)
-    return np.where(unknown, np.nan, rewards)
+    is_placeholder = [s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples]
+    return np.where(np.array(is_placeholder, np.bool_), np.nan, rewards)
 
 
 def _role_stats(
@@ -382,9 +407,9 @@ def _role_stats(
 
     `reward` is the reward of each sample, [n], and `stats` the spread of each group.
     """
-    of_role: dict[str, list[int]] = {}
+    samples_of_role: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
-        of_role.setdefault(sample.role, []).append(i)
+        samples_of_role.setdefault(sample.role, []).append(i)
     groups_of_role: dict[str, set[int]] = {}
     for number, group in enumerate(groups):
         # A group of one has no spread.
@@ -392,41 +417,45 @@ def _role_stats(
             for member in group.samples:
                 groups_of_role.setdefault(member.role, set()).add(number)
     trained_of_role = Counter(sample.role for sample in trained)
-    loses_by_length = overlong_penalties(samples, attribution) > 0
+    has_penalty = overlong_penalties(samples, attribution) > 0
     deviation = np.sqrt(stats.variance)
 
-    result: dict[str, RoleStats] = {}
-    for role, places in of_role.items():
-        numbers = sorted(groups_of_role.get(role, ()))
-        means = means_by_task([samples[i] for i in places], reward[places])
+    stats_of_role: dict[str, RoleStats] = {}
+    for role, indices in samples_of_role.items():
+        means = means_by_task([samples[i] for i in indices], reward[indices])
         mean = mean_over_tasks(means, task_weights)
-        result[role] = RoleStats(
-            samples=len(places),
+        group_numbers = sorted(groups_of_role.get(role, ()))
+        mean_deviation = zero_variance = math.nan
+        if group_numbers:
+            mean_deviation = float(deviation[group_numbers].mean())
+            zero_variance = float(stats.flat[group_numbers].mean())
+        stats_of_role[role] = RoleStats(
+            samples=len(indices),
             kept=trained_of_role[role],
             reward=math.nan if mean is None else mean,
-            groups=len(numbers),
-            group_spread=float(deviation[numbers].mean()) if numbers else math.nan,
-            zero_variance=float(stats.flat[numbers].mean()) if numbers else math.nan,
-            truncated=float(np.mean([samples[i].truncated for i in places])),
-            overlong=float(loses_by_length[places].mean()),
+            groups=len(group_numbers),
+            group_spread=mean_deviation,
+            zero_variance=zero_variance,
+            truncated=float(np.mean([samples[i].truncated for i in indices])),
+            overlong=float(has_penalty[indices].mean()),
         )
-    return result
+    return stats_of_role
 
 
 def means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float]:
     """The mean reward of each task over its samples with a reward; tasks without any are left out."""
-    of_task: dict[str, list[float]] = {}
+    rewards_of_task: dict[str, list[float]] = {}
     for sample, reward in zip(samples, rewards.tolist(), strict=True):
         if not math.isnan(reward):
-            of_task.setdefault(sample.task, []).append(reward)
-    return {task: fmean(values) for task, values in of_task.items()}
+            rewards_of_task.setdefault(sample.task, []).append(reward)
+    return {task: fmean(values) for task, values in rewards_of_task.items()}
 
 
 def mean_over_tasks(means: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
-    """The weighted mean of the tasks' means; None if all weights are 0."""
-    total = weight_of_all = 0.0
+    """The mean over tasks of their means, by weight (None: all tasks weigh the same). None if all weights are 0."""
+    weighted_sum = total_weight = 0.0
     for task, mean in means.items():
         weight = 1.0 if weights is None else weights.get(task, 0.0)
-        total += weight * mean
-        weight_of_all += weight
-    return total / weight_of_all if weight_of_all else None
+        weighted_sum += weight * mean
+        total_weight += weight
+    return weighted_sum / total_weight if total_weight else None

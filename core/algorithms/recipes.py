@@ -34,16 +34,12 @@ PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
 
 
-def _require(holds: bool, field: str, value: object, fault: str, remedy: str = "") -> None:
-    if not holds:
-        raise ConfigError(field, value, fault, remedy)
-
-
 def _check_shares(settings: object, *names: str) -> None:
     """Raise ConfigError for a field that is not between 0 and 1."""
     for name in names:
         value = getattr(settings, name)
-        _require(0.0 <= value <= 1.0, name, value, "must be between 0 and 1")
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(name, value, "must be between 0 and 1")
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,16 +77,16 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ConfigError for penalties that are negative or have no effect."""
         check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
-        has_penalty = self.overlong_penalty > 0
-        fault = "has no effect, as overlong_penalty is 0"
-        _require(not self.overlong_buffer or has_penalty, "overlong_buffer", self.overlong_buffer, fault, "Set both.")
-        _require(
-            not self.timeout_penalty or self.outcome,
-            "timeout_penalty",
-            self.timeout_penalty,
-            "is taken from outcomes, and these candidates answer for their own rewards alone, as under a tree plan",
-            "Use drop_timed_out, or --plan independent.",
-        )
+        if self.overlong_buffer and self.overlong_penalty == 0:
+            fault = "has no effect, as overlong_penalty is 0"
+            raise ConfigError("overlong_buffer", self.overlong_buffer, fault, "Set both.")
+        if self.timeout_penalty and not self.outcome:
+            raise ConfigError(
+                "timeout_penalty",
+                self.timeout_penalty,
+                "is taken from outcomes, and these candidates answer for their own rewards alone, as under a tree plan",
+                "Use drop_timed_out, or --plan independent.",
+            )
 
 
 OUTCOME = Attribution(own=False, outcome=True)
@@ -132,7 +128,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("top_entropy", "keep_groups"):
             share = getattr(self, name)
-            _require(share is None or 0.0 < share <= 1.0, name, share, "must be a share above 0 and up to 1")
+            if share is not None and not 0.0 < share <= 1.0:
+                raise ConfigError(name, share, "must be a share above 0 and up to 1")
         check_bounds(self, "align_to", least=1)
 
 
@@ -211,21 +208,27 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self, "clip_high", "kl", least=0)
         check_bounds(self, "critic_lr", "tis_cap")
         check_bounds(self, "constant_length", least=1)
-        sees = self.critic_sees
-        _require(self.critic or not sees, "critic_sees", sees, "needs a critic", "Set critic=True too.")
-        sees = self.teacher_sees
-        taught = self.kl_to != "untrained"
-        _require(taught or not sees, "teacher_sees", sees, "needs a teacher", "Use recipe distill or self_distill.")
-        alone = "needs teacher_sees: the policy would teach itself what it says anyway"
-        _require(self.kl_to != "self" or bool(sees), "kl_to", self.kl_to, alone, "Set teacher_sees = feedback.")
-        clip = self.dual_clip
-        _require(clip is None or clip > 1.0, "dual_clip", clip, "must be a number above 1")
-        bounds = self.mask_range
-        remedy = "Set mask to token, sequence or geometric."
-        _require(self.mask != "none" or bounds is None, "mask_range", bounds, "has no effect, as mask is none", remedy)
-        is_pair = bounds is None or (isinstance(bounds, tuple | list) and len(bounds) == 2)
-        is_range = is_pair and 0.0 <= self.mask_bounds[0] < self.mask_bounds[1]
-        _require(is_range, "mask_range", bounds, "must be two numbers, 0 or more, the lower one first")
+        if self.critic_sees and not self.critic:
+            raise ConfigError("critic_sees", self.critic_sees, "needs a critic", "Set critic=True too.")
+        if self.teacher_sees and self.kl_to == "untrained":
+            remedy = "Use recipe distill or self_distill."
+            raise ConfigError("teacher_sees", self.teacher_sees, "needs a teacher", remedy)
+        if self.kl_to == "self" and not self.teacher_sees:
+            fault = "needs teacher_sees: the policy would teach itself what it says anyway"
+            raise ConfigError("kl_to", self.kl_to, fault, "Set teacher_sees = feedback.")
+        if self.dual_clip is not None and not self.dual_clip > 1.0:
+            raise ConfigError("dual_clip", self.dual_clip, "must be a number above 1")
+        if self.mask_range is not None:
+            self._check_mask_range(self.mask_range)
+
+    def _check_mask_range(self, bounds: tuple[float, float]) -> None:
+        if self.mask == "none":
+            remedy = "Set mask to token, sequence or geometric."
+            raise ConfigError("mask_range", bounds, "has no effect, as mask is none", remedy)
+        # A user's method sets it in code, where nothing has checked the type.
+        is_pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+        if not is_pair or not 0.0 <= bounds[0] < bounds[1]:
+            raise ConfigError("mask_range", bounds, "must be two numbers, 0 or more, the lower one first")
 
     @property
     def mask_bounds(self) -> tuple[float, float]:

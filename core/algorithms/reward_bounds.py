@@ -33,7 +33,7 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
         roles &= trained
     bounds: list[Bounds] = []
     for role in sorted(roles):
-        if role in goal.taught:  # it has the reward that the episode has for the other roles
+        if role in goal.taught:  # its reward is the mean of the other roles' rewards
             continue
         of_role = _bounds_of_role(role, goal.of_role(role), played)
         if of_role is None:
@@ -47,11 +47,11 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
 
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
-    """Bounds of the reward of one role with this goal."""
-    how = goal.attribution
+    """Bounds of the reward of one role with this goal, or None if they are not known."""
+    attribution = goal.attribution
     adds_up = goal.method.to_go or goal.method.joins_roles
-    penalties = how.overlong_penalty or how.timeout_penalty
-    if adds_up or penalties or how.gates or how.absent is not None:
+    has_penalties = attribution.overlong_penalty or attribution.timeout_penalty
+    if adds_up or has_penalties or attribution.gates or attribution.absent is not None:
         return None
 
     # 1. The components of the role's answers.
@@ -59,21 +59,22 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
     for episode in played:
         answers += [sample.rewards for sample in episode.samples if sample.role == role]
     own: Bounds | None = (0.0, 0.0)
-    if how.own:
-        own = _bounds_of_sum(answers, role, how, goal.bounds.get(role), outcome=False)
-    if own is None or not how.outcome:
+    if attribution.own:
+        own = _bounds_of_sum(answers, role, attribution, goal.bounds.get(role), outcome=False)
+    if own is None or not attribution.outcome:
         return own
 
-    # 2. The outcome of its episodes. A component that the answers also have counts only there.
+    # 2. The outcome of its episodes. A component that the answers also have counts only there. If only some answers
+    #    have it, some groups take it from the answers and others from the outcome, so the bounds are not known.
     in_answers: set[str] = set()
-    if how.own:
+    if attribution.own:
         in_answers = _names(answers)
         if any(in_answers - components.keys() for components in answers):
             return None
     outcomes: list[Mapping[str, float]] = []
     for episode in played:
         outcomes.append({name: value for name, value in episode.outcome.items() if name not in in_answers})
-    outcome = _bounds_of_sum(outcomes, role, how, None, outcome=True)
+    outcome = _bounds_of_sum(outcomes, role, attribution, declared=None, outcome=True)
     if outcome is None:
         return None
     failure = _failure_bound(goal)
@@ -91,11 +92,17 @@ def _failure_bound(goal: Goal) -> float | None:
 
 
 def _names(rewards: Sequence[Mapping[str, float]]) -> set[str]:
+    """The names of all components."""
     return set().union(*rewards)
 
 
 def _bounds_of_sum(
-    rewards: Sequence[Mapping[str, float]], role: str, how: Attribution, declared: Bounds | None, *, outcome: bool
+    rewards: Sequence[Mapping[str, float]],
+    role: str,
+    attribution: Attribution,
+    declared: Bounds | None,
+    *,
+    outcome: bool,
 ) -> Bounds | None:
     """The lowest and highest value that a weighted sum of reward components can have; None if a component has unknown
     bounds.
@@ -105,14 +112,14 @@ def _bounds_of_sum(
     """
     low = high = 0.0
     for name in sorted(_names(rewards)):
-        weight = weight_of(name, role, how, outcome=outcome)
+        weight = weight_of(name, role, attribution, outcome=outcome)
         if weight == 0.0:
             continue
         values = [components[name] for components in rewards if name in components]
-        bounds = SHARE if declared is None else declared
-        if not all(bounds[0] <= value <= bounds[1] for value in values):
+        lowest, highest = SHARE if declared is None else declared
+        if not all(lowest <= value <= highest for value in values):
             return None
-        ends = [weight * bounds[0], weight * bounds[1]]
+        ends = [weight * lowest, weight * highest]
         if len(values) < len(rewards):
             ends.append(0.0)  # a sample without the component
         low += min(ends)

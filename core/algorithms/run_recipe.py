@@ -3,7 +3,6 @@ episodes."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,8 +36,8 @@ from cotune.storage.run_layout import RunLayout, is_run, read_run
 class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
     """Recorded episodes under a recipe: candidates with advantages, groups with their weighted rewards [n].
 
-    `prepared` is None if the recipe cannot be applied; `problems` then has the reason. `left_out` counts the candidates
-    left out in both stages by reason, out of `candidates`.
+    `prepared` is None if the recipe cannot be applied; `problems` then has the reason. `left_out` counts by reason the
+    candidates that `collect` and `prepare_each` leave out. `candidates` is the number of all candidates.
     """
 
     collected: Collected
@@ -57,7 +56,10 @@ def regroup(
     roles: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Regrouped:
-    """Group and weigh recorded episodes as in training step `step`. `roles` is the result of `trained_roles`."""
+    """Group the candidates of recorded episodes and compute their advantages, as in training step `step`.
+
+    `chosen` are the recipes of the policies, and `roles` the result of `trained_roles`.
+    """
 
     def recipe_of_role(role: str) -> Method:
         return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
@@ -73,17 +75,11 @@ def regroup(
     samples = collected.samples
     left_out = Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
-    unread = [method.name for method in chosen.every if method.unread]
-    names = {sample.policy.name for sample in samples}
+    frozen: set[str] = set()
+    if step is not None:
+        frozen = {sample.policy.name for sample in samples if not config.trains(sample.policy.name, step)}
     try:
-        prepared = prepare_each(
-            samples,
-            chosen,
-            context=StepContext(
-                frozen={name for name in names if step is not None and not config.trains(name, step)},
-            ),
-            others=collected.others,
-        )
+        prepared = prepare_each(samples, chosen, context=StepContext(frozen=frozen), others=collected.others)
     except GroupError as error:
         return Regrouped(
             collected=collected,
@@ -94,41 +90,47 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
+    unread = [method.name for method in chosen.every if method.unread]
     if unread:  # a command that shows a run does not run the user's code
         of_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
         prepared = msgspec.structs.replace(prepared, advantages=np.where(of_unread, np.nan, prepared.advantages))
         text = (
-            f"Rewards and advantages are those of {', '.join(unread)}, which is not run here: the advantages are not "
-            "shown, and rewards are plain sums in groups as the plan has them."
+            f"Your code for {', '.join(unread)} is not run here: the advantages are not shown, and the rewards are "
+            "plain sums in the default groups of the plan."
         )
         problems = (*problems, text)
     left_out.update(prepared.left_out)
-    rewards = attributed_each(collected, chosen).tolist()
-
-    # Groups with their rewards, also the ones that training left out. Calls after a fork have no group.
-    reward_of: dict[str, float] = {}
-    comparable: list[Sample] = []
-    for sample, reward in zip(samples, rewards, strict=True):
-        if not math.isnan(reward) and not sample.continues:
-            reward_of[sample.id] = reward
-            comparable.append(sample)
-    groups: list[tuple[Group, Floats]] = []
-    for part, method, places in chosen.split(comparable):
-        for group in build_groups([comparable[i] for i in places], method, part).groups:
-            groups.append((group, np.array([reward_of[sample.id] for sample in group.samples])))
     return Regrouped(
         collected=collected,
         prepared=prepared,
-        groups=tuple(groups),
+        groups=_groups_with_rewards(collected, chosen),
         left_out=left_out,
         candidates=candidates,
         problems=problems,
     )
 
 
+def _groups_with_rewards(collected: Collected, recipes: Recipes) -> tuple[tuple[Group, Floats], ...]:
+    """All groups with the rewards of their samples, [n], also the groups that training leaves out."""
+    reward_of: dict[str, float] = {}
+    comparable: list[Sample] = []
+    for sample, reward in zip(collected.samples, attributed_each(collected, recipes).tolist(), strict=True):
+        if not math.isnan(reward) and not sample.continues:  # calls after a fork have no group
+            reward_of[sample.id] = reward
+            comparable.append(sample)
+    groups: list[tuple[Group, Floats]] = []
+    for part, method, indices in recipes.split(comparable):
+        for group in build_groups([comparable[i] for i in indices], method, part).groups:
+            groups.append((group, np.array([reward_of[sample.id] for sample in group.samples])))
+    return tuple(groups)
+
+
 def recipes_of(store: Store) -> tuple[Recipes, str]:
-    """The run's recipes from its run.json, otherwise the usual one for the plan that the records look like; and a text
-    that names them."""
+    """The recipes that the records were made with, and a text that names them.
+
+    They are the recipes of the run that the records belong to. Records without a run get the default recipe of the plan
+    that they look like.
+    """
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
     recipes = policy_recipes(config, plan, run_code=False)
@@ -143,44 +145,52 @@ def policy_recipes(config: TrainConfig, plan: PlanKind, *, run_code: bool = True
     configuration.
     """
 
-    def resolve_recipe(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
-        """A recipe with changed settings, for the run or for one `policy`.
-
-        Errors name the field as the user wrote it: in [rewards] or [loss], or in the table of the policy.
-        """
+    def resolve(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
         if is_own(name) and not run_code:
             return Unread(name, plan)
-        try:
-            method = recipe(name, plan=plan, **settings)
-        except ConfigError as error:
-            # The recipe reports its own attribute. Name it as a field of a table in the configuration.
-            table, owner = ("policy.", f"of policy {policy} ") if policy else ("", "")
-            # No table sets the faulty field: the recipe itself does not fit the plan of the run.
-            if policy and error.field not in settings:
-                fault = f"{owner}cannot be used here: {error.field} = {error.value!r} {error.fault}"
-                remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
-                raise ConfigError("policy.recipe", name, fault, remedy) from None
-            if error.field not in settings:
-                raise
-            field = f"{table}{dotted_name(error.field)}"
-            raise ConfigError(field, error.value, f"{owner}{error.fault}", error.remedy) from None
-        kl_to = method.loss.kl_to
-        if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
-            # Teachers are opened, and runs are shown, from the configuration alone, without loading the class.
-            field, table = ("policy.recipe", "policy.loss") if policy else ("recipe", "loss")
-            fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
-            raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
-        return method
+        return _resolve_recipe(name, plan, settings, policy)
 
-    usual = config.recipe or USUAL[plan]
+    default_name = config.recipe or USUAL[plan]
     own: dict[str, Method] = {}
     roles: dict[str, str] = {}
     for policy in config.policy:
         name, settings = _recipe_settings(config, policy)
         if policy.recipe or changed_settings(policy.rewards, policy.loss):
-            own[policy.name] = resolve_recipe(name or usual, settings, policy.name)
+            own[policy.name] = resolve(name or default_name, settings, policy.name)
         roles |= dict.fromkeys(policy.roles, policy.name)
-    return Recipes(run=resolve_recipe(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
+    _, settings_of_run = _recipe_settings(config, None)
+    return Recipes(run=resolve(default_name, settings_of_run), own=own, roles=roles)
+
+
+def _resolve_recipe(name: str, plan: PlanKind, settings: Mapping[str, Any], policy: str) -> Method:
+    """A recipe with changed settings, for one `policy`, or for the run if `policy` is empty.
+
+    Raises ConfigError, which names the field as the user wrote it: in [rewards] or [loss], or in the table of the
+    policy.
+    """
+    try:
+        method = recipe(name, plan=plan, **settings)
+    except ConfigError as error:
+        owner = f"of policy {policy} " if policy else ""
+        if error.field in settings:
+            # The recipe reports its own attribute. Name it as a field of a table in the configuration.
+            field = dotted_name(error.field)
+            if policy:
+                field = f"policy.{field}"
+            raise ConfigError(field, error.value, f"{owner}{error.fault}", error.remedy) from None
+        if not policy:
+            raise
+        # No table sets the faulty field: the policy's recipe does not fit the plan of the run.
+        fault = f"{owner}cannot be used here: {error.field} = {error.value!r} {error.fault}"
+        remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
+        raise ConfigError("policy.recipe", name, fault, remedy) from None
+    kl_to = method.loss.kl_to
+    if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
+        # Teachers are opened, and runs are shown, from the configuration alone, without loading the class.
+        field, table = ("policy.recipe", "policy.loss") if policy else ("recipe", "loss")
+        fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
+        raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
+    return method
 
 
 def _recipe_settings(config: TrainConfig, policy_table: PolicyConfig | None) -> tuple[str | None, Mapping[str, Any]]:
@@ -200,14 +210,19 @@ def taught_by(config: TrainConfig, policy_table: PolicyConfig | None = None) -> 
     """The source that a policy learns from, under any plan: a "teacher", the policy it"self", or only rewards
     ("untrained"). `policy_table` is the [[policy]] table of the policy, None for a policy without one."""
     name, settings = _recipe_settings(config, policy_table)
-    usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
-    teacher: KlTo = settings.get("kl_to", usual)
-    return teacher
+    source: KlTo = "untrained"
+    if name in RECIPES:
+        source = RECIPES[name].loss.kl_to
+    if "kl_to" in settings:
+        source = settings["kl_to"]
+    return source
 
 
 def all_taught(config: TrainConfig) -> bool:
     """Whether every trained policy learns from a teacher or itself, so that rewards do not count."""
-    sources = [taught_by(config, policy) for policy in config.policy if policy.trained] or [taught_by(config)]
+    sources = [taught_by(config, policy) for policy in config.policy if policy.trained]
+    if not sources:  # no table names a trained policy, so the run's recipe trains them all
+        sources = [taught_by(config)]
     return "untrained" not in sources
 
 
@@ -221,16 +236,21 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     """The roles that the run trains in a step, each with the policy that plays it then; None (all) for records without
     a run or a step, or before the first checkpoint."""
     folder = store.folder
-    checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if _is_of_run(folder) else None
-    with contextlib.suppress(RunError):  # a damaged one
-        if checkpoint is not None and step is not None:
-            swap = config_of(store).routing.swap
-            roles: dict[str, str] = {}
-            for policy in read_policies(checkpoint):
-                if policy.kind in TRAINED:
-                    roles |= dict.fromkeys(policy.roles, policy.name)
-            return swapped_roles(roles, swap, step)
-    return None
+    if step is None or not _is_of_run(folder):
+        return None
+    checkpoint = newest_checkpoint(RunLayout(folder).checkpoints)
+    if checkpoint is None:
+        return None
+    try:
+        policies = read_policies(checkpoint)
+        swap = config_of(store).routing.swap
+    except RunError:  # a damaged checkpoint or configuration does not keep the records from being shown
+        return None
+    roles: dict[str, str] = {}
+    for policy in policies:
+        if policy.kind in TRAINED:
+            roles |= dict.fromkeys(policy.roles, policy.name)
+    return swapped_roles(roles, swap, step)
 
 
 def config_of(store: Store) -> TrainConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,11 +19,19 @@ class AdvantageState(msgspec.Struct, frozen=True):
     ema: Mapping[str, float] = {}
 
 
+class _Sources(NamedTuple):
+    """The rewards that count for a sample: its own, the outcome of its episode, and rewards of later turns."""
+
+    own: bool
+    outcome: bool
+    later_turns: bool
+
+
 class Step:
     """All samples of a step, [n], and the groups that are compared.
 
     `samples` are the candidates that are trained on and the other chosen answers of their episodes, whose rewards can
-    count for a candidate. `groups` are arrays of places in `samples`, empty until rewards are known. `tokens` are the
+    count for a candidate. `groups` are arrays of indices of `samples`, empty until rewards are known. `tokens` are the
     numbers of response tokens, [n]. Create a step with `Method.step`.
     """
 
@@ -37,19 +45,24 @@ class Step:
         *,
         to_go: bool = False,
     ) -> None:
-        """`key` is the method's `group_by`, `part` the name of the samples if the step has several recipes (`prepare`),
-        and `to_go` whether the method sums rewards over turns."""
+        """Hold the samples, without groups.
+
+        `key` is the method's `group_by`, and `to_go` says whether the method sums rewards over turns. If policies of a
+        step have different recipes, `part` names the samples that this recipe trains (`Recipes.split`).
+        """
         self.samples = samples
         self.groups: Sequence[Codes] = ()
         self.tokens: Floats = np.array([sample.tokens for sample in samples], np.float64)
+        # [n] samples without a value that the method needs besides the reward (`require`).
         self.unknown: Bools = np.zeros(len(samples), np.bool_)
+        # (role, component) that a sample of the role needs and lacks, although it has other components.
         self.lacking: frozenset[tuple[str, str]] = frozenset()
         self.state = state or AdvantageState()
         self._attribution = attribution
         self._key = key
         self._part = part
         self._to_go = to_go
-        self._weighed: dict[tuple[bool, bool, bool], Weighed] = {}
+        self._weighed: dict[_Sources, Weighed] = {}
 
     # Rewards: one number for each sample, NaN if a component that it needs is missing.
 
@@ -94,7 +107,7 @@ class Step:
         return rewards * gamma ** (end_positions - np.array(positions, np.float64))
 
     def require(self, values: Floats) -> None:
-        """Leave out samples whose value is not known (NaN), as `missing_reward`."""
+        """Leave samples out of training as `missing_reward` if their entry in `values`, [n], is NaN."""
         self.unknown = self.unknown | np.isnan(values)
 
     def outcome_missing(self, *, later_turns: bool) -> Bools:
@@ -104,14 +117,14 @@ class Step:
 
     def _weigh(self, *, own: bool, outcome: bool, later_turns: bool = False) -> Weighed:
         """Weighted rewards of all samples, computed once for each combination of sources."""
-        arguments = own, outcome, later_turns
-        if arguments not in self._weighed:
+        sources = _Sources(own=own, outcome=outcome, later_turns=later_turns)
+        if sources not in self._weighed:
             weighed = weigh_rewards(
                 self.samples, self._attribution, self._key, own=own, outcome=outcome, later_turns=later_turns
             )
-            self._weighed[arguments] = weighed
+            self._weighed[sources] = weighed
             self.lacking |= weighed.lacking
-        return self._weighed[arguments]
+        return self._weighed[sources]
 
     def _counts(self) -> Bools:
         """Whether any component counts for each sample, in `rewards` or, by `Method.to_go`, in `rewards_to_go`. [n]"""
@@ -133,9 +146,10 @@ class Step:
         return [np.array(indices, np.int64) for indices in members.values()]
 
     def by_episode(self, rewards: Floats, group: Codes) -> tuple[Floats, Codes]:
-        """The mean reward of each episode in a group, [episodes], and the episode of each of its samples, [samples]."""
-        episode, _ = codes([self.samples[i].rollout for i in group])
-        return np.bincount(episode, rewards[group]) / np.bincount(episode), episode
+        """The mean reward of each episode in a group, [episodes], and for each sample of the group the index of its
+        episode in this array, [samples]."""
+        episode_index, _ = codes([self.samples[i].rollout for i in group])
+        return np.bincount(episode_index, rewards[group]) / np.bincount(episode_index), episode_index
 
     def moving_average(self, group: Codes, mean: float, decay: float) -> float:
         """Update the moving average of a group, b <- decay b + (1 - decay) mean, from 0, and return the new b."""

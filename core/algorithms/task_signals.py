@@ -89,39 +89,49 @@ def _signals_of_rewards(collected: Collected, recipes: Recipes, rewards: Floats)
     return signals
 
 
-def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
-    """The facts of the tasks after a step. Tasks that the step tried have a new mean reward, and the facts of each role
-    pool the step's groups with the earlier facts at half weight."""
+def with_step(facts: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
+    """Update the facts of tasks by the samples of a step. Returns new facts.
+
+    A task that the step tried has a new mean reward, and the facts of each role pool the step's groups with the earlier
+    facts at half weight. The facts of other tasks stay.
+    """
     rewards = attributed_each(collected, recipes)
-    signals: dict[str, dict[str, list[GroupSignal]]] = {}
+    signals_of_task: dict[str, dict[str, list[GroupSignal]]] = {}
     for signal in _signals_of_rewards(collected, recipes, rewards):
         for role in sorted(signal.roles):
-            signals.setdefault(signal.task, {}).setdefault(role, []).append(signal)
-    after = dict(known)
+            signals_of_task.setdefault(signal.task, {}).setdefault(role, []).append(signal)
+    updated = dict(facts)
     for task, mean in means_by_task(collected.samples, rewards).items():
-        before = known[task].roles if task in known else {}
-        now = signals.get(task, {})
+        facts_before = facts[task].roles if task in facts else {}
+        signals_by_role = signals_of_task.get(task, {})
         roles: dict[str, RoleFacts] = {}
-        for role in sorted({*before, *now}):
-            roles[role] = _pool_signals(before.get(role), now.get(role, ()))
-        after[task] = TaskFacts(mean, roles)
-    return after
+        for role in sorted({*facts_before, *signals_by_role}):
+            roles[role] = _pool_signals(facts_before.get(role), signals_by_role.get(role, ()))
+        updated[task] = TaskFacts(mean, roles)
+    return updated
 
 
 def _pool_signals(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFacts:
-    old = RoleFacts(0.0, 0.0) if before is None else RoleFacts(before.rewards * HALF, before.variance)
-    new = float(sum(signal.rewards for signal in signals))
-    if not new:
-        return old
-    total = sum(signal.rewards * signal.variance for signal in signals)
-    return RoleFacts(old.rewards + new, (old.rewards * old.variance + total) / (old.rewards + new))
+    """The facts of a role on a task after a step: its earlier facts at half weight, with the groups of the step."""
+    earlier_rewards = earlier_variance = 0.0
+    if before is not None:
+        earlier_rewards = before.rewards * HALF
+        earlier_variance = before.variance
+    new_rewards = float(sum(signal.rewards for signal in signals))
+    if not new_rewards:
+        return RoleFacts(earlier_rewards, earlier_variance)
+    rewards = earlier_rewards + new_rewards
+    weighted_variance = earlier_rewards * earlier_variance
+    weighted_variance += sum(signal.rewards * signal.variance for signal in signals)
+    return RoleFacts(rewards, weighted_variance / rewards)
 
 
 def task_chances(
-    places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float
+    index_of_task: Mapping[str, int], facts: Mapping[str, TaskFacts], roles: Collection[str], floor: float
 ) -> Floats:
     """The chance of each task in a draw, [tasks]: tasks whose rewards are expected to vary are drawn more often.
-    `places` has the index of each task in this array, and `known` the rewards so far.
+
+    `index_of_task` has the index of each task in the result, and `facts` the facts of the tasks that were tried.
 
     A share of `floor` is divided evenly among all tasks. The remainder is divided evenly among the roles, and the share
     of a role among the tasks in proportion to the expected variance of its groups: with rewards 0 and 1 that is p (1 -
@@ -129,26 +139,28 @@ def task_chances(
     rewards. A task that was never tried counts as the average task. If a role did not act in a task that was tried, its
     rewards on this task count as equal. A role without any variance so far gets no share.
     """
-    tried_tasks = [name for name in known if name in places]
-    shares: list[Floats] = []
+    n_tasks = len(index_of_task)
+    shares_of_roles: list[Floats] = []
     for role in sorted(roles):
-        evidence = [_rewards_and_variance(known[name].roles, role) for name in tried_tasks]
-        average = sum(variance for _, variance in evidence) / max(len(evidence), 1)
+        facts_of_role = {task: _facts_of_role(facts[task], role) for task in facts if task in index_of_task}
+        average = sum(of_task.variance for of_task in facts_of_role.values()) / max(len(facts_of_role), 1)
         if average <= 0.0:
             continue
-        expected = np.full(len(places), average)
-        for name, (count, variance) in zip(tried_tasks, evidence, strict=True):
-            expected[places[name]] = (count * variance + PRIOR * average) / (count + PRIOR)
-        shares.append(expected / expected.sum())
-    even: Floats = np.full(len(places), 1.0 / len(places))
-    if not shares:
+        expected_variance = np.full(n_tasks, average)
+        for task, of_task in facts_of_role.items():
+            weighted_sum = of_task.rewards * of_task.variance + PRIOR * average
+            expected_variance[index_of_task[task]] = weighted_sum / (of_task.rewards + PRIOR)
+        shares_of_roles.append(expected_variance / expected_variance.sum())
+    even: Floats = np.full(n_tasks, 1.0 / n_tasks)
+    if not shares_of_roles:
         return even
-    return np.asarray(floor * even + (1.0 - floor) * np.mean(shares, axis=0))
+    return np.asarray(floor * even + (1.0 - floor) * np.mean(shares_of_roles, axis=0))
 
 
-def _rewards_and_variance(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
-    """The number of rewards of a role on a task that was tried, and their variance."""
-    if role in roles:
-        return roles[role].rewards, roles[role].variance
-    # It did not act on this task. Its rewards count as equal, and as many as the largest number of any role.
-    return max((other.rewards for other in roles.values()), default=0.0), 0.0
+def _facts_of_role(task: TaskFacts, role: str) -> RoleFacts:
+    """The facts of a role on a task that was tried, also if the role did not act on it."""
+    if role in task.roles:
+        return task.roles[role]
+    # Its rewards count as equal, and as many as the largest number of any role.
+    most_rewards = max((facts.rewards for facts in task.roles.values()), default=0.0)
+    return RoleFacts(most_rewards, 0.0)

@@ -17,18 +17,20 @@ from statistics import fmean
 def tree_values(paths: Iterable[tuple[Sequence[Hashable], float]]) -> dict[Hashable, float]:
     """V of each answer. `paths` has the answers of each episode in their order, at least one, with its outcome.
 
-    Episodes share answers until they diverge. Episodes that end with the same answer have the same weight in it.
+    Episodes share answers until they diverge. If several episodes end with the same answer, the outcome of each has the
+    same weight in V.
     """
-    after: dict[Hashable, dict[Hashable, None]] = {}
-    ends: dict[Hashable, list[float]] = {}
+    next_answers: dict[Hashable, dict[Hashable, None]] = {}
+    final_outcomes: dict[Hashable, list[float]] = {}
     for path, outcome in paths:
         for answer in path:
-            after.setdefault(answer, {})
-        for answer, following in pairwise(path):
-            after[answer][following] = None
-        ends.setdefault(path[-1], []).append(outcome)
+            next_answers.setdefault(answer, {})
+        for answer, next_answer in pairwise(path):
+            next_answers[answer][next_answer] = None
+        final_outcomes.setdefault(path[-1], []).append(outcome)
     values: dict[Hashable, float] = {}
-    for answer in TopologicalSorter(after).static_order():  # later answers first, as earlier ones need their values
-        of_following = [values[following] for following in after[answer]]
-        values[answer] = fmean([*of_following, *ends.get(answer, ())])
+    # Later answers come first, as earlier ones need their values.
+    for answer in TopologicalSorter(next_answers).static_order():
+        values_after = [values[next_answer] for next_answer in next_answers[answer]]
+        values[answer] = fmean([*values_after, *final_outcomes.get(answer, ())])
     return values

@@ -31,6 +31,7 @@ def check_own(method: Method) -> None:
 def _invented_step(method: Method) -> Iterator[Sample]:
     """Samples of two tasks with three episodes each, in which two roles act twice, with groups that fit the plan."""
     components = [name.rpartition("/")[2] for name in method.attribution.weights] or ["local"]
+    is_tree = method.plan == "tree"
     reward = 0.0
     for task in range(2):
         for episode in range(3):
@@ -39,9 +40,8 @@ def _invented_step(method: Method) -> Iterator[Sample]:
                 for turn in range(2):
                     call = f"{rollout}{role}{turn}"
                     shared = f"{task}{role}{turn}"  # the same for calls of other episodes, so that they are compared
-                    of_episode = method.plan == "tree"
-                    for index in range(3 if of_episode else 1):
-                        reward = (reward + 0.375) % 1.0
+                    for index in range(3 if is_tree else 1):
+                        reward = (reward + 0.375) % 1.0  # differs from the rewards before it
                         yield Sample(
                             id=f"{call}.{index}",
                             task=f"t{task}",
@@ -49,8 +49,8 @@ def _invented_step(method: Method) -> Iterator[Sample]:
                             role=role,
                             turn=turn,
                             step=turn,
-                            branch=rollout if of_episode else shared,
-                            prompt=call if of_episode else shared,
+                            branch=rollout if is_tree else shared,
+                            prompt=call if is_tree else shared,
                             policy=PolicyRef(role),
                             tokens=1 + index,
                             observation=shared,

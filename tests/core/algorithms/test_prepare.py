@@ -216,7 +216,7 @@ def test_a_role_without_any_usable_reward_is_named_with_what_it_has():
 def test_one_episode_of_a_task_warns():
     prepared = prepare([sample("e.0", team=1.0)], recipe("dr_mas"))
     assert prepared.left_out == {"group_of_one": 1}
-    assert "where a role seldom acts, more of them meet (plan.k)." in prepared.warnings[0]
+    assert "If a role seldom acts, run more episodes of each task (plan.k)." in prepared.warnings[0]
 
 
 def test_nothing_in_nothing_out():

@@ -68,15 +68,15 @@ def explain_alone(recipe: Recipe, alone: int, total: int) -> str:
     """A sentence that says how many samples stood alone, why, and what to do."""
     share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
     if recipe.plan != "independent":
-        return f"{share} Their siblings were left out, for the reasons counted beside."
+        return f"{share} Their siblings were left out, for the other reasons that are counted."
     if one_prompt(recipe):
         return (
             f"{share} Recipe {recipe.name} compares candidates of one prompt, and independent rollouts share none "
             "after a role's first turn. Use the plan `tree`, or a recipe that compares whole rollouts (dr_mas, grpo)."
         )
     return (
-        f"{share} Recipe {recipe.name} compares the episodes of a task, and no other episode of theirs made such a "
-        "call, or it was left out. It takes two of each at least; where a role seldom acts, more of them meet (plan.k)."
+        f"{share} Recipe {recipe.name} compares the episodes of a task, and no other episode of the task has a call to "
+        "compare these with, or it was left out. If a role seldom acts, run more episodes of each task (plan.k)."
     )
 
 

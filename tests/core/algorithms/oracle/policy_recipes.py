@@ -98,7 +98,8 @@ def check_together(recipes: Recipes) -> None:
             if recipe.shaping.opponent:
                 of = f"of policy {', '.join(policies)} " if policies else ""
                 fault = f"{of}needs the advantages of the other roles, whose policies have another recipe"
-                raise ConfigError("policy.recipe", recipe.name, fault, "Give it to all policies: set `recipe` alone.")
+                remedy = "Use it for all policies: set only the run's `recipe`, and none in [[policy]] tables."
+                raise ConfigError("policy.recipe", recipe.name, fault, remedy)
 
 
 def prepare_each(
