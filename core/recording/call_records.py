@@ -20,7 +20,7 @@ from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
 from cotune.records.ids import ROOT, address, candidate_id, canonical, message_id, new_id, pack_ids
-from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage
+from cotune.records.structs import CallRecord, CallStatus, Candidate, Message, Record, Segment, Usage
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
@@ -133,16 +133,21 @@ def _key(message: Mapping[str, Any]) -> Hashable:
     Optional fields that clients add or drop are ignored. The key of a short text is the text itself.
     """
     content = message.get("content") or None
-    tools = message.get("tool_calls")
-    if not tools and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
+    tool_calls = message.get("tool_calls") or []
+    if not tool_calls and (content is None or (isinstance(content, str) and len(content) < _SHORT)):
         return (content,)
-    functions = [tool.get("function") for tool in tools or []]
-    calls = [(f.get("name"), f.get("arguments")) if isinstance(f, Mapping) else None for f in functions]
+    calls: list[tuple[Any, Any] | None] = []
+    for tool_call in tool_calls:
+        function = tool_call.get("function")
+        if isinstance(function, Mapping):
+            calls.append((function.get("name"), function.get("arguments")))
+        else:
+            calls.append(None)
     return message_id({"content": content, "calls": calls})
 
 
 def _is_short(key: Hashable) -> bool:
-    """Whether the key is of a short text. Several roles may give the same short answer; a role then reads its own."""
+    """Whether a key of `_key` is of a short text, which is then in the key itself."""
     return isinstance(key, tuple)
 
 
@@ -175,41 +180,56 @@ class CallRecords:
         """The calls that have ended, by their answers (`_key`; for a short text also with the role) and by the ids that
         a framework gives to the answers."""
         self._prompts = PromptTree()
-        self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
+        self._known_addresses: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
+        """The content addresses of bodies that are stored, by their JSON, or by the address itself if it is long."""
         self._histories: dict[str, list[SentMessage]] = {}
         """The messages of each role's last call."""
 
     def link(self, call: PendingCall) -> None:
-        """Find the parents of a call, the answers that it read, and its messages that were sent before.
+        """Set `parents` of a call, the calls whose answers it read, and recognise messages that its role sent before.
 
-        If a role's history has only grown, only the new messages are examined. If a message is broken, the call is
-        recorded without parents.
+        If a message is broken, the call is recorded without parents.
         """
         try:
             with self._lock:
-                # Taken out and put back at the end, so that the first role in the dictionary is the least recently
-                # used.
-                earlier = self._histories.pop(call.role, ())
-                for position, (before, sent) in enumerate(zip(earlier, call.sent, strict=False)):
-                    if before.address is None or before.message != sent.message:
-                        break
-                    # Reuses the content address and the key, so that a long history is not hashed again for each call.
-                    call.sent[position] = before
-                self._histories[call.role] = call.sent
-                if len(self._histories) > HISTORIES:
-                    del self._histories[next(iter(self._histories))]
-                if self._answers.bytes:
-                    # The outputs that it reads: by the framework's ids, else by the assistant messages of its prompt.
-                    calls = dict.fromkeys(map(self._answers.get, call.caller.read))
-                    if not any(calls):
-                        for sent in call.sent:
-                            if sent.message.get("role") == "assistant":
-                                sent.key = sent.key or _key(sent.message)
-                                of_role = self._answers.get((call.role, sent.key)) if _is_short(sent.key) else None
-                                calls[of_role or self._answers.get(sent.key)] = None
-                    call.parents = tuple(filter(None, calls))
+                self._reuse_messages(call)
+                call.parents = self._find_parents(call)
         except Exception as error:  # noqa: BLE001
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
+
+    def _reuse_messages(self, call: PendingCall) -> None:
+        """Replace the messages that the role's last call sent too with those of that call.
+
+        They have their content address and their key, so that a long history is not hashed again for each call.
+        """
+        # Taken out and put back at the end, so that the first role in the dictionary is the least recently used.
+        history = self._histories.pop(call.role, ())
+        for position, (earlier, sent) in enumerate(zip(history, call.sent, strict=False)):
+            if earlier.address is None or earlier.message != sent.message:
+                break
+            call.sent[position] = earlier
+        self._histories[call.role] = call.sent
+        if len(self._histories) > HISTORIES:
+            del self._histories[next(iter(self._histories))]
+
+    def _find_parents(self, call: PendingCall) -> tuple[str, ...]:
+        """Ids of the calls whose answers a call reads: by the framework's ids of these outputs, or without such ids by
+        the assistant messages of its prompt."""
+        if len(self._answers) == 0:
+            return ()
+        parents = [self._answers.get(output) for output in call.caller.read]
+        if not any(parents):
+            for sent in call.sent:
+                if sent.message.get("role") != "assistant":
+                    continue
+                if sent.key is None:
+                    sent.key = _key(sent.message)
+                parent = None
+                if _is_short(sent.key):
+                    # Several roles may give a short answer such as "yes": the role's own is the likelier one.
+                    parent = self._answers.get((call.role, sent.key))
+                parents.append(parent or self._answers.get(sent.key))
+        return tuple(dict.fromkeys(parent for parent in parents if parent is not None))
 
     def paths(self, role: str) -> list[bytes]:
         """Token paths of a role so far, packed: prompts, and prompts followed by the chosen reply."""
@@ -234,40 +254,48 @@ class CallRecords:
         )
         if self._redaction is not None:
             redacted = self._redaction.call(redacted)
-        offered = [canonical({"tools": redacted.tools})] if redacted.tools else []
+        # Outside the lock, as long lists of tools take time.
+        encoded_tools = canonical({"tools": redacted.tools}) if redacted.tools else b""
         sampling = dict(redacted.answer.sampling) if redacted.answer else {}
-        grammar = sampling.get("grammar")
         records: list[Record] = []
         with self._lock:
             message_ids = self._addresses(call.sent, redacted.messages, records)
-            tools = self._body_addresses(records, offered, [redacted.tools])[0] if offered else None
-            sent = (
-                {}
-                if redacted.out is None
-                else sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
-            )
-            if grammar:
-                sampling["grammar"] = self._body_addresses(records, [canonical({"grammar": grammar})], [grammar])[0]
-            prompt = None
+            tools_id = None
+            if encoded_tools:
+                (tools_id,) = self._body_addresses(records, [encoded_tools], [redacted.tools])
+            edited_fields: dict[str, Any] = {}
+            if redacted.out is not None:
+                edited_fields = sent_fields(call, message_ids, redacted.out, partial(self._body_addresses, records))
+            if grammar := sampling.get("grammar"):
+                encoded_grammar = canonical({"grammar": grammar})
+                (sampling["grammar"],) = self._body_addresses(records, [encoded_grammar], [grammar])
+            prompt_id = None
             if answer and answer.prompt_ids:
-                chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
-                prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen, redacted.tokens_withheld)
+                reply_ids = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
+                withheld = redacted.tokens_withheld
+                prompt_id, segments = self._prompts.add(call.role, answer.prompt_ids, reply_ids, withheld)
                 records.extend(segments)
             if answer and answer.candidates:
-                answer_key = _key(answer.candidates[answer.chosen].message)
-                keys: list[Hashable] = [call.caller.output, answer_key]
-                if _is_short(answer_key):
-                    keys.append((call.role, answer_key))
-                for key in filter(None, keys):
-                    # `put` returns the number of entries that it removed to make room.
-                    for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
-                        self._warn("forgotten_output", _FORGOTTEN)
-        records.append(_call(call, redacted, status, message_ids, tools, sampling, prompt, sent))
-        texts = answer.feedback if answer else ()
-        for i, components in enumerate(answer.rewards if answer else ()):
-            text = texts[i] if texts else ""
-            records += reward_records(candidate_id(call.id, i), components, text, redaction=self._redaction)
+                self._remember_answer(call, answer.candidates[answer.chosen])
+        records.append(_call(call, redacted, status, message_ids, tools_id, sampling, prompt_id, edited_fields))
+        if answer is not None:
+            for i, components in enumerate(answer.rewards):
+                text = answer.feedback[i] if answer.feedback else ""
+                records += reward_records(candidate_id(call.id, i), components, text, redaction=self._redaction)
         return records
+
+    def _remember_answer(self, call: PendingCall, chosen: Candidate) -> None:
+        """Remember which call gave this answer, by every key under which `_find_parents` may look for it."""
+        answer_key = _key(chosen.message)
+        keys = [answer_key]
+        if call.caller.output:
+            keys.append(call.caller.output)
+        if _is_short(answer_key):
+            keys.append((call.role, answer_key))
+        for key in keys:
+            n_removed = self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)
+            for _ in range(n_removed):
+                self._warn("forgotten_output", _FORGOTTEN)
 
     def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:
         """The record of a call whose content could not be recorded."""
@@ -282,34 +310,36 @@ class CallRecords:
         stored yet are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._body_addresses(records, list(map(canonical, stored)), stored)
-        addresses: list[str] = []
-        for message in sent:  # `link` has recognized the first ones
+        # The first messages may be from an earlier call, with their addresses (`_reuse_messages`).
+        reused: list[str] = []
+        for message in sent:
             if message.address is None:
                 break
-            addresses.append(message.address)
-        new = stored[len(addresses) :]
-        names = self._body_addresses(records, list(map(canonical, new)), new)
-        for message, name in zip(sent[len(addresses) :], names, strict=True):
+            reused.append(message.address)
+        new_bodies = stored[len(reused) :]
+        new_addresses = self._body_addresses(records, list(map(canonical, new_bodies)), new_bodies)
+        for message, new_address in zip(sent[len(reused) :], new_addresses, strict=True):
             # A remembered address is reused for an equal message, so equal messages must have equal JSON.
             if _is_exact_json(message.message):
-                message.address = name
-        return (*addresses, *names)
+                message.address = new_address
+        return (*reused, *new_addresses)
 
     def _body_addresses(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
         """The content addresses of messages, tools or other bodies. `encoded` is the JSON of each body.
 
         A body whose address is not known yet is added to `records`, so that each is stored once.
         """
-        names = []
+        addresses: list[str] = []
         for raw, body in zip(encoded, bodies, strict=True):
+            # A short body is looked up by its JSON: hashing it takes longer.
             key = raw if len(raw) < _SHORT else address(raw)
-            name = self._names.get(key)
-            if name is None:
-                name = key if isinstance(key, str) else address(raw)
-                self._names.put(key, name, bytes_of((key, name)))
-                records.append(Message(name, body))
-            names.append(name)
-        return tuple(names)
+            body_address = self._known_addresses.get(key)
+            if body_address is None:
+                body_address = key if isinstance(key, str) else address(raw)
+                self._known_addresses.put(key, body_address, bytes_of((key, body_address)))
+                records.append(Message(body_address, body))
+            addresses.append(body_address)
+        return tuple(addresses)
 
 
 def _call(
@@ -406,6 +436,7 @@ class PromptTree:
         extends it; until then its candidate is enough. If the segments are `withheld`, or extend a withheld segment,
         they may not be stored: they are left out, and so is the id of a prompt that needs them.
         """
+        # 1. The longest path with which the prompt starts.
         paths = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
         base: _Path | None = None
@@ -417,17 +448,24 @@ class PromptTree:
                 if path.replies and len(path.packed) < len(packed):
                     paths.extend([_Path(reply, path) for reply in path.replies])
                     path.replies.clear()
+
+        # 2. Its new segments, and its reply.
         segments: list[Segment] = []
-        prompt = base
-        if base is not None and not base.id:
+        if base is not None and not base.id:  # a reply, which becomes a segment now
             segments.append(base.segment())
-        if prompt is None or len(prompt.packed) < len(packed):
+        if base is not None and len(base.packed) == len(packed):
+            prompt = base
+        else:
             prompt = _Path(packed, base)
             segments.append(prompt.segment())
             paths.append(prompt)
-        if reply_ids and (reply := packed + pack_ids(reply_ids)) not in prompt.replies:
-            prompt.replies.append(reply)
-        for segment in segments if withheld or self._withheld else ():
+        if reply_ids:
+            reply = packed + pack_ids(reply_ids)
+            if reply not in prompt.replies:
+                prompt.replies.append(reply)
+
+        # 3. Segments that may not be stored. A segment that extends one of them may not be stored either.
+        for segment in segments:
             if withheld or segment.parent in self._withheld:
                 self._withheld.add(segment.id)
         if withheld or prompt.id in self._withheld:

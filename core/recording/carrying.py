@@ -26,11 +26,11 @@ def carry_context(*, callers: bool = False) -> None:
     """
     _carry_into_threads()
     if callers:
-        tell_tasks(asyncio.BaseEventLoop)
+        remember_task_starters(asyncio.BaseEventLoop)
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-_QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
+_QUEUE_METHODS = ("apply_async", "_map_async", "imap", "imap_unordered")
 """The methods through which all jobs enter a `multiprocessing.pool.ThreadPool`: its other methods call these."""
 
 
@@ -65,9 +65,9 @@ def _carry_into_threads() -> None:
         """Submit a job that runs in the context of this point, if an episode runs here."""
         if current_episode.get() is None:
             return submit(self, fn, *args, **kwargs)
-        inner = fn.func if type(fn) is functools.partial else fn
-        context = getattr(inner, "__self__", None)
         # asyncio and LangChain submit `context.run` themselves, so a second context around it would have no effect.
+        method = fn.func if type(fn) is functools.partial else fn
+        context = getattr(method, "__self__", None)
         if type(context) is contextvars.Context:
             _with_callers(context)
             return submit(self, fn, *args, **kwargs)
@@ -75,19 +75,20 @@ def _carry_into_threads() -> None:
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
-    for name in _QUEUED:
+    for name in _QUEUE_METHODS:
         setattr(ThreadPool, name, _queued_in_context(getattr(ThreadPool, name)))
 
 
 @functools.cache
-def tell_tasks(loops: Any) -> None:
-    """Let the tasks of a class of event loops remember who started them. Raises TypeError if it cannot be patched.
+def remember_task_starters(loop_class: type) -> None:
+    """Let the tasks of a class of event loops remember who started them, by a patch of its `create_task`. Raises
+    TypeError if it cannot be patched.
 
     The copy of the context that asyncio makes is not enough: see `_with_callers`.
     """
-    owner: Any = next(cls for cls in loops.__mro__ if "create_task" in vars(cls))
-    if owner is not loops:
-        tell_tasks(owner)
+    owner: Any = next(cls for cls in loop_class.__mro__ if "create_task" in vars(cls))
+    if owner is not loop_class:  # patch the class that has the method, once for all of its subclasses
+        remember_task_starters(owner)
         return
     create: Callable[..., Any] = owner.create_task
 

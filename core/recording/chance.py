@@ -87,8 +87,9 @@ class Chance:
             queue = self._recorded.get((kind, place))
             if queue:
                 value = int(queue.popleft().value)
-                # A clock never steps back, also if the recorded values did.
-                self._offsets[kind] = max(self._offsets.get(kind, value - real), value - real)
+                # The offset never shrinks, so that the clock does not step back after the last recorded time.
+                offset = value - real
+                self._offsets[kind] = max(self._offsets.get(kind, offset), offset)
             else:
                 value = real + self._offsets.get(kind, 0)
             self._keep_value(kind, place, value)

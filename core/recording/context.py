@@ -65,7 +65,7 @@ class Scope:
 
     around: Scope | None = field(default_factory=current_scope.get, init=False)
     """The scope that was current when this one was created, of any framework."""
-    found: Hashable = field(default_factory=lambda: getattr(_found_scope(), "scope_id", None), init=False)
+    scope_of_finders: Hashable = field(default_factory=lambda: getattr(_found_scope(), "scope_id", None), init=False)
     """Id of the scope that the scope finders returned when this one was created."""
 
     def caller(self) -> CallerContext:
@@ -143,12 +143,12 @@ def role_here(frame: FrameType | None) -> RoleOverride | None:
 def _enclosing() -> CallerContext | None:
     """The caller of the innermost scope: of the current scope, or of a scope that the scope finders return.
 
-    A scope that the finders returned already when the current scope was created is around it. If an integration fails,
-    the call loses its role, but the application still gets its answer.
+    If the finders returned the same scope already when the current scope was created, the current scope is inside it.
+    If an integration fails, the call loses its role, but the application still gets its answer.
     """
     from_finders = _found_scope()
     scope = current_scope.get()
-    if scope is None or (from_finders is not None and from_finders.scope_id != scope.found):
+    if scope is None or (from_finders is not None and from_finders.scope_id != scope.scope_of_finders):
         return from_finders
     try:
         return scope.caller()

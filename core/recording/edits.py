@@ -96,16 +96,18 @@ def undo_edits(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]
     again. Returns `body` itself if it has no edited text."""
     if call is None or call.edits is None:
         return body
-    edited = call.edits.text
-    original: dict[tuple[Kind, str, str], str] = {}
+    # `map_body` calls a function with each text of a request. Here it only collects the texts that edits replace.
+    edit_text = call.edits.text
+    original_of: dict[tuple[Kind, str, str], str] = {}
 
     def note_edit(kind: Kind, key: str, text: str) -> None:
-        if (new := edited(kind, key, text)) is not None:
-            original[kind, key, new] = text
+        edited_text = edit_text(kind, key, text)
+        if edited_text is not None:
+            original_of[kind, key, edited_text] = text
 
     form = call.params.get("response_format")
     map_body({"messages": call.messages, "tools": call.tools, "response_format": form}, note_edit)
-    return map_body(body, lambda kind, key, text: original.get((kind, key, text)))
+    return map_body(body, lambda kind, key, text: original_of.get((kind, key, text)))
 
 
 def keep_own_format(call: Asked, warn: Callable[..., None]) -> None:
@@ -114,16 +116,15 @@ def keep_own_format(call: Asked, warn: Callable[..., None]) -> None:
     out = call.rewritten
     if out is not None and out.params != call.params:
         call.rewritten = msgspec.structs.replace(out, params=call.params)
-        if (out.messages, out.tools) == (call.messages, call.tools):
+        if out.messages == call.messages and out.tools == call.tools:  # the schema was all that edits changed
             _leave_unedited(call)
         warn(UNMATCHED, f"A call of role {call.role!r} goes out with the schema that it has: it is given as a class.")
 
 
 def took_edits(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
-    """Check that a client has put a call's edited texts into its own request. `read` returns this request.
+    """Whether a client has put a call's edited texts into its own request, which `read` returns.
 
-    Returns False if it has not, because the client has texts in a form that cotune cannot edit. The call is then sent
-    unedited and counted.
+    It has not if it has texts in a form that cotune cannot edit. The call is then marked as sent unedited, and counted.
     """
     error: Exception | None = None
     try:
@@ -165,18 +166,22 @@ def sent_fields(
     sent = call.rewritten
     assert sent is not None
 
-    ids = list(own_messages)
-    changed = []
+    # Edits replace a message or a tool with another object, and leave the others as they are.
+    changed_indices: list[int] = []
     for i, (new, old) in enumerate(zip(sent.messages, call.messages, strict=True)):
         if new is not old:
-            changed.append(i)
-    if changed:
-        bodies = [stored.messages[i] for i in changed]
-        for i, id in zip(changed, store_bodies(list(map(canonical, bodies)), bodies), strict=True):
-            ids[i] = id
+            changed_indices.append(i)
+    if changed_indices:
+        ids = list(own_messages)
+        bodies = [stored.messages[i] for i in changed_indices]
+        new_ids = store_bodies(list(map(canonical, bodies)), bodies)
+        for i, new_id in zip(changed_indices, new_ids, strict=True):
+            ids[i] = new_id
         fields["sent"] = tuple(ids)
 
-    if stored.tools and any(new is not old for new, old in zip(sent.tools or (), call.tools or (), strict=True)):
+    tool_pairs = zip(sent.tools or (), call.tools or (), strict=True)
+    tools_changed = any(new is not old for new, old in tool_pairs)
+    if stored.tools and tools_changed:
         (fields["sent_tools"],) = store_bodies([canonical({"tools": stored.tools})], [stored.tools])
 
     form = sent.params.get("response_format")

@@ -33,7 +33,13 @@ UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
 """Maximum length of a recorded error message, in characters."""
-_WAITS = (threading.__file__, socket.__file__, selectors.__file__, subprocess.__file__, "httpcore/_backends/sync.py")
+_FILES_THAT_WAIT = (
+    threading.__file__,
+    socket.__file__,
+    selectors.__file__,
+    subprocess.__file__,
+    "httpcore/_backends/sync.py",
+)
 """Files whose functions take long only when they wait."""
 LOOP_CHECK = 0.1
 """Seconds between two checks of an episode's loop that has not started to answer a call from another thread. The loop
@@ -119,8 +125,10 @@ def fail_with_error(call: LiveCall, error: BaseException, part: Answer | None = 
 
 
 def step(call: LiveCall, source: Iterator[Any]) -> Any:
-    """The next part of a stream; None at its end. The call is open only inside this function: between two steps, the
-    application's code runs."""
+    """The next part of a stream; None at its end.
+
+    The call is open (`opened_call`) only inside this function, because the application's code runs between two steps.
+    """
     with context_value(opened_call, call):
         return next(source, None)
 
@@ -166,10 +174,8 @@ async def answer(call: LiveCall) -> Answer | None:
             call.cancel_by(functools.partial(running.call_soon_threadsafe, task.cancel))
         return await _respond_outside(call)
     request = _Request(call, episode.loop)
-    begun = asyncio.wrap_future(request.begun)
     try:
-        while not (await asyncio.wait([begun], timeout=LOOP_CHECK))[0] and not request.stuck():
-            continue
+        await request.wait_for_start()
     except asyncio.CancelledError:
         request.answer.cancel()
         raise
@@ -182,12 +188,12 @@ def answer_blocking(call: LiveCall) -> Answer | None:
     episode = call.episode
     if episode.responder is None:
         return None
-    if episode.loop is None:
+    if episode.loop is None:  # an episode without a loop of its own: no loop can be blocked
         return _Request(call, _side_loop()).answer.result()
     request = _Request(call, episode.loop)
+    # On the episode's own loop there is nothing to wait for: the loop cannot start before this call returns.
     if asyncio._get_running_loop() is not episode.loop:
-        while not concurrent.futures.wait([request.begun], LOOP_CHECK).done and not request.stuck():
-            continue
+        request.wait_for_start_blocking()
     return request.settle().result()
 
 
@@ -197,26 +203,44 @@ class _Request:
     def __init__(self, call: LiveCall, loop: asyncio.AbstractEventLoop) -> None:
         self._call = call
         self._loop = loop
-        self._seen: FrameType | None = None
-        self.begun: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._waiting_frame: FrameType | None = None
+        """The frame in which the loop's thread waited at the last check (`_frame_of_wait`)."""
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.answer = asyncio.run_coroutine_threadsafe(self._run(), loop)
         call.cancel_by(self.answer.cancel)
 
     async def _run(self) -> Answer | None:
-        if not self.begun.set_running_or_notify_cancel():
-            return None
-        self.begun.set_result(None)
+        if not self._started.set_running_or_notify_cancel():
+            return None  # `settle` has given up waiting for this loop
+        self._started.set_result(None)
         return await _respond_outside(self._call)
 
-    def stuck(self) -> bool:
+    async def wait_for_start(self) -> None:
+        """Wait until the loop starts the work or is seen to be blocked, without blocking the running loop."""
+        started = asyncio.wrap_future(self._started)
+        done, _ = await asyncio.wait([started], timeout=LOOP_CHECK)
+        while not done and not self._is_stuck():
+            done, _ = await asyncio.wait([started], timeout=LOOP_CHECK)
+
+    def wait_for_start_blocking(self) -> None:
+        """Wait until the loop starts the work or is seen to be blocked."""
+        done, _ = concurrent.futures.wait([self._started], LOOP_CHECK)
+        while not done and not self._is_stuck():
+            done, _ = concurrent.futures.wait([self._started], LOOP_CHECK)
+
+    def _is_stuck(self) -> bool:
         """Whether the loop's thread waits at the same place as at the previous check, so that the loop cannot start."""
-        before = self._seen
-        self._seen = _waiting_frame(self._loop)
-        return self.answer.done() or (self._seen is not None and self._seen is before)
+        frame_before = self._waiting_frame
+        self._waiting_frame = _frame_of_wait(self._loop)
+        has_not_moved = self._waiting_frame is not None and self._waiting_frame is frame_before
+        return has_not_moved or self.answer.done()
 
     def settle(self) -> concurrent.futures.Future[Answer | None]:
-        """The future answer: from this loop if it has started, else from a loop that is not blocked."""
-        if self.answer.cancelled() or not self.begun.cancel():
+        """The future answer: from this loop if it has started the work, else from a loop that is not blocked.
+
+        If this loop has not started, it never will: its work is cancelled.
+        """
+        if self.answer.cancelled() or not self._started.cancel():
             return self.answer
         self._call.episode.warn(
             "blocked_loop",
@@ -227,21 +251,28 @@ class _Request:
 
 
 def record_failure(call: LiveCall, error: BaseException) -> int:
-    """Record that the responder failed; return the HTTP status for the application.
+    """Record that the responder failed. Returns the HTTP status for the application: 504 for a time-out, 409 for a
+    cancellation, 400 for an error of the sampler, and 500 for any other error.
 
-    An error that is neither the sampler's nor a cancellation fails the whole episode, even if the application swallows
-    it.
+    The latter fails the whole episode, even if the application swallows it.
     """
-    status, _text = reason_of(error)
-    code = {"timeout": 504, "cancelled": 409}.get(status, 400 if isinstance(error, SamplerError) else 500)
-    if code == 500:
-        fatal = error if isinstance(error, CotuneError) else None
-        call.episode.fatal = fatal or WorkflowError(
-            f"Answering a call of role {call.role!r} failed with {error_text(error)}."
-        )
-        call.episode.fatal.__cause__ = error if fatal is None else error.__cause__
+    status, _ = reason_of(error)
+    if status == "timeout":
+        http_status = 504
+    elif status == "cancelled":
+        http_status = 409
+    elif isinstance(error, SamplerError):
+        http_status = 400
+    else:
+        http_status = 500
+        if isinstance(error, CotuneError):
+            call.episode.fatal = error
+        else:
+            fatal = WorkflowError(f"Answering a call of role {call.role!r} failed with {error_text(error)}.")
+            fatal.__cause__ = error
+            call.episode.fatal = fatal
     fail_with_error(call, error)
-    return code
+    return http_status
 
 
 def reason_of(error: BaseException) -> tuple[CallStatus, str]:
@@ -249,8 +280,12 @@ def reason_of(error: BaseException) -> tuple[CallStatus, str]:
     client has its own classes."""
     text = error_text(error)[:_DETAIL]
     if isinstance(error, _CANCELLED):
-        return "cancelled", text if str(error) else f"{text}: the application stopped waiting for it"
-    return ("timeout" if "Timeout" in type(error).__name__ else "error"), text
+        if not str(error):
+            text = f"{text}: the application stopped waiting for it"
+        return "cancelled", text
+    if "Timeout" in type(error).__name__:
+        return "timeout", text
+    return "error", text
 
 
 async def _respond_outside(call: LiveCall) -> Answer | None:
@@ -259,7 +294,8 @@ async def _respond_outside(call: LiveCall) -> Answer | None:
     assert call.episode.responder is not None
     with context_value(current_episode, None):
         response = await call.episode.responder.respond(call)
-    if response is not None and call.streamed and len(response.candidates) > int(call.params.get("n") or 1):
+    requested_candidates = int(call.params.get("n") or 1)
+    if response is not None and call.streamed and len(response.candidates) > requested_candidates:
         call.episode.warn(
             "buffered_stream",
             f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "
@@ -268,26 +304,31 @@ async def _respond_outside(call: LiveCall) -> Answer | None:
     return response
 
 
-def _waiting_frame(loop: asyncio.AbstractEventLoop) -> FrameType | None:
-    """The frame of the application in which the event loop's thread waits for another thread, a process or a socket.
+def _frame_of_wait(loop: asyncio.AbstractEventLoop) -> FrameType | None:
+    """The innermost frame of the loop's thread if the application waits there for another thread, a process or a
+    socket; None if it does not.
 
-    None if the application computes, if the loop is idle, or if cotune itself waits, for example for a write to the
-    disk.
+    The frame identifies the wait: if it is the same at a later check, the thread still waits at the same place.
     """
-    frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
-    if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
-        return None
-    waiter: FrameType | None = frame
-    while waiter is not None and waiter.f_code.co_filename.endswith(_WAITS):
-        if waiter.f_code is threading.Thread.start.__code__:  # waits until the thread runs, which may take a moment
-            return None
-        waiter = waiter.f_back
-    is_cotune = waiter is not None and str(waiter.f_globals.get("__name__")).partition(".")[0] == "cotune"
-    return frame if not is_cotune and running_context(frame) is not None else None
+    thread_id = getattr(loop, "_thread_id", None) or 0  # None while the loop does not run
+    frame = sys._current_frames().get(thread_id)
+    if frame is None or not frame.f_code.co_filename.endswith(_FILES_THAT_WAIT):
+        return None  # the thread computes
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.endswith(_FILES_THAT_WAIT):
+        if caller.f_code is threading.Thread.start.__code__:
+            return None  # it waits until a new thread runs, which takes only a moment
+        caller = caller.f_back
+    if caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "cotune":
+        return None  # cotune itself waits, for example for a write to the disk
+    if running_context(frame) is None:
+        return None  # the loop runs no task: it is idle and waits for events
+    return frame
 
 
 @functools.cache
 def _side_loop() -> asyncio.AbstractEventLoop:
+    """A loop in a thread of its own, for answers that the episode's loop cannot give. One for the process."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="cotune-answers", daemon=True)
     # In an empty context: the thread outlives the episode that happens to start it.

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from msgspec.structs import replace
 
@@ -214,7 +214,7 @@ class LiveEpisode:
         """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
-        self._too_many = 0
+        self._refused_calls = 0
         """Number of calls beyond `max_calls`."""
         self.stop_soon: Callable[[], object] = lambda: None
         """Ends the workflow, which may continue to call in spite of errors. Safe from any thread."""
@@ -279,27 +279,11 @@ class LiveEpisode:
         if caller.nameless is not None:
             warn_of_shared(caller, self.notes.setdefault("nameless", {}), self.warn)
         with self._lock:
-            if self.forked:
-                raise RecordError(
-                    "The call was made in a child process that the application forked, where no run reaches it.",
-                    "Make it in a thread, or let the child call the address that `with cotune.gateway()` gives.",
-                )
-            if self.interrupted:
-                raise RecordError(INTERRUPTED)
-            if self.ended:
-                raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
+            self._require_in_progress()
             if self.max_calls is not None and self._turns.steps >= self.max_calls:
-                cause = f"The episode made {self.max_calls} calls and asks for another one: its answers do not end it."
-                remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
-                self.fatal = TooManyCalls(cause, remedy)
-                self.stop_soon()
-                # Counted, because an application may catch the error and call again without end.
-                self._too_many += 1
-                if self._too_many > _PATIENCE and asyncio._get_running_loop() is not None:
-                    # The application catches every error and calls again, without giving the loop a turn to end it.
-                    raise asyncio.CancelledError(cause)
-                raise RecordError(cause, remedy)
-            call = LiveCall(self, caller, *self._turns.count_call(caller.role), body)
+                self._refuse_further_call(self.max_calls)
+            step, turn = self._turns.count_call(caller.role)
+            call = LiveCall(self, caller, step, turn, body)
             self._open[call.id] = call
             caller.calls += 1
             if (tool := tool_at_work.get().use) is not None:
@@ -310,6 +294,31 @@ class LiveEpisode:
         if self.prompting is not None:
             self.edit(call, body)
         return call
+
+    def _require_in_progress(self) -> None:
+        """Raise RecordError if the episode takes no further calls."""
+        if self.forked:
+            raise RecordError(
+                "The call was made in a child process that the application forked, where no run reaches it.",
+                "Make it in a thread, or let the child call the address that `with cotune.gateway()` gives.",
+            )
+        if self.interrupted:
+            raise RecordError(INTERRUPTED)
+        if self.ended:
+            raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
+
+    def _refuse_further_call(self, max_calls: int) -> NoReturn:
+        """Fail the episode, which has made `max_calls` calls, and raise RecordError for one more."""
+        cause = f"The episode made {max_calls} calls and asks for another one: its answers do not end it."
+        remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
+        self.fatal = TooManyCalls(cause, remedy)
+        self.stop_soon()
+        # Counted, because an application may catch the error and call again without end.
+        self._refused_calls += 1
+        if self._refused_calls > _PATIENCE and asyncio._get_running_loop() is not None:
+            # The application catches every error and calls again, without giving the loop a turn to end it.
+            raise asyncio.CancelledError(cause)
+        raise RecordError(cause, remedy)
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
         """Edit the prompts of a call with the request `body`, if the episode has edits for its role."""
@@ -380,12 +389,14 @@ class LiveEpisode:
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
         bodies, results = self.tape.records(None if self.redaction is None else self.redaction.changes)
-        if (chance := self.chance.record() if self.chance else None) is not None:
-            bodies.append(chance)
-        if self.chance and self.chance.dropped:
-            self.warn(
-                "unfrozen", f"Of clock, uuid and random only the first {MOST_VALUES:,} values of an episode are kept."
-            )
+        chance = None
+        if self.chance is not None:
+            chance = self.chance.record()
+            if chance is not None:
+                bodies.append(chance)
+            if self.chance.dropped:
+                text = f"Of clock, uuid and random only the first {MOST_VALUES:,} values of an episode are kept."
+                self.warn("unfrozen", text)
         record = Episode(
             id=self.id,
             task=self.task if self.redaction is None else self.redaction.task(self.task),

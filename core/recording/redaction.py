@@ -34,8 +34,8 @@ FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
 """Replaces a grammar that holds redacted text, the hash of a redacted image, and a task's id that is its text if
 redactors leave no text."""
-_KEPT = 100_000
-_MOST = 16 << 20
+_MESSAGES = 100_000
+_MESSAGE_BYTES = 16 << 20
 """Maximum number of messages, and maximum size in bytes, whose redaction an episode remembers. Older messages are
 redacted again."""
 _json = msgspec.json.Encoder(enc_hook=plain)
@@ -110,7 +110,9 @@ class Redaction:
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
     warn: Callable[[str, str], None] = _warn_once_outside
-    _done: BoundedCache[tuple[dict[str, Any], bool]] = field(default_factory=lambda: BoundedCache(_KEPT, _MOST))
+    _redacted: BoundedCache[tuple[dict[str, Any], bool]] = field(
+        default_factory=lambda: BoundedCache(_MESSAGES, _MESSAGE_BYTES)
+    )
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message to store. The given message is not changed."""
@@ -127,8 +129,9 @@ class Redaction:
     def task(self, task: Task) -> Task:
         """The task to store. If a task is a text, the text may be its id too; an id is never empty."""
         stored = self.content("task", task.input)
-        is_id = isinstance(task.input, str) and task.id == task.input
-        return Task(id=str(stored or WITHHELD) if is_id else task.id, input=stored)
+        if isinstance(task.input, str) and task.id == task.input:
+            return Task(id=str(stored or WITHHELD), input=stored)
+        return Task(id=task.id, input=stored)
 
     def error(self, error: CotuneError) -> CotuneError:
         """An error of an episode with a redacted cause, so that it may be shown."""
@@ -154,31 +157,45 @@ class Redaction:
 
     def call(self, call: RedactedCall) -> RedactedCall:
         """The parts of a call that may be stored, from the parts of the original call."""
-        tools = self._as_message("tools", call.tools) if call.tools else None
-        messages = [self._redact_message(message) for message in call.messages]
-        out = None if call.out is None else self._redact_request(call.out)
-        tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
-        tokens_withheld = tokens_withheld or out != call.out
+        # 1. The request. The token ids of its prompt spell its messages and its tools.
+        messages: list[dict[str, Any]] = []
+        messages_changed = False
+        for message in call.messages:
+            stored, changed = self._redact_message(message)
+            messages.append(stored)
+            messages_changed = messages_changed or changed
+        tools = None
+        tools_changed = False
+        if call.tools:
+            stored, tools_changed = self._redact_message(self._as_message("tools", call.tools))
+            tools = stored.get("content")
         params = self.table(call.params)
+        params_changed = params != call.params
+        out = None if call.out is None else self._redact_request(call.out)
+        out_changed = out != call.out
+        prompt_changed = messages_changed or tools_changed or out_changed
+
+        # 2. The answer, whose grammar was made from the tools and the parameters.
+        answer = None
+        if call.answer is not None:
+            grammar_changed = params_changed or tools_changed or out_changed
+            sent_messages = messages if out is None else out.messages
+            answer = self._redact_answer(call.answer, grammar_changed, sent_messages)
         error = self.text(call.error)
-        tools_changed = tools is not None and self.changes(tools)
-        grammar_changed = params != call.params or tools_changed or out != call.out
-        stored_messages = [stored for stored, _ in messages] if out is None else out.messages
-        answer = None if call.answer is None else self._redact_answer(call.answer, grammar_changed, stored_messages)
-        changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
+        changed = prompt_changed or params_changed or answer != call.answer or error != call.error
         if changed and answer is not None:  # the likeliest tokens (`shown`) may reveal a hidden text
-            bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
-            answer = msgspec.structs.replace(answer, candidates=bare)
+            candidates = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
+            answer = msgspec.structs.replace(answer, candidates=candidates)
         return RedactedCall(
-            messages=[message for message, _ in messages],
-            tools=None if tools is None else self.message(tools).get("content"),
+            messages=messages,
+            tools=tools,
             params=params,
             attempts=[self.text(attempt) or "" for attempt in call.attempts],
             error=error,
             answer=answer,
             out=out,
             changed=changed,
-            tokens_withheld=tokens_withheld and not self.keep_token_ids,
+            tokens_withheld=prompt_changed and not self.keep_token_ids,
         )
 
     def _redact_request(self, out: Outgoing) -> Outgoing:
@@ -200,9 +217,10 @@ class Redaction:
         candidates = tuple(self._redact_candidate(candidate) for candidate in answer.candidates)
         sampling = self.table(answer.sampling)
         if grammar := answer.sampling.get("grammar"):
-            keep = self.keep_token_ids or not (grammar_changed or sampling.get("grammar") != grammar)
-            sampling["grammar"] = grammar if keep else WITHHELD
-            if not keep:
+            grammar_changed = grammar_changed or sampling.get("grammar") != grammar
+            sampling["grammar"] = grammar
+            if grammar_changed and not self.keep_token_ids:
+                sampling["grammar"] = WITHHELD
                 candidates = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in candidates)
         if images := answer.sampling.get("images"):
             stored_images: set[str] = set()
@@ -228,12 +246,14 @@ class Redaction:
         if not self.changes(message) and not self.changes(text):
             return candidate
         stored = self.message(text).get("content")
-        changed = msgspec.structs.replace(
-            candidate, message=self.message(message), text=stored if isinstance(stored, str) else FAILED
-        )
-        return changed if self.keep_token_ids else msgspec.structs.replace(changed, token_ids=(), logprobs=())
+        stored_text = stored if isinstance(stored, str) else FAILED
+        redacted = msgspec.structs.replace(candidate, message=self.message(message), text=stored_text)
+        if self.keep_token_ids:
+            return redacted
+        return msgspec.structs.replace(redacted, token_ids=(), logprobs=())
 
     def _as_message(self, role: str, content: Any) -> dict[str, Any]:
+        """A value that is not a message, in the form in which redactors see it."""
         return {"role": role, "content": content}
 
     def _redact_message(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -243,11 +263,11 @@ class Redaction:
         except Exception:  # noqa: BLE001
             return self._warn_of_failure(message, "it is no JSON"), True
         digest = hashlib.blake2b(raw, digest_size=16).digest()
-        result = self._done.get(digest)
+        result = self._redacted.get(digest)
         if result is None:
             stored = self._redact(raw)
             result = stored, stored != msgspec.json.decode(raw)
-            self._done.put(digest, result, len(raw))
+            self._redacted.put(digest, result, len(raw))
         return result
 
     def _redact(self, raw: bytes) -> dict[str, Any]:
@@ -268,6 +288,7 @@ class Redaction:
             return self._warn_of_failure(message, f"the redactor raised {type(error).__name__}")
 
     def _warn_of_failure(self, message: Mapping[str, Any], why: str) -> dict[str, Any]:
+        """Count a message that could not be redacted. Returns the message to store in its place."""
         role = str(message.get("role", "unknown"))
         self.warn("redaction_failed", f"A message of role {role!r} is stored as {FAILED}: {why}.")
         return {"role": role, "content": FAILED}

@@ -20,7 +20,11 @@ def reward_records(
     target: str, rewards: Mapping[str, float], text: str = "", name: str = "", *, redaction: Redaction | None = None
 ) -> list[RewardRecord | FeedbackRecord]:
     """The records of rewards for an episode or a candidate, with the present time, and of their feedback `text` unless
-    it is blank. Without rewards, the feedback gets `name`, or the name that a plain number would get."""
+    it is blank.
+
+    `target` is the id of the episode or the candidate. The feedback has the name of the first reward. Without rewards
+    it has `name`, or if that is empty the name of a reward that is a plain number: "local" or "team".
+    """
     present = time.time()
     records: list[RewardRecord | FeedbackRecord] = []
     for component, value in rewards.items():
@@ -29,8 +33,11 @@ def reward_records(
     if text and redaction is not None:  # redacted before it is cut: a cut could hide a secret from the redactor
         text = (redaction.text(text, "feedback") or "").strip()
     if text:
-        name = next(iter(rewards), name or ("local" if "." in target else "team"))
-        records.append(feedback_record(target, name, text, present))
+        component = next(iter(rewards), name)
+        if not component:
+            is_candidate = "." in target  # `candidate_id` joins a call's id and an index with a dot
+            component = "local" if is_candidate else "team"
+        records.append(feedback_record(target, component, text, present))
     return records
 
 

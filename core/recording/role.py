@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from cotune.errors import WorkflowError
-from cotune.recording.carrying import tell_tasks
+from cotune.recording.carrying import remember_task_starters
 from cotune.recording.context import RoleOverride, generator_roles, role_override
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -59,7 +59,7 @@ class role:
         frame = _frame_of_block(sys._getframe(1))
         override = RoleOverride(self._name, frame, time.perf_counter_ns())
         if frame.f_code.co_flags & _GENERATOR:
-            self._watch_tasks(frame)
+            self._let_tasks_inherit(frame)
             generator_roles.setdefault(id(frame), []).append(override)
         else:
             self._token = role_override.set(override)
@@ -90,7 +90,6 @@ class role:
     def __call__(self, fn: FunctionT) -> FunctionT:
         """Decorate `fn`: all its calls get this role."""
         name = self._name
-        wrapper: Callable[..., Any]
         if not callable(fn) or inspect.isclass(fn):
             raise WorkflowError(
                 f"@cotune.role({name!r}) cannot decorate {_function_name(fn)}: it takes functions, coroutine "
@@ -98,78 +97,31 @@ class role:
                 "Decorate the methods or functions that make the calls, below @staticmethod or @classmethod.",
             )
         if inspect.iscoroutinefunction(fn):
-
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with role(name):
-                    return await fn(*args, **kwargs)
-
+            wrapper = _wrap_coroutine_function(fn, name)
         elif inspect.isasyncgenfunction(fn):
-
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                """Run an asynchronous generator inside the role, from its first to its last step."""
-                with role(name):
-                    generator = fn(*args, **kwargs)
-                    # `yield from` does not exist in asynchronous generators: the loop passes on sent values, errors and
-                    # the close.
-                    step = generator.asend(None)
-                    while True:
-                        try:
-                            value = await step
-                        except StopAsyncIteration:
-                            return
-                        try:
-                            sent = yield value
-                        except GeneratorExit:
-                            await generator.aclose()
-                            raise
-                        except BaseException as error:  # noqa: BLE001, the generator decides about it
-                            step = generator.athrow(error)
-                        else:
-                            step = generator.asend(sent)
-
+            wrapper = _wrap_async_generator_function(fn, name)
         elif inspect.isgeneratorfunction(fn):
-
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with role(name):
-                    return (yield from fn(*args, **kwargs))
-
+            wrapper = _wrap_generator_function(fn, name)
         else:
-
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                """Run a function inside the role. Raises WorkflowError if its work would only begin after the role has
-                ended.
-                """
-                with role(name):
-                    result = fn(*args, **kwargs)
-                # Another decorator hides an async function or a generator: its calls come after the block, without the
-                # role.
-                if inspect.iscoroutine(result) or isinstance(result, Generator | AsyncGenerator):
-                    if not isinstance(result, AsyncGenerator):
-                        # Closed unstarted, so that Python does not warn of a coroutine that was never awaited.
-                        result.close()
-                    raise WorkflowError(
-                        f"{_function_name(fn)} returns a {type(result).__name__}, whose calls would be made after "
-                        f"@cotune.role({name!r}) has ended.",
-                        "Put @cotune.role below the other decorators, next to the async function or the generator.",
-                    )
-                return result
-
+            wrapper = _wrap_function(fn, name)
         return functools.wraps(fn)(wrapper)  # type: ignore[return-value]
 
-    def _watch_tasks(self, frame: FrameType) -> None:
-        """Let the tasks that the generator starts inherit its role."""
-        loop: Any = asyncio._get_running_loop()
-        try:
-            if loop is not None:
-                loops: Any = type(loop)
-                tell_tasks(loops)
-                return
-        except TypeError:
-            kind = f"an event loop of type {type(loop).__name__}"
-        else:
+    def _let_tasks_inherit(self, frame: FrameType) -> None:
+        """Let the tasks that a generator starts inherit its role. `frame` is the generator's frame.
+
+        Raises WorkflowError in an asynchronous generator whose tasks cannot inherit it.
+        """
+        loop = asyncio._get_running_loop()
+        if loop is None:
             if frame.f_code.co_flags & inspect.CO_GENERATOR:
-                return
+                return  # a plain generator outside asyncio starts no tasks
             kind = "a library other than asyncio"
+        else:
+            try:
+                remember_task_starters(type(loop))
+                return
+            except TypeError:  # a class of event loops in C, whose methods cannot be replaced
+                kind = f"an event loop of type {type(loop).__name__}"
         raise WorkflowError(
             f"cotune.role({self._name!r}) cannot be entered in an asynchronous generator under {kind}: tasks that the "
             "generator starts would lose the role.",
@@ -177,16 +129,86 @@ class role:
         )
 
 
+def _wrap_coroutine_function(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A coroutine function that awaits `fn` inside the role `name`."""
+
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with role(name):
+            return await fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_generator_function(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A generator function that runs `fn` inside the role `name`, from its first to its last step."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with role(name):
+            return (yield from fn(*args, **kwargs))
+
+    return wrapper
+
+
+def _wrap_async_generator_function(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """An asynchronous generator function that runs `fn` inside the role `name`, from its first to its last step."""
+
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with role(name):
+            generator = fn(*args, **kwargs)
+            # `yield from` does not exist in asynchronous generators: the loop passes on sent values, errors and the
+            # close.
+            step = generator.asend(None)
+            while True:
+                try:
+                    value = await step
+                except StopAsyncIteration:
+                    return
+                try:
+                    sent = yield value
+                except GeneratorExit:
+                    await generator.aclose()
+                    raise
+                except BaseException as error:  # noqa: BLE001, the generator decides about it
+                    step = generator.athrow(error)
+                else:
+                    step = generator.asend(sent)
+
+    return wrapper
+
+
+def _wrap_function(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that calls `fn` inside the role `name`.
+
+    It raises WorkflowError if the work of `fn` would only begin after the role has ended.
+    """
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with role(name):
+            result = fn(*args, **kwargs)
+        # Another decorator hides an async function or a generator: its calls come after the block, without the role.
+        if inspect.iscoroutine(result) or isinstance(result, Generator | AsyncGenerator):
+            if not isinstance(result, AsyncGenerator):
+                # Closed unstarted, so that Python does not warn of a coroutine that was never awaited.
+                result.close()
+            raise WorkflowError(
+                f"{_function_name(fn)} returns a {type(result).__name__}, whose calls would be made after "
+                f"@cotune.role({name!r}) has ended.",
+                "Put @cotune.role below the other decorators, next to the async function or the generator.",
+            )
+        return result
+
+    return wrapper
+
+
 def _frame_of_block(frame: FrameType) -> FrameType:
     """The frame with the block of the role: not contextlib's, and not a `@contextmanager` function around the role."""
     while frame.f_back is not None:
-        before = frame.f_back
-        is_context_manager = (
-            bool(frame.f_code.co_flags & _GENERATOR) and before.f_globals.get("__name__") == "contextlib"
-        )
+        caller = frame.f_back
+        is_generator = bool(frame.f_code.co_flags & _GENERATOR)
+        is_context_manager = is_generator and caller.f_globals.get("__name__") == "contextlib"
         if frame.f_globals.get("__name__") != "contextlib" and not is_context_manager:
             break
-        frame = before
+        frame = caller
     return frame
 
 

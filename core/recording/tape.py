@@ -19,8 +19,10 @@ from cotune.runtime.user_code import context_value
 
 
 def _json_form(value: Any) -> Any:
-    """A value that JSON cannot hold: the fields of a pydantic model, or the name of its type."""
-    return value.model_dump() if hasattr(value, "model_dump") else f"<{type(value).__name__}>"
+    """A form for a value that JSON cannot hold: the fields of a pydantic model, else the name of its type."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    return f"<{type(value).__name__}>"
 
 
 _canonical = msgspec.json.Encoder(order="sorted", enc_hook=_json_form).encode
@@ -95,7 +97,7 @@ class Tape:
         use = ToolUse(name, digest)
         if recorded is not None:
             # A copy: all branches of an episode get the same value, and applications may change it.
-            use = ToolUse(name, digest, True, copy.deepcopy(recorded.value))
+            use = ToolUse(name, digest, known=True, value=copy.deepcopy(recorded.value))
         with context_value(tool_at_work, tool_at_work.get()._replace(use=use)):
             yield use
 
@@ -108,9 +110,9 @@ class Tape:
             return True
         try:
             value = msgspec.json.decode(msgspec.json.encode(use.value))
-        except (TypeError, ValueError, RecursionError):
+        except (TypeError, ValueError, RecursionError):  # no JSON can hold the value
             return False
-        if value != use.value:
+        if value != use.value:  # JSON would change it, for example a tuple to a list
             return False
         with self._lock:
             self._new_results.append(
@@ -124,13 +126,14 @@ class Tape:
         """The results to store: their values as messages, and a `ToolResult` for each. Results that a redactor
         `changes` are left out."""
         bodies: list[Message] = []
-        results = []
-        for use in self._new_results:
-            if changes is not None and changes({"role": "tool", "content": use.value}):
+        results: list[ToolResult] = []
+        for new in self._new_results:
+            if changes is not None and changes({"role": "tool", "content": new.value}):
                 continue
-            body = Message(address(_canonical({"result": use.value})), {"result": use.value})
+            value = {"result": new.value}
+            body = Message(address(_canonical(value)), value)
             bodies.append(body)
-            results.append(ToolResult(use.name, use.arguments, use.started, body.id, use.latency, use.call))
+            results.append(ToolResult(new.name, new.arguments, new.started, body.id, new.latency, new.call))
         return bodies, tuple(results)
 
 
