@@ -27,7 +27,7 @@ LEAST_EFFECT = 0.1
 """The least that a role must cost to be named, as a share of the span of outcomes. In simulations of 14 families of
 workflows a healthy application then names nobody in 95 to 96% of cases; with 0.05 in 71 to 88%."""
 LEAST_TASKS = 5
-"""With fewer tasks the figures say nothing about other tasks."""
+"""Minimum number of tasks. With fewer, the figures say nothing about other tasks."""
 Kind = Literal["named", "either", "nobody", "reference", "undecided", "untested"]
 """Kinds of verdicts: see `Blame`."""
 
@@ -72,7 +72,7 @@ class ScoringNoise(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallEffect(msgspec.Struct, frozen=True, kw_only=True):
     """How much an episode loses at one call: how much more often it succeeds when it runs again from before the call
-    than from after it. `forks` is the number of runs that say so."""
+    than from after it. `forks` is the number of these runs."""
 
     step: int
     loss: Interval
@@ -89,7 +89,7 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     call: int | None
     """The decisive call by its step: it loses 10 points or more, and at least half of the largest loss of a call.
-    Another call may lose as much. None where `why` says why no call is named."""
+    Another call may lose as much. None if no call is named, for the reason in `why`."""
     parallel: Sequence[int] = ()
     """Steps of the calls that ran at the same time as the decisive one: they decide together."""
     why: str = ""
@@ -119,17 +119,17 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     references: Mapping[str, str]
     """The names of the references, by role, "" for every other role."""
     removes: bool
-    """Whether roles were replaced by fixed answers, to see whether they earn their place."""
+    """Whether roles were removed, by fixed answers in their place, to see whether they earn it."""
     tasks: int
     runs: int
     calls: int
     cost: float | None
     outcome: Interval | None
-    """Of the application as it is."""
+    """The mean outcome of the application as it is."""
     swapped: Interval | None
-    """With every role swapped."""
+    """The mean outcome with every role swapped."""
     span: float
-    """From the least to the greatest outcome."""
+    """The greatest outcome minus the least."""
     luck: Interval | None
     """Share of the failures that succeed at another try; None if no failure was run again."""
     scoring: ScoringNoise | None = None
@@ -140,7 +140,7 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Kind
     at_fault: Sequence[str] = ()
     more_tasks: int | None = None
-    """About how many further tasks would decide, where the verdict is `undecided`."""
+    """About how many further tasks would decide, if the verdict is `undecided`."""
     episodes: Sequence[LostEpisode] = ()
     """Failed episodes whose decisive call was looked for."""
     left_out: Mapping[str, int] = {}
@@ -151,14 +151,14 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     """Runs in which the application raised. They count as the lowest outcome."""
     notes: Sequence[str] = ()
     ended: str = ""
-    """Why it ended before all its runs; empty where it did not."""
+    """Why it ended before all its runs; empty if it did not."""
     path: str = ""
     """The folder with its records."""
 
     @property
     def sentence(self) -> str:
         """The verdict in words."""
-        return _removal(self) if self.removes else _fault(self)
+        return _removal_verdict(self) if self.removes else _swap_verdict(self)
 
     def to_json(self) -> dict[str, Any]:
         """All fields and the sentence, as JSON values."""
@@ -177,7 +177,7 @@ def summed_outcome(episode: Episode, rewards: Mapping[str, float] | None) -> flo
 
 
 def read_blame(folder: Path | None) -> Blame | None:
-    """The result that a folder holds; None where there is none, or it cannot be read."""
+    """The result in a folder; None without one, and if it cannot be read."""
     return None if folder is None else read_if_typed(folder / REPORT, Blame)
 
 
@@ -248,69 +248,77 @@ def _with_interval(interval: Interval, show: Callable[[float], str]) -> str:
 
 
 def _fixed(value: float, decimals: int, *, signed: bool = False) -> str:
-    """A number with so many decimals and separated thousands."""
+    """A number with `decimals` decimals and separated thousands."""
     # Adding 0 turns -0.0 into 0.0.
     rounded = round(value, decimals) + 0.0
     return f"{rounded:+,.{decimals}f}" if signed else f"{rounded:,.{decimals}f}"
 
 
-def _fault(blame: Blame) -> str:
-    """The sentences about the role at fault, by the verdict."""
-    roles = {one.role: one for one in blame.roles}
+def _swap_verdict(blame: Blame) -> str:
+    """The verdict of runs in which a reference answered in place of roles, in words."""
     match blame.verdict:
         case "named":
-            first = roles[blame.at_fault[0]]
-            parts = [f"{first.role} is at fault: it costs {shown_points(blame, first.score)} points"]
-            for role in blame.at_fault[1:]:
-                parts.append(f"so is {role}: {shown_points(blame, roles[role].score)} points")
-            others = [one for one in blame.roles if one.role not in blame.at_fault]
-            if others:
-                following = max(others, key=lambda one: one.score.mean)
-                parts.append(f"the next one, {following.role}, costs {shown_points(blame, following.score)}")
-            alone = shown_points(blame, first.alone)
-            return f"{'; '.join(parts)}. Answering {first.role} with {first.reference} alone wins {alone} points."
+            return _named_roles(blame)
         case "either":
             names = " or ".join(blame.at_fault)
             return f"Either {names} is at fault; these runs do not tell which. Mend one, then run this again."
         case "nobody":
             return f"Nobody is at fault: no role costs {100 * LEAST_EFFECT:.0f} points or more."
         case "reference":
-            gain = "" if blame.swapped is None or blame.outcome is None else (
-                f" ({shown_outcome(blame, blame.outcome.mean)} as it is, "
-                f"{shown_outcome(blame, blame.swapped.mean)} with all roles swapped)"
-            )  # fmt: skip
-            return f"The reference does not help{gain}. Look at the prompts, the tasks or the scorer."
+            outcomes = ""
+            if blame.swapped is not None and blame.outcome is not None:
+                as_it_is = shown_outcome(blame, blame.outcome.mean)
+                swapped = shown_outcome(blame, blame.swapped.mean)
+                outcomes = f" ({as_it_is} as it is, {swapped} with all roles swapped)"
+            return f"The reference does not help{outcomes}. Look at the prompts, the tasks or the scorer."
         case "undecided":
-            return f"Undecided: {_more(blame)}."
+            return f"Undecided: {_what_would_decide(blame)}."
         case "untested":
             return "Which role is at fault is not known: nothing was swapped. Name a --reference."
 
 
-def _more(blame: Blame) -> str:
+def _named_roles(blame: Blame) -> str:
+    """The sentences about the roles at fault, with the cost of each and of the next role."""
+    roles = {role.role: role for role in blame.roles}
+    first = roles[blame.at_fault[0]]
+    parts = [f"{first.role} is at fault: it costs {shown_points(blame, first.score)} points"]
+    for name in blame.at_fault[1:]:
+        parts.append(f"so is {name}: {shown_points(blame, roles[name].score)} points")
+    not_at_fault = [role for role in blame.roles if role.role not in blame.at_fault]
+    if not_at_fault:
+        next_role = max(not_at_fault, key=lambda role: role.score.mean)
+        parts.append(f"the next one, {next_role.role}, costs {shown_points(blame, next_role.score)}")
+    gain = shown_points(blame, first.alone)
+    return f"{'; '.join(parts)}. Answering {first.role} with {first.reference} alone wins {gain} points."
+
+
+def _what_would_decide(blame: Blame) -> str:
+    """How many further tasks would name a role or clear all of them."""
     if blame.more_tasks is None:
         return "the costliest role is too close to the least effect that matters for any number of tasks to decide soon"
-    more = plural(blame.more_tasks, "more task")
+    tasks = plural(blame.more_tasks, "more task")
     if blame.roles and blame.roles[0].score.n < LEAST_TASKS:
-        return f"no role is named on fewer than {LEAST_TASKS} tasks; {more} would do"
-    return f"about {more} would decide"
+        return f"no role is named on fewer than {LEAST_TASKS} tasks; {tasks} would do"
+    return f"about {tasks} would decide"
 
 
-def _removal(blame: Blame) -> str:
+def _removal_verdict(blame: Blame) -> str:
     """A sentence for each role about the change of the outcome when it answers nothing."""
-    parts = []
-    for one in blame.roles:
-        change = one.alone
+    sentences: list[str] = []
+    for role in blame.roles:
+        name = role.role
+        change = role.alone  # here the reference in its place is a fixed answer
         if change.low is None or change.high is None:
-            parts.append(f"Whether {one.role} earns its place is not known on fewer than {LEAST_TASKS} tasks.")
+            sentences.append(f"Whether {name} earns its place is not known on fewer than {LEAST_TASKS} tasks.")
         elif change.high < 0:
             # Shown as a loss, so the signs change, and the upper bound becomes the lower one.
             loss = Interval(mean=-change.mean, low=-change.high, high=-change.low, n=change.n)
-            parts.append(
-                f"Without {one.role} the outcome loses {shown_points(blame, loss)} points: it earns its place."
-            )
+            points = shown_points(blame, loss)
+            sentences.append(f"Without {name} the outcome loses {points} points: it earns its place.")
         elif change.low > 0:
-            parts.append(f"Without {one.role} the outcome gains {shown_points(blame, change)} points: it does harm.")
+            points = shown_points(blame, change)
+            sentences.append(f"Without {name} the outcome gains {points} points: it does harm.")
         else:
-            change_shown = shown_points(blame, change, signed=True)
-            parts.append(f"Without {one.role} the outcome changes by {change_shown} points: no effect is shown.")
-    return " ".join(parts) or "Not known: no run without these roles came to an end."
+            points = shown_points(blame, change, signed=True)
+            sentences.append(f"Without {name} the outcome changes by {points} points: no effect is shown.")
+    return " ".join(sentences) or "Not known: no run without these roles came to an end."

@@ -150,7 +150,7 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
         """The commonest reason for a failure if all episodes failed; else None."""
         if not self.episodes or self.failures < self.episodes:
             return None
-        return max(self.failed, key=self.failed.__getitem__)
+        return max(self.failed, key=lambda reason: self.failed[reason])
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -182,7 +182,8 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
         return {task: (first, *self.repeats.get(task, ())) for task, first in self.endings.items()}
 
     def _means(self, figure: Callable[[TaskEnding], float | None]) -> dict[str, float]:
-        means = {}
+        """The mean of a figure over the episodes of each task that have it; tasks without any are left out."""
+        means: dict[str, float] = {}
         for task, endings in self.by_task.items():
             values = [value for ending in endings if (value := figure(ending)) is not None]
             if values:
@@ -221,11 +222,11 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
     steps: int | None = None
-    """Those of the weights that were tried."""
+    """Number of training steps of the evaluated weights; None if unknown."""
     created: float = 0.0
-    """Unix time; in a file that does not say, that of the file."""
+    """Unix time; if the file does not say it, the time of the file."""
     tasks: str = ""
-    """The file of its tasks, where there was one."""
+    """The file of its tasks; empty without one."""
     assignments: dict[str, dict[str, str]] = {}
     """By evaluation, the model of each role, if all assignments of models to roles were evaluated."""
     effects: tuple[RoleEffect, ...] = ()
@@ -277,16 +278,22 @@ def claim_folder(run: Path) -> Path:
     """Create the folder of the run's next evaluation: RUN/eval, or the first free one of RUN/eval-2, ... Raises OSError
     if it cannot be created."""
     for number in itertools.count(1):
-        folder = run / (FOLDER if number == 1 else f"{FOLDER}-{number}")
+        name = FOLDER if number == 1 else f"{FOLDER}-{number}"
+        # Another process may create the same folder, so only `mkdir` itself shows that the name is free.
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-    raise AssertionError
+            (run / name).mkdir()
+            return run / name
+    raise AssertionError("itertools.count has no end")
 
 
 def step_file(run: Path, steps: int) -> Path:
     """The file of training's evaluation after this number of steps."""
     return run / HELD_OUT / f"step-{steps:06d}.json"
+
+
+def _steps_of_file(file: Path) -> int:
+    """The number of steps in the name of a `step_file`."""
+    return int(file.stem.rpartition("-")[2])
 
 
 def read_evaluation(folder: Path) -> StoredEvaluation:
@@ -306,9 +313,12 @@ def read_evaluations(run: Path) -> list[StoredEvaluation]:
 
 
 def most_telling(evaluations: Sequence[StoredEvaluation]) -> StoredEvaluation | None:
-    """The newest evaluation with a comparison, or else the newest one; None without any."""
-    compared = [stored for stored in evaluations if stored.comparisons]
-    return next(reversed(compared or list(evaluations)), None)
+    """The newest evaluation with a comparison, or else the newest one; None without any. `evaluations` has the oldest
+    first."""
+    for stored in reversed(evaluations):
+        if stored.comparisons:
+            return stored
+    return evaluations[-1] if evaluations else None
 
 
 def evaluation_files(run: Path) -> Iterator[Path]:
@@ -321,10 +331,12 @@ def evaluation_files(run: Path) -> Iterator[Path]:
 
 def in_training(run: Path, steps: int | None = None) -> list[StoredEvaluation]:
     """Training's evaluations in the order of their steps, up to `steps` if it is not None."""
-    evaluations = []
+    evaluations: list[StoredEvaluation] = []
     for file in sorted((run / HELD_OUT).glob("step-*.json")):
         stored = read_if_whole(file)
-        if stored is not None and (steps is None or (stored.steps or 0) <= steps):
+        if stored is None:
+            continue
+        if steps is None or (stored.steps or 0) <= steps:
             evaluations.append(stored)
     return evaluations
 
@@ -332,7 +344,7 @@ def in_training(run: Path, steps: int | None = None) -> list[StoredEvaluation]:
 def drop_after(run: Path, steps: int) -> None:
     """Remove training's evaluations after the step `steps`. Training will evaluate these steps again."""
     for file in (run / HELD_OUT).glob("step-*.json"):
-        if int(file.stem.rpartition("-")[2]) > steps:
+        if _steps_of_file(file) > steps:
             file.unlink()
 
 
@@ -341,7 +353,7 @@ def read_if_whole(file: Path) -> StoredEvaluation | None:
     try:
         if file.name == EVALUATION:
             return _read(file, file.parent.name, file.parent)
-        steps = int(file.stem.rpartition("-")[2])
+        steps = _steps_of_file(file)
         when = f"after step {steps}" if steps else "before the first step"
         return _read(file, f"{IN_TRAINING}, {when}", file.parent.parent)
     except (OSError, ValueError, RecursionError) as error:
@@ -350,14 +362,18 @@ def read_if_whole(file: Path) -> StoredEvaluation | None:
 
 
 def _read(file: Path, name: str, records: Path) -> StoredEvaluation:
+    """The evaluation in a file. `name` is its name on screens, and `records` the folder that may hold its episodes."""
     stat = file.stat()
-    stored = _parsed(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    stored = _parse(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
     folder = str(records) if (records / RECORDS).is_file() else ""
     return msgspec.structs.replace(stored, name=name, records=folder, created=stored.created or stat.st_mtime)
 
 
 @functools.lru_cache(1024)
-def _parsed(file: Path, *_: int) -> StoredEvaluation:
-    """The content of a file, parsed once: later evaluations of a run read all earlier ones."""
+def _parse(file: Path, inode: int, changed_ns: int, size: int) -> StoredEvaluation:
+    """The content of a file, parsed once: later evaluations of a run read all earlier ones.
+
+    The arguments besides the file are only the key of the cache: a changed file is parsed again.
+    """
     # `json`, as a figure may be NaN, which msgspec does not accept.
     return msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation, str_keys=True)

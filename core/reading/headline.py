@@ -80,9 +80,9 @@ def headline(
     newest = next((stored for stored in reversed(evaluations) if compared_modes(stored)), None)
     changes: list[Change] = []
     if newest:
-        changes += _evaluated(newest, held_out_tasks)
+        changes += _held_out_of_evaluation(newest, held_out_tasks)
     else:
-        changes += _held_out_lines(lines, held_out_tasks)
+        changes += _held_out_of_metrics(lines, held_out_tasks)
     changes += _against_untrained(lines, held_out_tasks)
     changes += _losses(lines)
     if taught:
@@ -91,46 +91,55 @@ def headline(
     changes += _outcomes(lines)
     if not changes and store is not None:
         changes += _recorded(store, on_failure)
-    compared = newest.comparison(*compared_modes(newest)) if newest else None
-    return Headline(changes=tuple(changes), evaluation=newest, verdict=compared.verdict if compared else "")
+    verdict = ""
+    if newest:
+        comparison = newest.comparison(*compared_modes(newest))
+        verdict = comparison.verdict if comparison else ""
+    return Headline(changes=tuple(changes), evaluation=newest, verdict=verdict)
 
 
 def role_rewards(lines: Sequence[Line], *, trained: bool = True) -> Iterator[Change]:
     """Mean reward of all candidates of each role, chosen or not, in the first and the last step with a reward."""
-    what = f"mean reward of all the role's candidates{'' if trained else ', which nothing is trained on'}"
+    what = "mean reward of all the role's candidates"
+    if not trained:
+        what += ", which nothing is trained on"
     return _by_role(lines, "reward", "role", "reward of {}", what)
 
 
 def _by_role(lines: Sequence[Line], figure: str, kind: Kind, name: str, what: str) -> Iterator[Change]:
+    """The change of a figure for each role. `name` is the name of the change with {} in place of the role."""
     for role in _roles(lines):
-        yield from _change(name.format(role), kind, what, _of_role(lines, role, figure))
+        yield from _change(name.format(role), kind, what, _figure_of_role(lines, role, figure))
 
 
 def _roles(lines: Sequence[Line]) -> list[str]:
+    """The roles that any step has figures of."""
     return sorted({role for line in lines for role in line.get("roles", {})})
 
 
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
     """The mode of an evaluation that a headline shows, and the mode to compare it with; empty without one."""
-    played = evaluation.evaluations
-    start = next((name for name in STARTS if name in played), None)
-    if "trained" in played:
+    modes = evaluation.evaluations
+    start = next((name for name in STARTS if name in modes), None)
+    if "trained" in modes:
         return "trained", start or "base"
-    return (start, "") if start and evaluation.name.startswith(IN_TRAINING) else ()
+    if start and evaluation.name.startswith(IN_TRAINING):  # the evaluation before the first step
+        return start, ""
+    return ()
 
 
-def _evaluated(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Change]:
+def _held_out_of_evaluation(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Change]:
     """Success and reward of base and trained in an evaluation."""
     mode, base = compared_modes(evaluation) or ("", "")
     after = evaluation.evaluations[mode]
     before = evaluation.evaluations.get(base)
     compared = evaluation.comparison(mode, base)
+    # A workflow that returns a bool has one figure under two names.
+    outcome_is_success = after.outcome == after.success and (before is None or before.outcome == before.success)
     for name, what in _HELD_OUT.items():
         last = getattr(after, name)
-        if last is None:
+        if last is None or (name == "outcome" and outcome_is_success):
             continue
-        if name == "outcome" and last == after.success and (before is None or before.outcome == before.success):
-            continue  # the workflow returned a bool, so both are one figure
         yield Change(
             name=f"held-out {PLAIN if name == 'outcome' else name}",
             kind="held_out",
@@ -158,7 +167,7 @@ def _failures(mode: EvaluatedMode | None) -> int:
     return mode.failures if mode else 0
 
 
-def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
+def _held_out_of_metrics(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
     """Held-out success and reward from metrics.jsonl, for a run without files of its evaluations."""
     success: dict[int, Interval] = {}
     for name, what in _HELD_OUT.items():
@@ -167,12 +176,12 @@ def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
             figures = line.get("held_out") or {}
             if name not in figures:
                 continue
-            n = figures.get(f"{name}_n", figures.get("episodes", 0))
+            n_tasks = figures.get(f"{name}_n", figures.get("episodes", 0))
             by_step[line["step"] + 1] = Interval(
                 mean=figures[name],
                 low=figures.get(f"{name}_low"),
                 high=figures.get(f"{name}_high"),
-                n=int(n) if math.isfinite(n) else 0,
+                n=int(n_tasks) if math.isfinite(n_tasks) else 0,
             )
         if name == "success":
             success = by_step
@@ -202,14 +211,16 @@ def _losses(lines: Sequence[Line]) -> Iterator[Change]:
     step.
     """
     for role in _roles(lines):
-        held_out, loss, accuracy = (_of_role(lines, role, name) for name in ("held_out_loss", "loss", "accuracy"))
+        held_out = _figure_of_role(lines, role, "held_out_loss")
         if held_out:
-            best = min(held_out, key=lambda step: (held_out[step].mean, step))
-            until = {step: interval for step, interval in held_out.items() if step <= best}
+            best_step = min(held_out, key=lambda step: (held_out[step].mean, step))
+            until_best = {step: interval for step, interval in held_out.items() if step <= best_step}
             what = "lowest loss on records that are not trained on: the policy ends with these weights"
-            yield from _change(f"held-out loss of {role}", "loss", what, until)
+            yield from _change(f"held-out loss of {role}", "loss", what, until_best)
         else:
+            loss = _figure_of_role(lines, role, "loss")
             yield from _change(f"loss of {role}", "loss", "loss on the records of a step", loss)
+        accuracy = _figure_of_role(lines, role, "accuracy")
         what = "share of a step's pairs in which the better answer is the likelier one"
         yield from _change(f"pairs of {role} ranked right", "loss", what, accuracy, percent=True)
 
@@ -217,9 +228,14 @@ def _losses(lines: Sequence[Line]) -> Iterator[Change]:
 _DISTANCE = "divergence from the teacher on what the role samples, in nats per token: what is trained, lower is nearer"
 
 
-def _of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]:
-    figures = ((line["step"] + 1, line.get("roles", {}).get(role, {}).get(name)) for line in lines)
-    return {step: Interval(mean=value) for step, value in figures if value is not None}
+def _figure_of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]:
+    """A figure of a role by step, counted from 1; steps without it are left out."""
+    by_step: dict[int, Interval] = {}
+    for line in lines:
+        value = line.get("roles", {}).get(role, {}).get(name)
+        if value is not None:
+            by_step[line["step"] + 1] = Interval(mean=value)
+    return by_step
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
@@ -229,21 +245,23 @@ def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
     if not lines:
         return
     path = lines[-1].get("path") or SINGLE
-    names = sorted({name for line in lines for name in line["outcome"]}, key=lambda name: (name != "success", name))
-    for name in names:
+    names: set[str] = set()
+    for line in lines:
+        names.update(line["outcome"])
+    for name in sorted(names, key=lambda name: (name != "success", name)):  # success first
         percent = name == "success"
-        by_step = {line["step"] + 1: _outcome(name, line) for line in lines if line["outcome"].get(name) is not None}
+        by_step: dict[int, Interval] = {}
+        for line in lines:
+            mean = line["outcome"].get(name)
+            if mean is not None:
+                # No bounds: a line does not hold the number of tasks of its episodes.
+                by_step[line["step"] + 1] = Interval(mean=float(mean), n=int(line.get("episodes", 0)))
         if path == SINGLE:
             what = "mean over a step's episodes, single samples"
             yield from _change(f"{name} in training", "training", what, by_step, percent=percent)
         else:
             what = f"mean over a step's episodes of the {path}: not what one sample reaches"
             yield from _change(f"{path}, {name}", "selected", what, by_step, percent=percent)
-
-
-def _outcome(name: str, line: Line) -> Interval:
-    # No interval: a line does not hold the number of tasks of its episodes.
-    return Interval(mean=float(line["outcome"][name]), n=int(line.get("episodes", 0)))
 
 
 def _change(
@@ -253,20 +271,20 @@ def _change(
 
     With values of a single step, there is a last value and no first.
     """
-    steps = sorted(by_step)
-    if not steps:
+    if not by_step:
         return
-    first = steps[0]
-    last = steps[-1]
+    first_step = min(by_step)
+    last_step = max(by_step)
+    has_first = first_step != last_step
     yield Change(
         name=name,
         kind=kind,
         what=what,
         tasks=tasks,
-        first=by_step[first] if first != last else None,
-        first_of=f"step {first}" if first != last else "",
-        last=by_step[last],
-        last_of=f"step {last}",
+        first=by_step[first_step] if has_first else None,
+        first_of=f"step {first_step}" if has_first else "",
+        last=by_step[last_step],
+        last_of=f"step {last_step}",
         percent=percent,
     )
 
@@ -280,15 +298,15 @@ def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     successes = [row for row in figures.success_counts() if row.phase != "check"]
     rewards = [row for row in figures.outcome_means(on_failure) if row.mean is not None and row.phase != "check"]
     phases = {row.phase for row in successes} | {row.phase for row in rewards}
-    several = len(phases) > 1
+    names_phase = len(phases) > 1
     for row in successes:
         if share := share_over_tasks(row.solved, row.episodes, row.squares):
-            name = f"success of {row.phase}" if several else "success"
+            name = f"success of {row.phase}" if names_phase else "success"
             what = "share of recorded episodes that solved their task"
             yield Change(name=name, kind="recorded", what=what, last=share, last_of=row.phase, percent=True)
     for reward in rewards:
         assert reward.mean is not None
-        name = f"{reward.name} of {reward.phase}" if several else str(reward.name)
+        name = f"{reward.name} of {reward.phase}" if names_phase else str(reward.name)
         what = "mean reward of recorded episodes"
         mean = Interval(mean=reward.mean, n=reward.episodes)
         yield Change(name=name, kind="recorded", what=what, last=mean, last_of=reward.phase)
