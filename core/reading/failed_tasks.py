@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from cotune.reading.by_task import failed_episode, first_episodes
-from cotune.reading.evaluations import StoredEvaluation, most_telling
+from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEnding, most_telling
 from cotune.reading.exchange import Exchange, exchanges
 from cotune.reading.headline import Headline, compared_modes
 from cotune.reading.prompt_search import HELD_OUT_PHASE, PHASES, best_prompts
@@ -76,16 +76,11 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
     """The `most` worst tasks of a run with this headline; None if its episodes have no results of tasks."""
     evaluation = headline.evaluation or most_telling(run.evaluations)
     if evaluation is not None:
-        return _of_evaluation(run, evaluation, most)
+        return _failed_in_evaluation(run, evaluation, most)
 
     store = run.store
     if any(phase.startswith(PHASES) for phase in store.figures().phases()):
-        best = best_prompts(run.folder)
-        ended = []
-        if best is not None:
-            held_out = EpisodeFilters(phase=HELD_OUT_PHASE)
-            ids = {episode.id for episode in store.episodes(held_out) if episode.prompts == best}
-            ended = [episode for episode in _latest_episodes(store, held_out) if episode.id in ids]
+        ended = _episodes_with_best_prompts(run)
         source = "the best prompts on held-out tasks"
         if not ended:
             ended = _latest_episodes(store, EpisodeFilters(phase=PHASES))
@@ -101,27 +96,25 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
     return None if worst is None else _with_texts(worst, store)
 
 
-def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
-    """The worst tasks of the mode that a headline shows."""
+def _episodes_with_best_prompts(run: OpenedRun) -> list[EndedEpisode]:
+    """The latest episodes on held-out tasks with the best prompts of a search; empty if these prompts are unknown."""
+    best = best_prompts(run.folder)
+    if best is None:
+        return []
+    held_out = EpisodeFilters(phase=HELD_OUT_PHASE)
+    ids = {episode.id for episode in run.store.episodes(held_out) if episode.prompts == best}
+    return [episode for episode in _latest_episodes(run.store, held_out) if episode.id in ids]
+
+
+def _failed_in_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
+    """The worst tasks of an evaluation, in the mode that a headline shows, else in the first mode."""
     mode = next(iter((*compared_modes(evaluation), *evaluation.evaluations)), "")
     if mode not in evaluation.evaluations:
         return None
-    played = evaluation.evaluations[mode]
-    reports_success = bool(played.successes)
-    ended = []
-    for task, endings in played.by_task.items():
-        for ending in endings:
-            if not ending.known:
-                continue
-            ended.append(
-                EndedEpisode(
-                    id="",
-                    task=task,
-                    success=float(ending.solved) if reports_success and ending.solved is not None else None,
-                    reward=played.floor if ending.floored else ending.reward,
-                    error="" if ending.status == "ok" else first_line(ending.error),
-                )
-            )
+    evaluated = evaluation.evaluations[mode]
+    ended: list[EndedEpisode] = []
+    for task, endings in evaluated.by_task.items():
+        ended += [_ended_episode(task, ending, evaluated) for ending in endings if ending.known]
     records = run.records_of(evaluation)
     source = f"{mode} on {evaluated_set(evaluation, run.held_out_tasks) or 'held-out tasks'}"
     worst = _worst_tasks(ended, most, source, records.name if records else "")
@@ -130,28 +123,42 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
 
     # The file of an evaluation does not name its episodes. For a task that ran several times, show one that failed.
     first = first_episodes(records, evaluation, mode, [failed.task for failed in worst.tasks])
-    tasks = []
+    tasks: list[FailedTask] = []
     for failed in worst.tasks:
-        id = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
-        tasks.append(msgspec.structs.replace(failed, episode=id or first.get(failed.task, "")))
+        episode = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
+        tasks.append(msgspec.structs.replace(failed, episode=episode or first.get(failed.task, "")))
     return _with_texts(msgspec.structs.replace(worst, tasks=tuple(tasks)), records.store)
+
+
+def _ended_episode(task: str, ending: TaskEnding, evaluated: EvaluatedMode) -> EndedEpisode:
+    """The result of an episode of an evaluation, from the file of the evaluation."""
+    success = None
+    if evaluated.successes and ending.solved is not None:
+        success = float(ending.solved)
+    return EndedEpisode(
+        id="",
+        task=task,
+        success=success,
+        reward=evaluated.floor if ending.floored else ending.reward,
+        error="" if ending.status == "ok" else first_line(ending.error),
+    )
 
 
 def _latest_episodes(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
     """The latest episodes that match the filters and run the application on a task."""
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line.id for line in lines])
-    ended = []
+    ended: list[EndedEpisode] = []
     for line in lines:
         if line.status == "cancelled" or line.phase in NO_TASKS:
             continue
-        named = rewards.get(line.id)
+        components = rewards.get(line.id)
         ended.append(
             EndedEpisode(
                 id=str(line.id),
                 task=str(line.task),
                 success=line.solved,
-                reward=sum(named.values()) if named else None,
+                reward=sum(components.values()) if components else None,
                 error="" if line.status == "ok" else first_line(line.error),
             )
         )
@@ -168,27 +175,29 @@ def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: s
     reports_success = any(episode.success is not None for episode in ended)
     by_task: dict[str, list[EndedEpisode]] = {}
     for episode in ended:
+        if not episode.error and episode.success is None and episode.reward is None:
+            continue  # its result is unknown
         # Among episodes that report success, an error or a mere reward counts as unsolved.
-        if reports_success and (episode.error or (episode.success is None and episode.reward is not None)):
-            episode = msgspec.structs.replace(episode, success=0.0)
-        if episode.error or episode.success is not None or episode.reward is not None:
+        if reports_success and (episode.error or episode.success is None):
+            by_task.setdefault(episode.task, []).append(msgspec.structs.replace(episode, success=0.0))
+        else:
             by_task.setdefault(episode.task, []).append(episode)
     if not by_task:
         return None
 
-    all_tasks = []
-    for task, runs in by_task.items():
-        successes = [run.success for run in runs if run.success is not None]
-        rewards = [run.reward for run in runs if run.reward is not None]
-        shown = min(runs, key=_badness)
+    all_tasks: list[FailedTask] = []
+    for task, episodes in by_task.items():
+        successes = [episode.success for episode in episodes if episode.success is not None]
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        worst_episode = min(episodes, key=_badness)
         all_tasks.append(
             FailedTask(
                 task=task,
-                runs=len(runs),
+                runs=len(episodes),
                 success=fmean(successes) if successes else None,
                 reward=fmean(rewards) if rewards else None,
-                error=shown.error,
-                episode=shown.id,
+                error=worst_episode.error,
+                episode=worst_episode.id,
                 exchange=Exchange(),
             )
         )
@@ -210,7 +219,9 @@ def _worst_tasks(ended: Sequence[EndedEpisode], most: int, source: str, place: s
 
 def _badness(result: EndedEpisode | FailedTask) -> tuple[float, bool, float]:
     """A sort key that puts the worst first: by success, then errors, then by reward."""
-    return result.success or 0.0, not result.error, -math.inf if result.reward is None else result.reward
+    success = result.success or 0.0
+    reward = -math.inf if result.reward is None else result.reward
+    return success, not result.error, reward
 
 
 def _with_texts(failed: FailedTasks, store: Store) -> FailedTasks:

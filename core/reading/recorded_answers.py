@@ -12,9 +12,12 @@ from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.json_values import json_or_none
 from cotune.records.ids import candidate_id
-from cotune.records.structs import CallRecord, Candidate, Episode
+from cotune.records.structs import CallRecord, Candidate, Episode, Fork
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
+
+_PAGE = 500
+"""Number of episodes whose rewards are read by one query."""
 
 
 class RecordedAnswer(NamedTuple):
@@ -56,19 +59,23 @@ def recorded_answers(
     sum of the episode's rewards. Messages and tools are the ones that were sent to the model, or with `asked` the
     application's own, which differ if prompts were edited.
     """
-    taken: set[str] = set()
+    yielded_calls: set[str] = set()
     values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
     for episode in episodes:
         for call in store.calls(episode.id):
+            original_call = call.replayed or call.id
             reason = _left_out_reason(store, episode, call, role, min_reward, values)
-            if reason is None and (call.replayed or call.id) in taken:
+            if reason is None and original_call in yielded_calls:
                 reason = "replayed"
-            answer = None if reason else _read_answer(store, episode, call, asked)
+            if reason is not None:
+                left_out[reason] += 1
+                continue
+            answer = _read_answer(store, episode, call, asked)
             if answer is None:
-                left_out[reason or "lost_message"] += 1
-            else:
-                taken.add(call.replayed or call.id)
-                yield answer
+                left_out["lost_message"] += 1
+                continue
+            yielded_calls.add(original_call)
+            yield answer
     if store.health.unreadable:
         left_out["unreadable"] += store.health.unreadable
 
@@ -87,48 +94,54 @@ def answer_fault(candidate: Candidate) -> str | None:
         return "filtered"
     if candidate.malformed:
         return "malformed"
-    calls = message.get("tool_calls") or ()
-    for call in calls:
-        function = call.get("function") or {}
+    tool_calls = message.get("tool_calls") or ()
+    for tool_call in tool_calls:
+        function = tool_call.get("function") or {}
         arguments = function.get("arguments") or "{}"
         if not function.get("name") or not isinstance(json_or_none(arguments), dict):
             return "malformed"
-    if calls or message.get("function_call"):
+    if tool_calls or message.get("function_call"):
         return None
-    content = message.get("content")
+    return None if _has_text(message.get("content")) else "empty_answer"
+
+
+def _has_text(content: Any) -> bool:
+    """Whether the content of a message, a text or a list of parts, is not blank."""
     if isinstance(content, str):
-        has_text = bool(content.strip())
-    else:
-        parts = content if isinstance(content, list) else [content]
-        has_text = any(part.get("text") if isinstance(part, Mapping) else part for part in parts)
-    return None if has_text else "empty_answer"
+        return bool(content.strip())
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return any(texts)
 
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
-    """The value of each episode, by id: the sum of its rewards.
+    """The value of each episode with a known outcome, by id: the sum of its rewards.
 
     An episode without rewards that the policy failed gets the value of `on_failure`: a number, or `lowest`, the lowest
     value of the finished episodes of its phase, but at most 0. With `exclude`, failed episodes are left out.
     """
     values: dict[str, float] = {}
-    lowest: dict[str, float] = defaultdict(float)
-    failed: list[tuple[str, str, float | Literal["lowest"]]] = []
-    counted = (
+    lowest_of_phase: dict[str, float] = defaultdict(float)
+    failures: list[tuple[str, str, float | Literal["lowest"]]] = []
+    with_outcome = (
         episode
         for episode in store.episodes()
         if episode.is_outcome and (episode.status == "ok" or on_failure != "exclude")
     )
-    while page := list(islice(counted, 500)):  # pages, as rewards of many episodes are read by one query
+    while page := list(islice(with_outcome, _PAGE)):
         rewards = store.rewards(episode.id for episode in page)
         for episode in page:
-            if named := rewards.get(episode.id):
-                values[episode.id] = sum(named.values())
+            if components := rewards.get(episode.id):
+                values[episode.id] = sum(components.values())
                 if episode.status == "ok":
-                    lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
-            elif (failure := failure_of(episode, on_failure)) is not None:
-                failed.append((episode.id, episode.phase, failure))
-    for id, phase, failure in failed:
-        values[id] = lowest[phase] if failure == "lowest" else failure
+                    lowest_of_phase[episode.phase] = min(lowest_of_phase[episode.phase], values[episode.id])
+            else:
+                failure = failure_of(episode, on_failure)
+                if failure is not None:
+                    failures.append((episode.id, episode.phase, failure))
+    # Only now is the lowest value of each phase known.
+    for id, phase, failure in failures:
+        values[id] = lowest_of_phase[phase] if failure == "lowest" else failure
     return values
 
 
@@ -136,27 +149,27 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
     """Values (`algorithms.tree_values`) of the answers in forked episodes and their branches, by the id of the call
     that first gave the answer. `outcomes` are the values of episodes (`outcome_values`); other episodes are left out.
     """
-    forks = {}  # by episode
+    fork_of_branch: dict[str, Fork] = {}
     for episode in store.episodes():
         if episode.fork is not None and episode.id in outcomes:
-            forks[episode.id] = episode.fork
-    calls_of_trunks = {fork.trunk: _answered_calls(store, fork.trunk) for fork in forks.values()}
-    steps: dict[str, int] = {}
+            fork_of_branch[episode.id] = episode.fork
+    calls_of_trunks = {fork.trunk: _answered_calls(store, fork.trunk) for fork in fork_of_branch.values()}
+    step_of_call: dict[str, int] = {}
     for calls in calls_of_trunks.values():
-        steps.update((call.id, call.step) for call in calls)
+        step_of_call.update((call.id, call.step) for call in calls)
 
     # The path of an episode: the answers that it shares with its trunk, in step order, then its new answers.
-    paths = []
-    for id in dict.fromkeys((*calls_of_trunks, *forks)):
+    paths: list[tuple[list[str], float]] = []
+    for id in dict.fromkeys((*calls_of_trunks, *fork_of_branch)):
         if id not in outcomes:
             continue
         calls = calls_of_trunks[id] if id in calls_of_trunks else _answered_calls(store, id)
         shared = {call.replayed for call in calls if call.replayed}
-        if fork := forks.get(id):
+        if fork := fork_of_branch.get(id):
             # A failed branch may not have repeated all calls before the fork, but it shares them.
-            fork_step = steps.get(fork.call, 0)
+            fork_step = step_of_call.get(fork.call, 0)
             shared |= {call.id for call in calls_of_trunks[fork.trunk] if call.step < fork_step}
-        path = sorted(shared, key=lambda call: steps.get(call, 0))
+        path = sorted(shared, key=lambda call: step_of_call.get(call, 0))
         path += [call.id for call in calls if not call.replayed]
         if path:
             paths.append((path, outcomes[id]))
@@ -175,25 +188,36 @@ def _left_out_reason(
     min_reward: float | None,
     values: Mapping[str, float],
 ) -> str | None:
-    """The reason why a call is left out; None if it is taken."""
+    """The reason to leave out a call, or None.
+
+    `values` are the values of answers in forked episodes (`answer_values`); None of them is needed without
+    `min_reward`.
+    """
     if role is not None and call.role != role:
         return "other_role"
     if episode.status != "ok":
         return "failed_episode"
-    if call.status != "ok" or call.chosen is None or not call.candidates:
-        return "failed_call" if call.status != "ok" else "no_answer"
+    if call.status != "ok":
+        return "failed_call"
+    if call.chosen is None or not call.candidates:
+        return "no_answer"
     if not call.messages:
         return "no_messages"
     if min_reward is None:
         return None
+
+    # The answer's own rewards count first, then its value in the tree of episodes, then the rewards of its episode.
     answer_id = candidate_id(call.id, call.chosen)
+    tree_value = values.get(call.replayed or call.id)
     stored = store.rewards([answer_id, episode.id])
-    value = values.get(call.replayed or call.id)
-    if value is None or stored.get(answer_id):
-        rewards = stored.get(answer_id) or stored.get(episode.id)
-        if not rewards:
-            return "no_reward"
-        value = sum(rewards.values())
+    if stored.get(answer_id):
+        value = sum(stored[answer_id].values())
+    elif tree_value is not None:
+        value = tree_value
+    elif stored.get(episode.id):
+        value = sum(stored[episode.id].values())
+    else:
+        return "no_reward"
     return None if value >= min_reward else "below_reward"
 
 

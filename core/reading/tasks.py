@@ -4,7 +4,7 @@ adaptive pool draws each task."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -80,6 +80,8 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Curriculum(msgspec.Struct):
+    """The field of the configuration's [curriculum] about the pool."""
+
     pool: str = "even"
 
 
@@ -101,78 +103,63 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
         newest = newest_checkpoint(RunLayout(run.folder).checkpoints)
         settings = msgspec.convert(read_config(run.folder).get("curriculum") or {}, _Curriculum)
         policies = [] if newest is None else read_policies(newest)
-    except (RunError, msgspec.ValidationError):
+    except (RunError, msgspec.ValidationError):  # a damaged checkpoint: the page is shown without draws
         return {}, False
     adaptive = settings.pool == "adaptive"
     checkpoint = None if newest is None else read_if_typed(newest / CHECKPOINT, _CheckpointTasks)
     if checkpoint is None or not checkpoint.tasks:
         return {}, adaptive
-    task_indices = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
+    index_of_task = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *checkpoint.tasks]))}
     trained_roles: set[str] = set()
     for policy in policies:
         if policy.kind in TRAINED:
             trained_roles.update(policy.roles)
-    relative = task_chances(task_indices, checkpoint.tasks, trained_roles, EVEN_SHARE) * len(task_indices)
-    return {name: float(relative[index]) for name, index in task_indices.items()}, adaptive
+    chances = task_chances(index_of_task, checkpoint.tasks, trained_roles, EVEN_SHARE)
+    relative = chances * len(index_of_task)  # the chance of the average task is 1 / tasks
+    return {name: float(relative[i]) for name, i in index_of_task.items()}, adaptive
 
 
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
     """A page of tasks: the tasks after `after`, in the order of their ids or in an order of ORDERS. `kind` is one of
     KINDS, or empty for all."""
-    figures = run.figures
-    on_failure = run.config.on_failure
-    measure, every = figures.outcomes_by_task(phase, on_failure)
+    # 1. The tasks of this kind, in this order.
+    measure, all_tasks = run.figures.outcomes_by_task(phase, run.config.on_failure)
     bounds: dict[str, tuple[float, float]] = {}
-    for row in every:
-        if row.lowest is not None and row.highest is not None:
-            bounds[row.task] = (row.lowest, row.highest)
-    counts = {"all": len(every)}
+    for task in all_tasks:
+        if task.lowest is not None and task.highest is not None:
+            bounds[task.task] = (task.lowest, task.highest)
+    counts = {"all": len(all_tasks)}
     for name, is_of_kind in KINDS.items():
         counts[name] = sum(is_of_kind(low, high) for low, high in bounds.values())
+    chosen = list(all_tasks)
     if kind in KINDS:
-        chosen = [row for row in every if row.task in bounds and KINDS[kind](*bounds[row.task])]
-    else:
-        chosen = list(every)
-    draws, adaptive = _draws(run, [str(row.task) for row in every]) if phase == "train" else ({}, False)
+        chosen = [task for task in all_tasks if task.task in bounds and KINDS[kind](*bounds[task.task])]
+    draws: dict[str, float] = {}
+    adaptive = False
+    if phase == "train":
+        draws, adaptive = _draws(run, [str(task.task) for task in all_tasks])
     if order == "hardest":
-        chosen.sort(key=lambda row: (row.mean is None, row.mean))
+        chosen.sort(key=lambda task: (task.mean is None, task.mean))
     elif order == "most":
-        chosen.sort(key=lambda row: -draws.get(str(row.task), 0.0))
-    ids = [str(row.task) for row in chosen]
+        chosen.sort(key=lambda task: -draws.get(str(task.task), 0.0))
+
+    # 2. The tasks of the page.
+    ids = [str(task.task) for task in chosen]
     if after in ids:
         remaining = chosen[ids.index(after) + 1 :]
     else:  # the task `after` has changed its kind meanwhile
-        remaining = [row for row in chosen if order in ORDERS or str(row.task) > after]
+        remaining = [task for task in chosen if order in ORDERS or str(task.task) > after]
     page = remaining[:PAGE]
 
-    # The columns of the map: each covers the steps from its first to its last one.
-    steps = [step + 1 for step in figures.steps(phase)]
-    width = max(1, math.ceil(len(steps) / COLUMNS))
-    columns: list[tuple[int, int]] = []
-    column_of: dict[int, int] = {}
-    for start in range(0, len(steps), width):
-        first = steps[start]
-        last = steps[start : start + width][-1]
-        column_of.update(dict.fromkeys(range(first, last + 1), len(columns)))
-        columns.append((first, last))
-
-    # Numbers of episodes and sums of outcomes, by task and column.
-    counts_of: dict[str, list[int]] = {str(row.task): [0] * len(columns) for row in page}
-    sums_of: dict[str, list[float]] = {str(row.task): [0.0] * len(columns) for row in page}
-    for task, step, n, total in figures.outcomes_by_step(phase, on_failure, counts_of):
-        column = column_of[step + 1]
-        counts_of[str(task)][column] += n
-        sums_of[str(task)][column] += total or 0.0
-    rows = []
-    for row in page:
-        id = str(row.task)
-        cells = []
-        for column, (first, last) in enumerate(columns):
-            n = counts_of[id][column]
-            cells.append(Cell(sums_of[id][column] / n if n else None, n, first, last))
-        draws_of_task = draws.get(id)
-        rows.append(TaskRow(id=id, episodes=row.episodes, value=row.mean, draws=draws_of_task, cells=tuple(cells)))
-    columns_with_episodes = sum(cell.episodes > 0 for row in rows for cell in row.cells)
+    # 3. Their outcomes by steps.
+    columns = _columns_of_steps(run.figures.steps(phase))
+    cells = _cells(run, phase, [str(task.task) for task in page], columns)
+    rows: list[TaskRow] = []
+    columns_with_episodes = 0
+    for task in page:
+        id = str(task.task)
+        rows.append(TaskRow(id=id, episodes=task.episodes, value=task.mean, draws=draws.get(id), cells=cells[id]))
+        columns_with_episodes += sum(cell.episodes > 0 for cell in cells[id])
     return TaskPage(
         rows=tuple(rows),
         measure=measure,
@@ -182,10 +169,44 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         high=max([1.0, *(high for _, high in bounds.values())]),
         after=page[-1].task if len(remaining) > PAGE else "",
         adaptive=adaptive,
-        grid=tuple(GridCell(str(row.task), row.mean, row.episodes) for row in chosen[:MOST_CELLS]),
+        grid=tuple(GridCell(str(task.task), task.mean, task.episodes) for task in chosen[:MOST_CELLS]),
         total=len(chosen),
         sparse=columns_with_episodes < 2 * len(rows),
     )
+
+
+def _columns_of_steps(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """The columns of the map, at most `COLUMNS`: the first and the last step of each, from 1. `steps` count from 0."""
+    width = max(1, math.ceil(len(steps) / COLUMNS))
+    columns: list[tuple[int, int]] = []
+    for start in range(0, len(steps), width):
+        of_column = steps[start : start + width]
+        columns.append((of_column[0] + 1, of_column[-1] + 1))
+    return columns
+
+
+def _cells(
+    run: OpenedRun, phase: str, tasks: Sequence[str], columns: Sequence[tuple[int, int]]
+) -> dict[str, tuple[Cell, ...]]:
+    """The cells of these tasks in the map, by task: the mean outcome and the number of episodes in each column."""
+    column_of_step: dict[int, int] = {}
+    for column, (first, last) in enumerate(columns):
+        column_of_step.update(dict.fromkeys(range(first, last + 1), column))
+    episodes = {task: [0] * len(columns) for task in tasks}
+    sums = {task: [0.0] * len(columns) for task in tasks}
+    for task, step, n, total in run.figures.outcomes_by_step(phase, run.config.on_failure, tasks):
+        column = column_of_step[step + 1]
+        episodes[str(task)][column] += n
+        sums[str(task)][column] += total or 0.0
+
+    cells: dict[str, tuple[Cell, ...]] = {}
+    for task in tasks:
+        of_task: list[Cell] = []
+        for column, (first, last) in enumerate(columns):
+            n = episodes[task][column]
+            of_task.append(Cell(sums[task][column] / n if n else None, n, first, last))
+        cells[task] = tuple(of_task)
+    return cells
 
 
 def selected_path(run: OpenedRun) -> str:
