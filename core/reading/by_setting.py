@@ -103,9 +103,9 @@ def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
             value = facts(run).recipe or value  # without a recipe, a run uses the default of its plan
         rows.setdefault(value, []).append(_row(run.name, settings[run.name], figure_of_run))
     groups: list[SettingGroup] = []
-    for value, of_value in rows.items():
-        first = groups[0].runs if groups else None
-        groups.append(_group(value, of_value, first))
+    for value, rows_of_value in rows.items():
+        baseline = groups[0].runs if groups else None
+        groups.append(_group(value, rows_of_value, baseline))
 
     change = next(changes[run.name][figure] for run in used)
     notes = _notes(used, settings, setting, groups)
@@ -124,8 +124,10 @@ def interval_over_runs(values: Sequence[float]) -> Interval:
 
 
 def _row(name: str, settings: Mapping[str, Any], change: Change) -> RunOfGroup:
+    """A run of a group, from its settings by dotted name and its figure."""
     first = None
-    if change.first is not None and change.first_of in STARTS:  # else it is the first evaluation within training
+    # Of other sources, the first value is not the start of the run, but its first evaluation within training.
+    if change.first is not None and change.first_of in STARTS:
         first = change.first.mean
     return RunOfGroup(name=name, seed=int(settings.get(SEED, 0)), last=change.last.mean, first=first)
 
@@ -155,10 +157,10 @@ def _group(value: str, rows: Sequence[RunOfGroup], baseline: Sequence[RunOfGroup
 
 def _by_seed(rows: Sequence[RunOfGroup]) -> dict[int, float]:
     """The figure of each seed, as the mean of its runs."""
-    of_seed: dict[int, list[float]] = {}
+    figures_of_seed: dict[int, list[float]] = {}
     for row in rows:
-        of_seed.setdefault(row.seed, []).append(row.last)
-    return {seed: fmean(values) for seed, values in of_seed.items()}
+        figures_of_seed.setdefault(row.seed, []).append(row.last)
+    return {seed: fmean(figures) for seed, figures in figures_of_seed.items()}
 
 
 def _notes(
@@ -168,7 +170,7 @@ def _notes(
     groups: Sequence[SettingGroup],
 ) -> list[str]:
     """Warnings about the comparison: repeated seeds, unfinished runs, and other settings that differ."""
-    notes = []
+    notes: list[str] = []
     for group in groups:
         repeated = [seed for seed, count in Counter(row.seed for row in group.runs).items() if count > 1]
         if repeated:
@@ -180,15 +182,16 @@ def _notes(
     names: set[str] = set()
     for run in runs:
         names.update(settings[run.name])
-    differing = []
+    differing: list[str] = []
     for name in sorted(names - {setting, SEED}):
         values = {_value_text(settings[run.name].get(name)) for run in runs}
         if len(values) > 1:
             differing.append(name)
     if differing:
-        more = len(differing) - MOST_NAMED
-        named = ", ".join(differing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        notes.append(f"The runs also differ in {named}: a difference may come from these.")
+        text = ", ".join(differing[:MOST_NAMED])
+        if len(differing) > MOST_NAMED:
+            text += f" and {len(differing) - MOST_NAMED} more"
+        notes.append(f"The runs also differ in {text}: a difference may come from these.")
     return notes
 
 

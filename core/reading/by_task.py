@@ -48,7 +48,8 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         endings = modes[name].by_task.get(task, ()) if name in modes else ()
         return _figures(endings, has_success, floor)
 
-    rows = []
+    rows: list[EvaluatedTask] = []
+    sort_keys: dict[str, tuple[bool, float, float, float, float, str]] = {}
     for task in tasks:
         success_after, reward_after = figures_in(label, task)
         success_before, reward_before = figures_in(against, task)
@@ -56,23 +57,39 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
         reward_change = _difference(reward_after, reward_before)
         change = success_change if has_success else reward_change
         endings = {name: mode.endings[task] for name, mode in modes.items() if task in mode.endings}
-        row = EvaluatedTask(task=task, endings=endings, change=change)
-        by_change = (change is None, success_change or 0.0, reward_change or 0.0)
-        rows.append(((*by_change, success_after or 0.0, reward_after or 0.0, task), row))
-    return [row for _, row in sorted(rows, key=lambda item: item[0])]
+        rows.append(EvaluatedTask(task=task, endings=endings, change=change))
+        sort_keys[task] = (
+            change is None,
+            success_change or 0.0,
+            reward_change or 0.0,
+            success_after or 0.0,
+            reward_after or 0.0,
+            task,
+        )
+    return sorted(rows, key=lambda row: sort_keys[row.task])
 
 
 def _difference(after: float | None, before: float | None) -> float | None:
+    """How much a figure rose; None if it is unknown before or after."""
     return None if after is None or before is None else after - before
 
 
 def _figures(endings: Sequence[TaskEnding], has_success: bool, floor: float) -> tuple[float | None, float | None]:
-    """Mean success and mean reward of the episodes of a task; None for a figure that is unknown or not reported."""
-    counted = [ending for ending in endings if ending.known]
-    successes = [float(ending.solved) for ending in counted if has_success and ending.solved is not None]
-    rewards = [floor if ending.floored else ending.reward for ending in counted]
-    reported = [reward for reward in rewards if reward is not None]
-    return fmean(successes) if successes else None, fmean(reported) if reported else None
+    """Mean success and mean reward of the episodes of a task; None for a figure that is unknown or not reported.
+
+    `floor` is the reward of failed episodes that have the lowest reward.
+    """
+    successes: list[float] = []
+    rewards: list[float] = []
+    for ending in endings:
+        if not ending.known:
+            continue
+        if has_success and ending.solved is not None:
+            successes.append(float(ending.solved))
+        reward = floor if ending.floored else ending.reward
+        if reward is not None:
+            rewards.append(reward)
+    return fmean(successes) if successes else None, fmean(rewards) if rewards else None
 
 
 def tasks_of_kind(rows: Sequence[EvaluatedTask], kind: str) -> list[EvaluatedTask]:
@@ -117,4 +134,6 @@ def _recorded_under(evaluation: StoredEvaluation, mode: str) -> tuple[str, int |
     """The phase and the training step under which the episodes of a mode are recorded."""
     if not evaluation.name.startswith(IN_TRAINING):
         return f"eval-{mode}", None
-    return "eval", (evaluation.steps or 0) - 1 if mode == "trained" else BEFORE
+    if mode != "trained":
+        return "eval", BEFORE
+    return "eval", (evaluation.steps or 0) - 1

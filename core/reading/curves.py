@@ -47,7 +47,7 @@ _MOST_LEFT_OUT = 6
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts for which at least one of these runs has figures."""
     taught = all(all_taught(run.config) for run in runs)
-    found = [
+    all_charts = [
         _held_out(runs, "success", HELD_OUT[0], percent=True),
         _held_out(runs, "reward", HELD_OUT[1], percent=False),
         *_outcomes(runs, selected=False),
@@ -70,7 +70,7 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         _figure_chart(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
         _figure_chart(runs, "rows", "Candidates trained on", "Rows of the update."),
     ]
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in all_charts if chart is not None]
 
 
 HELD_OUT = ("Success on held-out tasks", "Reward on held-out tasks")
@@ -90,26 +90,35 @@ def first_charts(all_charts: Sequence[Chart], most: int = 3, *, held_out: bool =
 
 
 def _chart_of_lines(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
-    """A chart of lines, each a label, its run and values by step; None if no value is a number."""
-    numbers: list[tuple[str, OpenedRun, dict[int, float]]] = []
+    """A chart of lines, each a label, its run and its values by step; None if no value is a number.
+
+    `about` are the other fields of the chart. A line without a number is left out.
+    """
+    lines_with_numbers: list[tuple[str, OpenedRun, dict[int, float]]] = []
     all_steps: set[int] = set()
     for label, run, by_step in lines:
-        values = _numbers(by_step)
-        if values:
-            numbers.append((label, run, values))
-            all_steps.update(values)
-    if not numbers:
+        numbers = _numbers(by_step)
+        if numbers:
+            lines_with_numbers.append((label, run, numbers))
+            all_steps.update(numbers)
+    if not lines_with_numbers:
         return None
     steps = sorted(all_steps)
-    series = []
-    for label, run, values in numbers:
-        series.append(Series(label=label, run=run.name, values=[values.get(step) for step in steps]))
+    series: list[Series] = []
+    for label, run, numbers in lines_with_numbers:
+        series.append(Series(label=label, run=run.name, values=[numbers.get(step) for step in steps]))
     name = f"{about['section']} {about['title']}".lower().replace("/", " ").replace(",", "")
     return Chart(id="-".join(name.split()), steps=steps, series=series, **about)
 
 
 def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
+    """The label of the line `name` of a run in a chart of these runs."""
     return f"{run.name} · {name}" if len(runs) > 1 else name
+
+
+def _only_label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
+    """The label of a run's only line: several runs are told apart by their names alone."""
+    return run.name if len(runs) > 1 else name
 
 
 def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
@@ -130,13 +139,12 @@ def _held_out(runs: Sequence[OpenedRun], name: str, title: str, *, percent: bool
         text += " The band is its 95% interval."
     if sets := ", ".join(dict.fromkeys(run.held_out_tasks for run in runs if run.held_out_tasks)):
         text += f" Tasks: {sets}."
-    about = {"title": title, "help": text, "section": "Outcome", "percent": percent}
     figures = {run.name: _held_out_figures(run, name) for run in runs}
-    lines = [(run.name if len(runs) > 1 else name, run, figures[run.name]["mean"]) for run in runs]
-    chart = _chart_of_lines(lines, phase="eval", **about)
+    lines = [(_only_label(runs, run, name), run, figures[run.name]["mean"]) for run in runs]
+    chart = _chart_of_lines(lines, title=title, help=text, section="Outcome", percent=percent, phase="eval")
     if chart is None:
         return None
-    with_bounds = []
+    with_bounds: list[Series] = []
     for series in chart.series:
         low_by_step = _numbers(figures[series.run]["low"])
         high_by_step = _numbers(figures[series.run]["high"])
@@ -158,56 +166,69 @@ def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
     }
     in_training = [evaluation for evaluation in run.evaluations if evaluation.name.startswith(IN_TRAINING)]
     before = next((evaluation for evaluation in in_training if evaluation.steps == 0), None)
-    for mode in before.evaluations.values() if before else ():
+    if before is None:
+        return figures
+    for mode in before.evaluations.values():
         if name == "calls":
             calls = list(mode.calls_by_task.values())
             if calls:
                 figures["mean"][0] = fmean(calls)
         elif interval := getattr(mode, name):
-            for end in ("mean", "low", "high"):
-                figures[end][0] = getattr(interval, end)
+            figures["mean"][0] = interval.mean
+            figures["low"][0] = interval.low
+            figures["high"][0] = interval.high
     return figures
 
 
 def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:
     """Outcomes of training episodes: single samples, or with `selected`, paths that were chosen among candidates."""
-    by_path: dict[str, list[OpenedRun]] = {}
+    runs_of_path: dict[str, list[OpenedRun]] = {}
     for run in runs:
         if run.metrics:
-            by_path.setdefault(run.metrics[-1].get("path") or SINGLE, []).append(run)
-    for path, of_path in by_path.items():
-        if (path != SINGLE) != selected:
+            runs_of_path.setdefault(run.metrics[-1].get("path") or SINGLE, []).append(run)
+    for path, of_path in runs_of_path.items():
+        is_selected = path != SINGLE
+        if is_selected != selected:
             continue
         names: set[str] = set()
         for run in of_path:
             for line in run.metrics:
                 names.update(line["outcome"])
-        for name in sorted(names, key=lambda name: (name != "success", name)):
-            yield _chart_of_lines(
-                [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
-                title=f"{path.capitalize()}, {name}" if selected else f"{name.capitalize()} in training",
-                help=f"Mean over the step's episodes, of {path}; failed ones count."
-                + (" Not what single samples reach." if selected else ""),
-                section="Selected candidates" if selected else "Outcome",
-                percent=name == "success",
-            )
+        for name in sorted(names, key=lambda name: (name != "success", name)):  # success first
+            lines = [(_only_label(runs, run, name), run, _by_step(run, "outcome", name)) for run in of_path]
+            title = f"{name.capitalize()} in training"
+            text = f"Mean over the step's episodes, of {path}; failed ones count."
+            section = "Outcome"
+            if selected:
+                title = f"{path.capitalize()}, {name}"
+                text += " Not what single samples reach."
+                section = "Selected candidates"
+            yield _chart_of_lines(lines, title=title, help=text, section=section, percent=name == "success")
 
 
 def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Chart | None]:
-    """A chart for each figure by role or by policy that has a title in the registry."""
+    """A chart for each figure by role or by policy that has a title in the registry.
+
+    `table` is `roles` or `policies`. `taught` is whether the runs learn from teachers, for which some figures have
+    another title and explanation.
+    """
     for figure, metric in registry()[table].items():
-        lines = []
+        if not metric.title:
+            continue
+        lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
         for run in runs:
             names: set[str] = set()
             for line in run.metrics:
                 names.update(line.get(table, {}))
             for name in sorted(names):
                 lines.append((_label(runs, run, name), run, _by_step(run, table, name, figure)))
-        about = {"title": metric.title, "help": metric.help, "section": table.capitalize(), "percent": metric.share}
+        title = metric.title
+        text = metric.help
         if taught and metric.taught:
-            about |= {"title": metric.taught_title or metric.title, "help": metric.taught}
-        if metric.title:
-            yield _unless_zero(_chart_of_lines(lines, **about))
+            title = metric.taught_title or metric.title
+            text = metric.taught
+        chart = _chart_of_lines(lines, title=title, help=text, section=table.capitalize(), percent=metric.share)
+        yield _unless_zero(chart)
 
 
 def _counts_chart(
@@ -217,7 +238,7 @@ def _counts_chart(
 
     `most` is the maximum number of keys of a run, by their totals. The keys in `without` are not shown.
     """
-    lines = []
+    lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
     for run in runs:
         totals: Counter[str] = Counter()
         for line in run.metrics:
@@ -232,25 +253,29 @@ def _counts_chart(
 
 
 def _figure_chart(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
-    lines = [(run.name if len(runs) > 1 else name, run, _by_step(run, name)) for run in runs]
+    """A chart of a metric that has one number for each step; None if it is 0 in all of them."""
+    lines = [(_only_label(runs, run, name), run, _by_step(run, name)) for run in runs]
     return _unless_zero(_chart_of_lines(lines, title=title, help=text, section="The run"))
 
 
 def _calls_per_episode(runs: Sequence[OpenedRun]) -> Chart | None:
     """Calls per training episode. Steps of a replay plan have none: their forks make only the calls after the fork."""
-    lines = []
+    lines: list[tuple[str, OpenedRun, Mapping[int, Any]]] = []
     for run in runs:
-        by_step = {}
+        by_step: dict[int, float] = {}
         for line in run.metrics:
             if line.get("episodes") and not line.get("replay"):
                 by_step[line["step"] + 1] = line["calls"] / line["episodes"]
-        lines.append((run.name if len(runs) > 1 else "calls", run, by_step))
+        lines.append((_only_label(runs, run, "calls"), run, by_step))
     text = "Calls of all roles in a training episode. Fewer are faster and cheaper, if success does not fall."
     return _unless_zero(_chart_of_lines(lines, title="Calls per episode", help=text, section="The run"))
 
 
 def _unless_zero(chart: Chart | None) -> Chart | None:
-    return chart if chart and any(value for series in chart.series for value in series.values) else None
+    """The chart; None for one whose values are all 0 or missing."""
+    if chart is None or not any(any(series.values) for series in chart.series):
+        return None
+    return chart
 
 
 def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:

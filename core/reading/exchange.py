@@ -85,14 +85,17 @@ def answer_of(message: Mapping[str, Any] | None) -> str:
     """The text of an assistant message and its tool calls."""
     if message is None:
         return ""
-    text = content_text(message.get("content"))
-    parts = [text] if text else []
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            parts.append(f"{function.get('name')}({function.get('arguments', '')})")
-    return _exchange_text("\n".join(parts))
+    texts: list[str] = []
+    content = content_text(message.get("content"))
+    if content:
+        texts.append(content)
+    tool_calls = message.get("tool_calls")
+    if isinstance(tool_calls, list):
+        for tool_call in tool_calls:
+            function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+            if isinstance(function, Mapping):
+                texts.append(f"{function.get('name')}({function.get('arguments', '')})")
+    return _exchange_text("\n".join(texts))
 
 
 def _last_of_user(messages: Any) -> str:
@@ -106,6 +109,7 @@ def _last_of_user(messages: Any) -> str:
 
 
 def _exchange_text(value: Any) -> str:
+    """A value as a text for people: JSON unless it is a text, not longer than `LONGEST`; empty for None."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)

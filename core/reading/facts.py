@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Literal
 
@@ -62,22 +63,29 @@ def facts(run: OpenedRun) -> Facts:
     if run.samples and not plan and lines and "path" in lines[-1]:
         # No plan was configured. Only under `tree`, episodes are paths chosen among candidates.
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
-    # Records without a run are described by their latest episode.
-    latest = [] if run.is_run else run.figures.episode_ids(EVERYTHING, limit=1)
-    last = run.store.episode(latest[0]) if latest else None
+    workflow = str(description.get("workflow") or "")
+    created = _local_time(str(description.get("created") or ""))
+    latest_ids = [] if run.is_run else run.figures.episode_ids(EVERYTHING, limit=1)
+    if latest_ids:
+        latest = run.store.episode(latest_ids[0])
+        workflow = latest.workflow
+        created = _date_text(latest.started)
     teachers = [config.distill.teacher, *(policy.teacher for policy in config.policy)]
-    usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
+    default_recipes: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
+    steps = str(len(lines) or "")
+    if run.planned:
+        steps = f"{len(lines)} of {run.planned}"
     return Facts(
-        recipe=config.recipe or usual.get(plan, ""),
+        recipe=config.recipe or default_recipes.get(plan, ""),
         plan=plan,
         model=str(description.get("model") or description.get("config", {}).get("model") or ""),
         bases=further_bases(run),
-        workflow=str(description.get("workflow") or (last.workflow if last else "")),
-        teacher=", ".join(dict.fromkeys(filter(None, teachers))),
-        steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
+        workflow=workflow,
+        teacher=", ".join(dict.fromkeys(teacher for teacher in teachers if teacher)),
+        steps=steps,
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
-        created=_local_time(str(description.get("created") or "")) or _date_text(last.started if last else 0.0),
+        created=created,
         episodes=episodes,
         calls=calls,
     )
@@ -92,6 +100,7 @@ def _local_time(written: str) -> str:
 
 
 def _date_text(seconds: float) -> str:
+    """A Unix time in the time zone of this machine; empty for 0."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
@@ -110,17 +119,18 @@ def learned_answers(run: OpenedRun) -> Learned | None:
     if run.samples:
         return None
     answers: defaultdict[str, float] = defaultdict(float)
-    tokens: defaultdict[str, float] = defaultdict(float)
+    total_tokens: defaultdict[str, float] = defaultdict(float)
     left_out: Counter[str] = Counter()
     for line in run.metrics:
         left_out.update(line["left_out"])
         for role, figures in line["roles"].items():
-            answers[role] += figures.get("rows", 0)
-            tokens[role] += figures.get("rows", 0) * figures.get("tokens_mean", 0.0)
+            rows = figures.get("rows", 0)
+            answers[role] += rows
+            total_tokens[role] += rows * figures.get("tokens_mean", 0.0)
     return Learned(
         path=run.config.records.path,
         answers={role: int(count) for role, count in sorted(answers.items()) if math.isfinite(count)},
-        tokens={role: tokens[role] / count if count else 0.0 for role, count in answers.items()},
+        tokens={role: total_tokens[role] / count if count else 0.0 for role, count in answers.items()},
         left_out=dict(left_out.most_common()),
     )
 
@@ -139,21 +149,32 @@ class Trouble(msgspec.Struct, frozen=True):
 def find_troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
     """The problems of a run, for people who ask why it does not learn.
 
-    They are the `most` common causes of failed episodes, lost records, and the remarks of the last step. With
-    `of_calls`, which takes seconds in a long run, also failed calls and roles without a policy.
+    They are the `most` common causes of failed episodes, lost records, problems of the update, and the remarks of the
+    last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a policy.
     """
-    store = run.store
+    problems = [*_failed_episodes(run, most), *_lost_records(run), *_update_problems(run)]
+    if of_calls:
+        problems += _call_problems(run)
     last_step = run.metrics[-1] if run.metrics else {}
-    shown, others = shorten_causes(causes(store.figures().failed_episodes()), most)
-    problems: list[Trouble] = []
+    notes = [*(last_step.get("notes") or ())]
+    notes += [f"policy {name} was not updated, {reason}" for name, reason in last_step.get("stayed", {}).items()]
+    return problems + [Trouble("last step", f"last step: {note}") for note in notes]
+
+
+def _failed_episodes(run: OpenedRun, most: int) -> Iterator[Trouble]:
+    """The `most` common causes of failed episodes, and the number of other failed episodes."""
+    shown, others = shorten_causes(causes(run.store.figures().failed_episodes()), most)
     for cause in shown:
         text = f"{plural(cause.count, 'episode')} {cause.text}"
         query = {"status": "error", "phase": cause.phase}
-        problems.append(Trouble("episodes", text, cause.count, query, cause.rest))
+        yield Trouble("episodes", text, cause.count, query, cause.rest)
     if others:
-        problems.append(Trouble("episodes", others, 1, {"status": "error"}))
+        yield Trouble("episodes", others, 1, {"status": "error"})
 
-    counters = store.counters()
+
+def _lost_records(run: OpenedRun) -> Iterator[Trouble]:
+    """Records that were lost, refused or cut."""
+    counters = run.store.counters()
     texts = {
         "lost": "records were lost",
         "refused": "late rewards were refused",
@@ -161,31 +182,31 @@ def find_troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = T
     }
     for counter, text in texts.items():
         if counters[counter]:
-            problems.append(Trouble("records", f"{counters[counter]:,} {text}", counters[counter]))
-    if cut := store.figures().cut_feedback():
+            yield Trouble("records", f"{counters[counter]:,} {text}", counters[counter])
+    if cut := run.store.figures().cut_feedback():
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
-        problems.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
+        yield Trouble("cut", f"{plural(cut, 'feedback text')} {ends}")
 
+
+def _update_problems(run: OpenedRun) -> Iterator[Trouble]:
+    """Training in a higher precision than planned, and roles that take most of a shared policy's gradient."""
     if (precision := run.about.precision) and precision.fell_back:
         text = f"in float32, as in bfloat16 {precision.noise}"
         if not precision.noise:
             text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
-        problems.append(Trouble("precision", text, 1))
-
+        yield Trouble("precision", text, 1)
     for role, share in dominant_roles([shares_of(line["roles"]) for line in run.metrics]).items():
         text = f"role {role} had {share:.0%} of the gradient of a policy that it shares, in the mean of the steps"
-        problems.append(Trouble("gradient", text))
+        yield Trouble("gradient", text)
 
-    if of_calls:
-        for role, status, n in store.figures().failed_calls():
-            problems.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
-        for role, n in store.figures().answered_by(UNTRAINED.name):
-            answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
-            problems.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
 
-    notes = [*(last_step.get("notes") or ())]
-    notes += [f"policy {name} was not updated, {reason}" for name, reason in last_step.get("stayed", {}).items()]
-    return problems + [Trouble("last step", f"last step: {note}") for note in notes]
+def _call_problems(run: OpenedRun) -> Iterator[Trouble]:
+    """Failed calls by role, and roles without a policy."""
+    for role, status, count in run.store.figures().failed_calls():
+        yield Trouble("calls", f"{plural(count, 'call')} of {role}: {status}", count)
+    for role, count in run.store.figures().answered_by(UNTRAINED.name):
+        answered = f"{UNTRAINED}, the untrained model, answered {plural(count, 'call')}"
+        yield Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role})
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,17 +221,21 @@ def ending(run: OpenedRun) -> Ending | None:
     """The end of a run that failed or ended early. None for a run that is under way or finished, and for records."""
     end = run.end
     state = run.state
-    if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
+    ended_early = state == "finished" and end is not None and end.kind == "ended"
+    if state not in ("failed", "stopped") and not ended_early:
         return None
-    command = f"cotune train --resume {run.path}"
+    remedy = end.remedy if end else ""
     if end is None:
         text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
     elif end.kind == "failed":
         steps = len(run.metrics)
         failed = "The end of the run" if steps == run.planned else f"Step {steps + 1}"
         text = f"{failed} failed: {end.cause}"
+    elif end.kind == "ended":
+        text = f"It ended early: {end.cause}"
     else:
-        text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
-    remedy = end.remedy if end else ""
-    continues = state != "finished" and command not in remedy
-    return Ending(text=text, remedy=remedy, command=command if continues else "")
+        text = end.cause
+    command = f"cotune train --resume {run.path}"
+    if state == "finished" or command in remedy:
+        command = ""
+    return Ending(text=text, remedy=remedy, command=command)

@@ -51,19 +51,19 @@ class FoundRuns:
         error."""
         with self._lock:
             for source, base in self._sources(strict):
-                whole = source.absolute() if isinstance(source, Path) else source
-                if whole in self._opened_paths:
+                address = source.absolute() if isinstance(source, Path) else source
+                if address in self._opened_paths:
                     continue
                 try:
                     name = _name(source, base, self.opened)
                     self.opened[name] = OpenedRun(source, name)
-                    self._opened_paths.add(whole)
+                    self._opened_paths.add(address)
                 except (CotuneError, OSError) as error:  # perhaps just started or removed: the next look tries again
                     if strict and base is None:
                         raise
-                    if whole not in self._warned:
+                    if address not in self._warned:
                         log.warning("%s is left out: %s", source, error)
-                    self._warned.add(whole)
+                    self._warned.add(address)
 
     def _sources(self, strict: bool) -> Iterator[tuple[Path | str, Path | None]]:
         """The runs and stores to open, each with the folder that the user named and in which it was found; None for one
@@ -106,10 +106,10 @@ def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
 def _run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
     """Folders with a run or with records, at most `depth` levels below `folder`. Folders inside a run are skipped."""
     try:
-        inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    except OSError:
+        folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError:  # it may not be read, or was removed meanwhile: the other folders are still searched
         return
-    for path in inside:
+    for path in folders:
         if holds_records(path):
             yield path
         elif depth > 1 and not path.is_symlink():
@@ -117,6 +117,7 @@ def _run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _changed(folder: Path) -> float:
+    """The time of the last change in a folder, as a Unix time."""
     try:
         return folder.stat().st_mtime
     except OSError:  # it was removed meanwhile
@@ -128,16 +129,16 @@ def holds_records(path: Path) -> bool:
     return path.is_file() or is_run(path) or (path / RECORDS).is_file()
 
 
-def _name(path: Path | str, base: Path | None, taken: Container[str]) -> str:
-    """A name for a run that no other run has (`taken`): its folders below `base`, joined by hyphens, or else its own
-    folder. A number is added to a name that is taken.
+def _name(path: Path | str, base: Path | None, used_names: Container[str]) -> str:
+    """A name for a run that no other run has: its folders below `base`, joined by hyphens, or else its own folder. A
+    number is added to a name in `used_names`.
     """
     plain = plain_name(path)
     if base is not None:
         plain = "-".join(Path(path).absolute().relative_to(base.absolute()).parts)
     name = plain
     number = 1
-    while name in taken:
+    while name in used_names:
         number += 1
         name = f"{plain}-{number}"
     return name

@@ -23,8 +23,8 @@ from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
 MOST_EPISODES = 200
 """Maximum number of episodes that are grouped without a training step, the latest ones."""
-AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "frozen_step", "beyond_alignment")
-"""Reasons why samples with advantages are left out, except `zero_advantage`."""
+SAMPLE_REASONS = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "frozen_step", "beyond_alignment")
+"""Reasons why single samples are left out after their advantages are known, except `zero_advantage`."""
 
 
 class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def role(self) -> str:
+        """The roles of its samples, joined by slashes."""
         return "/".join(sorted({sample.role for sample in self.samples}))
 
 
@@ -85,15 +86,16 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         return StepGroups(problems=("This run recorded no episodes.",))
     recipes, recipe_text = recipes_of(store)
     if training_step is None:
-        episodes = [store.episode(id) for id in reversed(store.figures().episode_ids(EVERYTHING, MOST_EPISODES))]
+        latest_first = store.figures().episode_ids(EVERYTHING, MOST_EPISODES)
+        episodes = [store.episode(id) for id in reversed(latest_first)]
     else:
         episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=training_step)))
     # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
-    lean: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
+    lean_store: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
     roles = trained_roles(store, training_step)
-    regrouped = regroup(lean, episodes, recipes, config_of(store), roles, training_step)
-    groups = tuple(_groups(regrouped, recipes))
-    group_of = {}
+    regrouped = regroup(lean_store, episodes, recipes, config_of(store), roles, training_step)
+    groups = tuple(_shown_groups(regrouped, recipes))
+    group_of: dict[str, str] = {}
     for group in groups:
         group_of.update(dict.fromkeys((sample.id for sample in group.samples), group.id))
 
@@ -126,8 +128,13 @@ def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], Grou
     by_cell: dict[tuple[str, Any], list[ShownGroup]] = {}
     for group in groups:
         by_cell.setdefault((group.role, group.key.get("turn")), []).append(group)
-    cells = {}
-    for role, turn in sorted(by_cell, key=lambda cell: (cell[0], cell[1] is None, cell[1] or 0)):
+
+    def order(cell: tuple[str, Any]) -> tuple[str, bool, int]:
+        role, turn = cell
+        return role, turn is None, turn or 0
+
+    cells: dict[tuple[str, Any], GroupCell] = {}
+    for role, turn in sorted(by_cell, key=order):
         in_cell = by_cell[role, turn]
         cells[role, turn] = GroupCell(
             sizes=tuple(len(group.rewards) for group in in_cell),
@@ -144,39 +151,47 @@ def _is_flat(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) <= FLAT * max(map(abs, rewards))
 
 
-def _groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
+def _shown_groups(regrouped: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
     """The groups of a step to show, each with the reason why it is not trained on; "" if it is."""
     if regrouped.prepared is None:
         return
+    left_out = regrouped.prepared.left_out
     trained = {sample.id for sample in regrouped.prepared.trained}
     with_advantage = _ids_with_advantage(regrouped.prepared)
     for _, recipe, indices in recipes.split([group.samples[0] for group, _ in regrouped.groups]):
-        of_recipe = [regrouped.groups[i] for i in indices]
-        after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
-        late = " or ".join(name for name in after if regrouped.prepared.left_out.get(name))
-        for (group, values), reason in zip(of_recipe, _reasons(of_recipe, recipe), strict=True):
-            # The order of the checks matters: a group with any trained sample counts as trained on.
+        groups = [regrouped.groups[i] for i in indices]
+        possible_reasons = [*SAMPLE_REASONS]
+        if recipe.filters.zero_advantage:
+            possible_reasons.append("zero_advantage")
+        # The step counts these reasons for samples, not by group: one of them holds for a group without another reason.
+        sample_reasons = " or ".join(reason for reason in possible_reasons if left_out.get(reason))
+        for (group, rewards), group_reason in zip(groups, _group_reasons(groups, recipe), strict=True):
             ids = {sample.id for sample in group.samples}
-            if ids & trained:
+            if ids & trained:  # a group with any trained sample counts as trained on
                 reason = ""
-            elif not reason:
-                # Not left out as a group: then each of its samples was, for a reason that only the step counts.
-                reason = "zero_advantage" if ids & with_advantage else late or "tie"
+            elif group_reason:
+                reason = group_reason
+            elif ids & with_advantage:
+                reason = "zero_advantage"
+            else:
+                reason = sample_reasons or "tie"
             yield ShownGroup(
                 id=group.id,
                 key=dict(zip(recipe.group_by, group.key, strict=True)),
                 samples=group.samples,
-                rewards=tuple(values.tolist()),
-                mean=float(values.mean()),
-                spread=float(values.std()),
+                rewards=tuple(rewards.tolist()),
+                mean=float(rewards.mean()),
+                spread=float(rewards.std()),
                 reason=reason,
             )
 
 
 def _ids_with_advantage(prepared: Prepared) -> frozenset[str]:
+    """Ids of the samples in the rows of the update, trained on or not."""
     return frozenset(sample.id for sample in prepared.samples)
 
 
-def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Method) -> list[str | None]:
+def _group_reasons(groups: Sequence[tuple[Group, Floats]], recipe: Method) -> list[str | None]:
+    """For each group, the reason to leave it out as a whole, or None. The rewards of a group are next to it."""
     spreads = group_spread([group for group, _ in groups], [values for _, values in groups], recipe)
     return group_reasons([group for group, _ in groups], spreads, recipe.filters, ())

@@ -35,6 +35,8 @@ QUOTED = 8
 LOOK_BACK = 400
 """Number of calls before a page whose answers are searched for."""
 _LABEL = re.compile(r"([^:\n]{1,40}:|\S{1,40})[ \t]+(\S.*)")
+_TELLING_VALUE = re.compile(r"[^\W\d]|\d{3}")
+"""A letter or three digits: a shorter number after a label may be equal to an answer by chance."""
 _AROUND = " \t\"'`*_.“”«»"
 """Characters that may surround an answer after its label."""
 
@@ -72,41 +74,45 @@ def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecor
     """The answers that each of `calls` read, by call id. `earlier` are the calls of the episode before them, `task` is
     the input of its task."""
     all_calls = [*earlier, *calls]
-    steps = {call.id: call.step for call in all_calls}
     task_text = "\n".join(map(str, leaves(task)))
-    answers = [answer for call in all_calls if (answer := _answer(call))]
+    answers: list[_Answer] = []
+    for call in all_calls:
+        if answer := _answer(call):
+            answers.append(answer)
 
     # 1. Search the new messages of each call for answers that were there when the message was first sent.
     quoted: dict[str, set[int]] = {call.id: set() for call in all_calls}
-    lines: list[_Line] = []
+    labelled_lines: list[_Line] = []
     first_sent: dict[str, float] = {}
     texts: dict[str, str] = {}
-    last_messages: dict[str, frozenset[str]] = {}
+    messages_of_previous_turn: dict[str, frozenset[str]] = {}
     for call in all_calls:
         earlier_answers = [answer for answer in answers if answer.time <= call.started and answer.step < call.step]
-        seen_by_role = last_messages.get(call.role, frozenset())
+        sent_before = messages_of_previous_turn.get(call.role, frozenset())
         for id in dict.fromkeys(call.messages):
             first_sent.setdefault(id, call.started)
-            if id in seen_by_role and id != call.messages[-1]:
+            if id in sent_before and id != call.messages[-1]:
                 continue
             if id not in texts:
                 texts[id] = _text(store, id)
-            possible = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
-            candidates = [answer for answer in earlier_answers if answer.text in possible]
-            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, lines))
-        last_messages[call.role] = frozenset(call.messages)
+            possible_texts = {answer.text for answer in earlier_answers if answer.time <= first_sent[id]}
+            candidates = [answer for answer in earlier_answers if answer.text in possible_texts]
+            quoted[call.id].update(_quoted_steps(texts[id], candidates, task_text, call.id, labelled_lines))
+        messages_of_previous_turn[call.role] = frozenset(call.messages)
 
     # 2. A label marks answers only if all its lines in the episode hold one.
-    other_labels = {line.label for line in lines if line.step is None}
-    for line in lines:
-        if line.step is not None and line.label not in other_labels:
+    unreliable_labels = {line.label for line in labelled_lines if line.step is None}
+    for line in labelled_lines:
+        if line.step is not None and line.label not in unreliable_labels:
             quoted[line.call].add(line.step)
 
-    by_call = {}
+    # 3. Recorded parents are certain; only further answers are guesses.
+    step_of_call = {call.id: call.step for call in all_calls}
+    reads_of_call: dict[str, Reads] = {}
     for call in calls:
-        certain = {steps[id] for id in call.parents if id in steps}
-        by_call[call.id] = Reads(tuple(sorted(certain)), tuple(sorted(quoted[call.id] - certain)))
-    return by_call
+        certain = {step_of_call[id] for id in call.parents if id in step_of_call}
+        reads_of_call[call.id] = Reads(tuple(sorted(certain)), tuple(sorted(quoted[call.id] - certain)))
+    return reads_of_call
 
 
 def _answer(call: CallRecord) -> _Answer | None:
@@ -142,18 +148,21 @@ def _quoted_steps(
     by_text: dict[str, list[_Answer]] = defaultdict(list)
     for answer in answers:
         by_text[answer.text].append(answer)
+    remaining = text
     for quotation in sorted(by_text, key=len, reverse=True):
         has_two_words = bool(quotation.split(maxsplit=1)[1:])
-        if len(quotation) < QUOTED or not has_two_words or quotation not in text or quotation in task_text:
+        if len(quotation) < QUOTED or not has_two_words or quotation not in remaining or quotation in task_text:
             continue
-        text, times = re.subn(rf"(?<!\w){re.escape(quotation)}(?!\w)", "\n", text)
-        for answer in by_text[quotation][-times:] if times else ():
-            yield answer.step
-    for line in text.splitlines():
+        remaining, times = re.subn(rf"(?<!\w){re.escape(quotation)}(?!\w)", "\n", remaining)
+        if times > 0:
+            for answer in by_text[quotation][-times:]:
+                yield answer.step
+    for line in remaining.splitlines():
         match = _LABEL.match(line.strip())
-        if match and (value := match[2].strip(_AROUND)):
-            after_label = _latest_answer(answers, value) if re.search(r"[^\W\d]|\d{3}", value) else None
-            lines.append(_Line(call, match[1], after_label.step if after_label else None))
+        value = match[2].strip(_AROUND) if match else ""
+        if match and value:
+            labelled_answer = _latest_answer(answers, value) if _TELLING_VALUE.search(value) else None
+            lines.append(_Line(call, match[1], labelled_answer.step if labelled_answer else None))
 
 
 def _latest_answer(answers: Sequence[_Answer], text: str) -> _Answer | None:

@@ -50,12 +50,20 @@ class OpenedRun:
 
     def __init__(self, path: Path | str, name: str = "") -> None:
         """Open a run or records. Raises RunError if `path` is neither, or cannot be read."""
-        is_file = is_path(path)
         self.name = name or plain_name(path)
-        self.path = Path(path).absolute() if is_file else Path(self.name)
-        self.folder = self.path if is_file and self.path.is_dir() else None
+        self.path = Path(self.name)
+        """The run folder or the records file; for a database only its name."""
+        self.folder: Path | None = None
+        """The run folder, or a folder with records; None for a single file and for a database."""
+        self._file: Path | None = None
+        """The records file; None for a database."""
+        if is_path(path):
+            self.path = Path(path).absolute()
+            self._file = self.path
+            if self.path.is_dir():
+                self.folder = self.path
+                self._file = self.path / RECORDS
         self.is_run = self.folder is not None and is_run(self.folder)
-        self._file = (self.path / RECORDS if self.folder else self.path) if is_file else None
         self._records: Path | str = self._file or str(path)
         self._store: Store | None = None
         self._no_records: Store | None = None
@@ -71,6 +79,7 @@ class OpenedRun:
         self._records_stat: os.stat_result | None = None
         if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
+        # Opens the records and reads run.json, so that a damaged run is refused here.
         self.figures  # noqa: B018
         self.description  # noqa: B018
 
@@ -143,8 +152,11 @@ class OpenedRun:
         """The records of an evaluation that is stored in this folder of the run, opened once. None if they cannot be
         read.
         """
-        with_records = [evaluation.records for evaluation in self.evaluations if evaluation.records]
-        path = next((records for records in with_records if Path(records).name == folder), "")
+        path = ""
+        for evaluation in self.evaluations:
+            if evaluation.records and Path(evaluation.records).name == folder:
+                path = evaluation.records
+                break
         if not path or Path(path).absolute() == self.path:
             return None
         with self._lock:
@@ -158,9 +170,11 @@ class OpenedRun:
 
     def records_of(self, evaluation: StoredEvaluation) -> OpenedRun | None:
         """The records with the episodes of an evaluation; None without records."""
-        if evaluation.records and Path(evaluation.records).absolute() == self.path:
+        if not evaluation.records:
+            return None
+        if Path(evaluation.records).absolute() == self.path:
             return self
-        return self.part(Path(evaluation.records).name) if evaluation.records else None
+        return self.part(Path(evaluation.records).name)
 
     @property
     def headline(self) -> Headline:
@@ -228,17 +242,18 @@ class OpenedRun:
         if not self.is_run:
             is_written = self._file is not None and is_held(self._file.with_name(f"{self._file.name}.lock"))
             return "recording" if is_written else "records"
-        end = self.end
-        lines = self.metrics
         if self.now is not None:
             return "under way"
-        if end is not None and end.kind == "failed":
+        end = self.end
+        end_kind = "" if end is None else end.kind
+        if end_kind == "failed":
             return "failed"
+        lines = self.metrics
         if self.planned is not None and lines and lines[-1]["step"] + 1 >= self.planned:
             return "finished"
-        if is_held(RunLayout(self.path).lock):
+        if is_held(RunLayout(self.path).lock):  # a process trains it and has not written its phase yet
             return "under way"
-        return "finished" if end is not None and end.kind == "ended" else "stopped"
+        return "finished" if end_kind == "ended" else "stopped"
 
     @property
     def end(self) -> RunEnd | None:
@@ -248,9 +263,11 @@ class OpenedRun:
     @property
     def stamp(self) -> str:
         """A text that changes when a step or a record is added."""
-        return "-".join(map(str, (*self.figures.newest(), *(_stamp(RunLayout(self.path).metrics) or ()))))
+        metrics_stamp = _stamp(RunLayout(self.path).metrics) or ()
+        return "-".join(map(str, (*self.figures.newest(), *metrics_stamp)))
 
     def _cached(self, name: str, stamp: Any, read: Callable[[], T]) -> T:
+        """The value of `read`, which is called again only if the stamp of its file has changed."""
         if name not in self._read or self._read[name][0] != stamp:
             self._read[name] = (stamp, read())
         value: T = self._read[name][1]
@@ -277,9 +294,14 @@ class OpenedRun:
 def plain_name(path: Path | str) -> str:
     """The name of a folder or file, or of a database: the last part of its address."""
     if not is_path(path):
-        return Path(str(path).partition("?")[0].partition("://")[2].partition("/")[2]).name or "records"
+        # scheme://host/database?options
+        address = str(path).partition("?")[0]
+        database = address.partition("://")[2].partition("/")[2]
+        return Path(database).name or "records"
     absolute = Path(path).absolute()
-    return (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
+    if absolute.name == RECORDS:
+        absolute = absolute.parent
+    return absolute.name or "run"
 
 
 def _is_same(path: Path, opened: os.stat_result) -> bool:
@@ -291,6 +313,7 @@ def _is_same(path: Path, opened: os.stat_result) -> bool:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
+    """The size of a file and the time of its last change, which show whether it has changed; None without a file."""
     try:
         stat = file.stat()
     except OSError:

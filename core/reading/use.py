@@ -39,7 +39,7 @@ class Totals:
         """The use of each role, in the order of their first calls. It has a cost if each of its models has a price, in
         `prices` or in the configuration of the run."""
         with self._lock:
-            self._read()
+            self._read_new_calls()
             sums = {key: msgspec.structs.replace(use) for key, use in self._sums.items()}
         all_prices = {**self._run.config.prices, **(prices or {})}
         uses: dict[str, Use] = {}
@@ -53,8 +53,8 @@ class Totals:
                 use.cost += money(all_prices[model], part.prompt, part.completion)
         return uses
 
-    def _read(self) -> None:
-        """Add the rows of calls that were recorded since the last read."""
+    def _read_new_calls(self) -> None:
+        """Add the calls that were recorded since the last read to the sums."""
         self._until, rows = self._run.figures.use(self._until)
         for row in rows:
             part = Use(
@@ -73,6 +73,7 @@ _SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds", "candi
 
 
 def _add(use: Use, part: Use) -> None:
+    """Add the sums of `part` to `use`. `turns` is the largest number of turns, so it is not added up."""
     for name in _SUMMED:
         before = getattr(use, name)
         added = getattr(part, name)

@@ -228,7 +228,7 @@ def test_a_text_that_was_cut_is_counted(tmp_path):
     live = LiveEpisode(store, Task(id="t", input=1), workflow="w", phase="trace")
     live.end("ok", rewards={"team": 0.5}, feedback="x" * 5000)
     store.close()
-    assert "1 text beside rewards was too long, and its middle is cut" in shown(tmp_path)
+    assert "1 feedback text was too long, and its middle is cut" in shown(tmp_path)
 
 
 def test_where_nothing_fits_there_is_no_empty_table(run, tmp_path):
