@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import date, time
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -91,14 +92,15 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. For a flag that this command does not have, exit with status 2 and name similar ones."""
         has_subcommands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
-        flags = list(self._option_string_actions)
-        for word in () if has_subcommands or args is None else args:
-            flag = word.partition("=")[0]
-            if word == "--":
-                break
-            if flag.startswith("--") and flag not in flags:
-                remedy = did_you_mean(near_names(flag, flags)) or "--help lists the flags."
-                self.error(f"{flag} is not a flag of this command. {remedy}")
+        if args is not None and not has_subcommands:  # the parser of the subcommand checks its flags
+            flags = list(self._option_string_actions)
+            for word in args:
+                if word == "--":  # only positional arguments follow
+                    break
+                flag = word.partition("=")[0]
+                if flag.startswith("--") and flag not in flags:
+                    remedy = did_you_mean(near_names(flag, flags)) or "--help lists the flags."
+                    self.error(f"{flag} is not a flag of this command. {remedy}")
         return super().parse_known_args(args, namespace)
 
 
@@ -178,19 +180,22 @@ def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = N
     from cotune.config.train import TrainConfig
 
     for name in names:
-        kind, default, text = _field_facts(table or TrainConfig, name)
+        field = _find_field(table or TrainConfig, name)
         if name in texts:
             text = texts[name]
         else:
-            text = (text or _field_facts(TrainConfig, name)[2]).rstrip(".")
+            text = field.documentation or _find_field(TrainConfig, name).documentation
+            text = text.rstrip(".")
             if not text[1:2].isupper():  # an acronym stays as it is
                 text = f"{text[:1].lower()}{text[1:]}"
-            if default is not False and default not in (None, "", (), msgspec.NODEFAULT):
-                text += f" (default: {default})"
+            if field.default is not False and field.default not in (None, "", (), msgspec.NODEFAULT):
+                text += f" (default: {field.default})"
         last_part = name.rpartition(".")[2]
-        flag, metavar = _FLAGS.get(name) or (f"--{last_part.replace('_', '-')}", None)
-        command.add_argument(flag, dest=name, help=text, **_argument_options(kind, metavar, last_part))
-    command.set_defaults(fields=(*(command.get_default("fields") or ()), *names))
+        flag, metavar = _FLAGS.get(name, (f"--{last_part.replace('_', '-')}", None))
+        command.add_argument(flag, dest=name, help=text, **_argument_options(field.type, metavar, last_part))
+    # A command may add fields of several tables: `fields_of` reads all of them.
+    earlier_fields = command.get_default("fields") or ()
+    command.set_defaults(fields=(*earlier_fields, *names))
 
 
 def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
@@ -202,25 +207,35 @@ def _argument_options(kind: Any, metavar: str | None, name: str) -> dict[str, An
     """
     if kind is bool:
         return {"action": "store_true", "default": None}
-    types = (kind, *get_args(kind))
-    number = next((part for part in types if part in (int, float)), None)
-    choices = next((get_args(part) for part in types if get_origin(part) is Literal), None)
-    default_metavar = {int: "N", float: "X", None: name.upper()}[number]
-    return {
-        "action": "append" if get_origin(kind) is tuple else "store",
-        "type": number,
-        "choices": choices,
-        "metavar": None if choices else metavar or default_metavar,
-    }
+    options: dict[str, Any] = {"action": "append" if get_origin(kind) is tuple else "store"}
+    # The type itself, or the members of a union such as `int | None`.
+    for part in (kind, *get_args(kind)):
+        if part in (int, float):
+            options["type"] = part
+            options["metavar"] = metavar or ("N" if part is int else "X")
+            return options
+        if get_origin(part) is Literal:
+            options["choices"] = get_args(part)
+            return options
+    options["metavar"] = metavar or name.upper()
+    return options
 
 
-def _field_facts(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
-    """Type, default and documentation of a field by its dotted name."""
+class _Field(NamedTuple):
+    """A field of a configuration class."""
+
+    type: Any
+    default: Any
+    documentation: str
+
+
+def _find_field(table: type[msgspec.Struct], name: str) -> _Field:
+    """A field by its dotted name: `plan.k` is the field `k` of the class of the field `plan`."""
     first, _, further = name.partition(".")
     field = next(field for field in msgspec.structs.fields(table) if field.name == first)
     if further:
-        return _field_facts(field.type, further)
-    return field.type, field.default, field_documentation(table).get(first, "")
+        return _find_field(field.type, further)
+    return _Field(field.type, field.default, field_documentation(table).get(first, ""))
 
 
 @cache
@@ -232,9 +247,10 @@ def field_documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
     for base in table.__bases__:
         if base is not msgspec.Struct:
             texts.update(field_documentation(base))
-    for line, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            texts[ast.unparse(line.target)] = " ".join(str(below.value.value).split())
+    # A documented field is a line `name: type = default` with a text as the statement below.
+    for field, below in pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            texts[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
     return texts
 
 
@@ -270,6 +286,7 @@ def printing_aside() -> Iterator[None]:
 
 
 def _aside() -> None:
+    """Send what is printed from now on to standard error."""
     sys.stdout.flush()
     sys.stdout = sys.stderr
 
@@ -282,7 +299,7 @@ def tell_left_out(left_out: Mapping[str, int]) -> None:
 
 def parse_pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
     """The values of a repeatable flag by name. If a name is repeated, its last value counts. Raises ConfigError."""
-    values = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
@@ -297,8 +314,10 @@ def parse_prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
     values: dict[str, tuple[float, float]] = {}
     for name, text in parse_pairs("--price", texts, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
         prompt, slash, completion = text.partition("/")
+        if not slash:  # one price for all tokens
+            completion = prompt
         try:
-            values[name] = (float(prompt), float(completion if slash else prompt))
+            values[name] = (float(prompt), float(completion))
         except ValueError:
             raise ConfigError("--price", f"{name}={text}", f"must be {form}") from None
     return values

@@ -80,10 +80,12 @@ def run(a: argparse.Namespace) -> int:
     own; with the others, both must be named. Exit status: 1 if the evaluation was broken off.
     """
     source_flags = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
-    if len(source_flags) != 1:
-        fault = f"cannot be combined with {' and '.join(source_flags[1:])}" if source_flags else "is missing"
-        remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
-        raise ConfigError(source_flags[0] if source_flags else "--run", None, fault, remedy)
+    remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
+    if not source_flags:
+        raise ConfigError("--run", None, "is missing", remedy)
+    if len(source_flags) > 1:
+        fault = f"cannot be combined with {' and '.join(source_flags[1:])}"
+        raise ConfigError(source_flags[0], None, fault, remedy)
     for name, value in (("workflow", a.workflow), ("--tasks", a.tasks)):
         if value is None and a.run is None:
             remedy = "For example: cotune eval app:solve --tasks held_out.jsonl --base models/Qwen3-1.7B"

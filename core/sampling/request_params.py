@@ -113,7 +113,7 @@ def check_supported(body: Mapping[str, Any]) -> None:
         if name == "add_generation_prompt" and body.get(CONTINUE):
             continue
         raise RequestRefused(
-            f"{name} = {str(value)[:80]!r} was asked for, which no policy can honour.",
+            f"The request has {name} = {str(value)[:80]!r}, which no policy can honour.",
             "Leave it out of the request, or give the role a policy of kind provider.",
         )
 
@@ -129,7 +129,8 @@ def continues_reply(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any
     Raises RequestRefused if it cannot.
     """
     last = messages[-1] if messages else {}
-    if not body.get(CONTINUE) and not (last.get("role") == "assistant" and last.get("prefix")):
+    is_prefix = last.get("role") == "assistant" and last.get("prefix")
+    if not body.get(CONTINUE) and not is_prefix:
         return False
     if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
         raise RequestRefused(
@@ -141,8 +142,10 @@ def continues_reply(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any
 
 def ends_itself(body: Mapping[str, Any], ends: Sequence[int]) -> bool:
     """Whether the model may end its reply with one of the end tokens `ends`."""
+    if body.get("ignore_eos"):
+        return False
     allowed = body.get("allowed_token_ids")
-    return not body.get("ignore_eos") and not (allowed and not set(ends) & set(allowed))
+    return not allowed or not set(ends).isdisjoint(allowed)
 
 
 RESPONSE_LOGPROBS = "message.output_text.logprobs"
@@ -156,15 +159,19 @@ def asks_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def tools_shown(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Any:
-    """The tools that the prompt shows; None if the request forbids their use."""
-    return None if body.get("tool_choice") == "none" else tools or None
+    """The tools that the prompt shows; None without tools, and if the request forbids their use."""
+    if not tools or body.get("tool_choice") == "none":
+        return None
+    return tools
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the request for the chat template: `chat_template_kwargs` and `reasoning_effort`."""
     options = dict(body.get("chat_template_kwargs") or {})
-    reasoning = body.get("reasoning")  # the Responses API's form
-    effort = body.get("reasoning_effort") or (reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
+    effort = body.get("reasoning_effort")
+    reasoning = body.get("reasoning")  # the form of the Responses API
+    if not effort and isinstance(reasoning, Mapping):
+        effort = reasoning.get("effort")
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
     return options
@@ -205,7 +212,9 @@ def function_of(tool: Any) -> Mapping[str, Any]:
 def form_type(body: Mapping[str, Any]) -> str:
     """The type of `response_format`; "text" without one."""
     form = body.get("response_format")
-    return str(form.get("type") or "text") if isinstance(form, Mapping) else "text"
+    if not isinstance(form, Mapping):
+        return "text"
+    return str(form.get("type") or "text")
 
 
 def replaced(calls: Iterable[CallRecord]) -> list[str]:
@@ -220,16 +229,18 @@ def replaced(calls: Iterable[CallRecord]) -> list[str]:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or not low <= value <= high:
-        raise RequestRefused(f"{name} = {value!r} was asked for.", f"It is a number from {low:g} to {high:g}.")
+    """A number in a request. Raises RequestRefused unless it lies between `low` and `high`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high:
+        cause = f"The request has {name} = {value!r}, which is not a number from {low:g} to {high:g}."
+        raise RequestRefused(cause, "Change it, or leave it out.")
     return float(value)
 
 
 def integer(name: str, value: Any) -> int:
     """An integer in a request. Raises RequestRefused."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise RequestRefused(f"{name} = {value!r} was asked for.", "It is an integer.")
+        raise RequestRefused(f"The request has {name} = {value!r}, which is not an integer.", "For example: 16")
     return int(value)
 
 
@@ -237,7 +248,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Ids of tokens in a request. Raises RequestRefused."""
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise RequestRefused(f"{name} = {str(value)[:80]!r} was asked for.", "It is a list of token ids.")
+        cause = f"The request has {name} = {str(value)[:80]!r}, which is not a list of token ids."
+        raise RequestRefused(cause, "Pass a list of integers, such as [13, 198].")
     return tuple(ids)
 
 
@@ -245,7 +257,8 @@ def texts_of(name: str, value: Any) -> tuple[str, ...]:
     """Texts in a request: one, or a list of them. Raises RequestRefused."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise RequestRefused(f"{name} = {value!r} was asked for.", "It is a text, or a list of texts.")
+        cause = f"The request has {name} = {value!r}, which is neither a text nor a list of texts."
+        raise RequestRefused(cause, 'For example: ["END"]')
     return tuple(text for text in texts if text)
 
 
@@ -254,19 +267,22 @@ def _top_logprobs(body: Mapping[str, Any]) -> int:
     for log-probabilities."""
     top = integer("top_logprobs", body["top_logprobs"])
     if not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise RequestRefused(f"top_logprobs = {top} was asked for.", f"It is an integer from 0 to {MOST_TOP_LOGPROBS}.")
+        cause = f"The request has top_logprobs = {top}, which is not an integer from 0 to {MOST_TOP_LOGPROBS}."
+        raise RequestRefused(cause, "Change it, or leave it out.")
     if asks_logprobs(body):
         return top
     field = '"logprobs": true'
     if body.get("api") == "responses":
         field = f'"include": ["{RESPONSE_LOGPROBS}"]'
-    raise RequestRefused(f"top_logprobs = {top} was asked for without log-probabilities.", f"Ask for them: {field}.")
+    cause = f"The request has top_logprobs = {top} but does not ask for log-probabilities."
+    raise RequestRefused(cause, f"Ask for them: {field}.")
 
 
 def _bias(requested: Any) -> tuple[tuple[int, float], ...]:
-    remedy = f"It maps token ids to numbers from {-_BIAS:g} to {_BIAS:g}."
+    """`logit_bias` of a request as pairs of a token id and a number, by token id. Raises RequestRefused."""
     try:
-        pairs = sorted((int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in requested.items())
+        pairs = [(int(token), _number("logit_bias", value, -_BIAS, _BIAS)) for token, value in requested.items()]
     except (AttributeError, TypeError, ValueError) as error:
-        raise RequestRefused(f"logit_bias = {str(requested)[:80]} was asked for.", remedy) from error
-    return tuple(pairs)
+        cause = f"The request has logit_bias = {str(requested)[:80]}, which does not map token ids to numbers."
+        raise RequestRefused(cause, f'Pass numbers from {-_BIAS:g} to {_BIAS:g}, such as {{"198": -100}}.') from error
+    return tuple(sorted(pairs))

@@ -15,7 +15,10 @@ from cotune.storage.checkpoints import read_best
 from cotune.storage.open_store import without_password
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json
 
-APP, TASKS, HELD_OUT, MODEL = "app:solve", "tasks.jsonl", "held_out.jsonl", "Qwen/Qwen3-1.7B"
+APP = "app:solve"
+TASKS = "tasks.jsonl"
+HELD_OUT = "held_out.jsonl"
+MODEL = "Qwen/Qwen3-1.7B"
 """Placeholders for an application, files and a model that the user has not named yet."""
 _OF_TRAINING = {
     "config": "--config", "policies": "--policies", "plan.kind": "--plan", "plan.k": "-k", "recipe": "--recipe",
@@ -44,8 +47,10 @@ def _check(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
-    if status or not (a.model or a.config):
-        return [] if status else [["cotune", "doctor", "--model", MODEL]]
+    if status:
+        return []
+    if not a.model and not a.config:
+        return [["cotune", "doctor", "--model", MODEL]]
     model = ["--model", a.model] if a.model else []
     return [["cotune", "train", APP, "--tasks", TASKS, *model, *_same_flags(a)]]
 
@@ -72,8 +77,9 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
     path = _relative_path(summary.path)
     if not summary.finished:
         return [["cotune", "train", "--resume", path]]
-    if not summary.versions:
-        return [["cotune", "show", path, "--groups" if summary.groups or summary.candidates else "--steps"]]
+    if not summary.versions:  # no policy was ever updated
+        has_groups = summary.groups or summary.candidates
+        return [["cotune", "show", path, "--groups" if has_groups else "--steps"]]
     app = a.workflow or read_run_json(path)["workflow"] or APP
     best = ["--step", "best"] if read_best(RunLayout(path).checkpoints) else []
     return [
@@ -92,16 +98,25 @@ def _eval(a: argparse.Namespace, status: int) -> list[Words]:
     report = a.result
     if report.broken:
         return [["cotune", "show", _relative_path(report.stored), "--status", "error"]] if report.stored else []
-    trained = is_run(a.run)
-    comparison = next(iter(report.comparisons), None)
-    difference = comparison and (comparison.success or comparison.reward or comparison.outcome)
-    if difference and (difference.low or 0.0) > 0:
-        return [["cotune", "export", a.run, "--out", "adapters/"] if trained else ["cotune", "serve", a.run]]
-    return [["cotune", "show", a.run, "--steps", "--explain"]] if trained else []
+    is_better = False
+    if report.comparisons:
+        comparison = report.comparisons[0]
+        difference = comparison.success or comparison.reward or comparison.outcome
+        is_better = difference is not None and difference.low is not None and difference.low > 0
+    source_is_run = is_run(a.run)
+    if is_better and source_is_run:
+        return [["cotune", "export", a.run, "--out", "adapters/"]]
+    if is_better:
+        return [["cotune", "serve", a.run]]
+    if source_is_run:
+        return [["cotune", "show", a.run, "--steps", "--explain"]]
+    return []
 
 
 def _export(a: argparse.Namespace, status: int) -> list[Words]:
-    return [["cat", str(Path(a.out) / "README.md")] if a.gguf else ["cotune", "serve", a.out]]
+    if a.gguf:
+        return [["cat", str(Path(a.out) / "README.md")]]
+    return [["cotune", "serve", a.out]]
 
 
 def _trace(a: argparse.Namespace, status: int) -> list[Words]:
@@ -144,23 +159,28 @@ def _blame(a: argparse.Namespace, status: int) -> list[Words]:
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
     if status:
         return []
+    if a.write:
+        return [["cotune", "show", a.run]]
     role = ["--role", a.role] if a.role else []
     redact = ["--redact", a.redact] if a.redact else []
-    again: Words = ["cotune", "records", "score", a.run, a.workflow, *role, *redact, "--write"]
-    return [["cotune", "show", a.run] if a.write else again]
+    return [["cotune", "records", "score", a.run, a.workflow, *role, *redact, "--write"]]
 
 
 def _judge(a: argparse.Namespace, status: int) -> list[Words]:
-    app = ["--app", a.app] if a.app else []
+    if a.to_label and status:
+        return []
     if a.to_label:
-        return [] if status else [["cotune", "records", "judge", a.run, "--labels", a.to_label, *app]]
+        app = ["--app", a.app] if a.app else []
+        return [["cotune", "records", "judge", a.run, "--labels", a.to_label, *app]]
     return [["cotune", "records", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
 
 
 def _sft(a: argparse.Namespace, status: int) -> list[Words]:
-    least = [] if a.min_reward is None else ["--set", f"records.min_reward={a.min_reward:g}"]
-    learn = ["cotune", "train", _workflow_of(a.run), "--recipe", "sft", "--records", a.run, "--model", MODEL, *least]
-    return [] if status else [learn]
+    if status:
+        return []
+    min_reward = [] if a.min_reward is None else ["--set", f"records.min_reward={a.min_reward:g}"]
+    source = ["--recipe", "sft", "--records", a.run]
+    return [["cotune", "train", _workflow_of(a.run), *source, "--model", MODEL, *min_reward]]
 
 
 def _show(a: argparse.Namespace, status: int) -> list[Words]:
@@ -183,14 +203,16 @@ def _records_changed(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _prompts_show(a: argparse.Namespace, status: int) -> list[Words]:
-    if a.json or status:
+    if a.json or status or not a.result:
         return []
-    return [["cotune", "prompts", "edit", a.out or a.source, "--part", a.result]] if a.result else []
+    return [["cotune", "prompts", "edit", a.out or a.source, "--part", a.result]]
 
 
 def _prompts_edit(a: argparse.Namespace, status: int) -> list[Words]:
     file = a.result
-    return [["cotune", "trace", a.app or APP, "--tasks", a.tasks or TASKS, "--prompts", file]] if file else []
+    if not file:  # the text is as it was
+        return []
+    return [["cotune", "trace", a.app or APP, "--tasks", a.tasks or TASKS, "--prompts", file]]
 
 
 def _prompts_improve(a: argparse.Namespace, status: int) -> list[Words]:
@@ -213,7 +235,9 @@ def _relative_path(path: str) -> str:
 
 
 def _workflow_of(run: str) -> str:
-    return str((read_run_json(run).get("workflow") if is_run(run) else None) or APP)
+    """The workflow of a run; a placeholder if it is not known."""
+    workflow = read_run_json(run).get("workflow") if is_run(run) else None
+    return str(workflow or APP)
 
 
 _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {

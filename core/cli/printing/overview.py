@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from cotune.cli.printing.episode import episode_parts
@@ -65,52 +66,85 @@ def show_run(
 
 
 def _overview_parts(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
-    """Troubles, episodes by phase, calls by role."""
-    store = run.store
+    """Base models and problems of a run, its episodes by phase, its calls by role, and the records that are missing.
+
+    `interrupted` is the number of unfinished episodes.
+    """
+    # This page is about the whole run, so it leaves out the remarks of a single step.
     problems = [trouble for trouble in find_troubles(run, CAUSES) if trouble.kind != "last step"]
     lines = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
     lines += _problem_lines(problems, "episodes", "untrained", "cut", "precision")
     if lines:
         yield Text.assemble(*lines)
+    yield _phase_table(run)
+    yield ""
+    yield _role_table(run)
+    yield Text.assemble("\n", _missing_records(run, interrupted), "\n", *_problem_lines(problems, "calls"))
+
+
+def _phase_table(run: OpenedRun) -> Table:
+    """A table of the episodes of each phase, with the mean of each component of their outcomes."""
     means: dict[str, dict[str, float | None]] = {}
     for component in run.figures.outcome_means(run.config.on_failure):
         means.setdefault(component.phase, {})[component.name] = component.mean
-    counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
+    table = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
     for phase in run.figures.episodes_by_phase():
-        ended = (phase.ok, warn(phase.failed), warn(phase.cancelled))
-        columns = (phase.phase, phase.episodes, *ended, phase.tasks, phase.steps or "", f"{phase.mean_seconds:.2f}")
-        counts.add_row(*cells(columns), scores(means.get(phase.phase, {})))
-    yield counts
-    yield ""
+        columns = (
+            phase.phase,
+            phase.episodes,
+            phase.ok,
+            warn(phase.failed),
+            warn(phase.cancelled),
+            phase.tasks,
+            phase.steps or "",
+            f"{phase.mean_seconds:.2f}",
+        )
+        table.add_row(*cells(columns), scores(means.get(phase.phase, {})))
+    return table
+
+
+def _role_table(run: OpenedRun) -> Table:
+    """A table of the calls of each role, with the mean of each component of their rewards."""
     rewards: dict[str, dict[str, float]] = {}
     for role, name, value in run.figures.rewards_by_role():
         rewards.setdefault(role, {})[name] = value
-    calls = grid(
-        *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),
-        "mean reward",
-    )
-    used = Totals(run).by_role()
-    failed = any(use.failed for use in used.values())
-    for role, use in used.items():
-        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, use.candidates)
-        calls.add_row(
-            *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(rewards.get(role, {}))
+    use_of_role = Totals(run).by_role()
+    any_failed = any(use.failed for use in use_of_role.values())
+    titles = ("calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>")
+    table = grid("role", *titles, "mean reward")
+    for role, use in use_of_role.items():
+        columns = (
+            role,
+            use.calls,
+            warn(use.failed) if any_failed else "",
+            use.turns,
+            use.candidates,
+            use.prompt,
+            use.completion,
+            f"{use.seconds / use.calls:.3f}",
         )
-    yield calls
-    counters = store.counters()
-    missing = [(plural(interrupted, "unfinished episode"), interrupted)]
-    missing += [(f"{plural(counters['lost'], 'record')} lost", counters["lost"])]
-    missing += [(f"{plural(counters['refused'], 'late reward')} refused", counters["refused"])]
+        table.add_row(*cells(columns), scores(rewards.get(role, {})))
+    return table
+
+
+def _missing_records(run: OpenedRun, interrupted: int) -> Text:
+    """A line with the numbers of unfinished episodes and lost records. Losses are in red."""
+    counters = run.store.counters()
+    counts = [
+        (plural(interrupted, "unfinished episode"), interrupted),
+        (f"{plural(counters['lost'], 'record')} lost", counters["lost"]),
+        (f"{plural(counters['refused'], 'late reward')} refused", counters["refused"]),
+    ]
     if counters["dropped"]:
-        missing += [(f"{plural(counters['dropped'], 'record')} dropped by applications", counters["dropped"])]
-    if counters["sampled"]:
-        missing += [(f"{plural(counters['sampled'], 'call')} left out by sampling", 0)]
-    line = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
-    yield Text("\n").append_text(line).append("\n").append_text(Text.assemble(*_problem_lines(problems, "calls")))
+        counts.append((f"{plural(counters['dropped'], 'record')} dropped by applications", counters["dropped"]))
+    texts = [Text(text, style=BAD if count else QUIET) for text, count in counts]
+    if counters["sampled"]:  # the user asked for a sample of the calls, so this is no loss
+        texts.append(Text(f"{plural(counters['sampled'], 'call')} left out by sampling", style=QUIET))
+    return Text(" · ", style=QUIET).join(texts)
 
 
 def _problem_lines(problems: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
-    """Problems of these kinds, each a line with its style."""
+    """Problems of these kinds, each a line with its style: a remark, which has no count, is yellow."""
     for kind in kinds:
         for problem in problems:
             if problem.kind == kind:
@@ -123,13 +157,17 @@ def _episodes(
     """A table of the latest episodes that match the filters, the newest last, then of the `unfinished` ones, which have
     calls but no end.
     """
-    filtered = filters != EVERYTHING
     total = store.figures().episode_count(filters)
     ids = store.figures().episode_ids(filters, limit)
-    of_task = f" of task {filters.task}" if filters.task else ""
-    latest = f"the latest {len(ids)} of " if len(ids) < total else ""
-    yield Text(f"{latest}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not ids and (filtered or not unfinished):
+    title = plural(total, "episode")
+    if len(ids) < total:
+        title = f"the latest {len(ids)} of {title}"
+    if filters.task:
+        title += f" of task {filters.task}"
+    yield Text(f"{title}\n", style="bold")
+    if filters != EVERYTHING:
+        unfinished = ()  # an unfinished episode has no fields to filter by
+    if not ids and not unfinished:
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(ids)
@@ -146,14 +184,14 @@ def _episodes(
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (_short_id(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if filtered else unfinished[::-1]:
+    for id, calls in reversed(unfinished):
         table.add_row(_short_id(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 
 
 def exchange_lines(exchange: Exchange) -> list[Text]:
     """The beginnings of a question and an answer, a text each."""
-    lines = []
+    lines: list[Text] = []
     if exchange.question:
         lines.append(Text.assemble(("asked ", QUIET), first_characters(exchange.question)))
     if exchange.answer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from cotune.cli.command import RECORDS, Parser, parser_texts
 from cotune.errors import ConfigError
@@ -16,6 +16,8 @@ from cotune.tables import cells, grid, plural
 from cotune.terminal import tell, terminal
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cotune.storage.sql.figures import AppCount, CallCount
 
 Forms: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -77,11 +79,13 @@ def _list(a: argparse.Namespace) -> int:
         raise ConfigError("--by", unknown[0], f"is not one of {', '.join(_BY)}", "For example: --by role,day")
     with open_store(a.store, read_only=True) as store:
         figures = store.figures()
-        terminal().print(_calls_by(figures.by_day(a.app), names) if names else _print_apps(figures.apps(), a.app))
+        table = _calls_table(figures.by_day(a.app), names) if names else _apps_table(figures.apps(), a.app)
+        terminal().print(table)
     return 0
 
 
-def _print_apps(rows: Sequence[AppCount], app: str) -> Any:
+def _apps_table(rows: Sequence[AppCount], app: str) -> Table:
+    """A table of applications with their episodes and calls; with `app`, only of this application."""
     table = grid("app", "episodes>", "ok>", "calls>", "rewarded>", "first", "last")
     for row in rows:
         if app in ("", row.app):
@@ -90,21 +94,27 @@ def _print_apps(rows: Sequence[AppCount], app: str) -> Any:
     return table
 
 
-def _calls_by(rows: Sequence[CallCount], names: Sequence[str]) -> Any:
-    table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
-    sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+def _calls_table(rows: Sequence[CallCount], names: Sequence[str]) -> Table:
+    """A table of calls and tokens by application, role, version or day. `names` are the columns to count by."""
+    sums: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for row in rows:
         version = f"{row.policy}@{row.version}" if row.policy else "-"
         columns = {"app": row.app or "-", "role": row.role, "day": row.day or "-", "version": version}
-        total = sums[tuple(columns[name] for name in names)]
-        for i, count in enumerate((row.calls, row.failed, row.prompt_tokens, row.answer_tokens)):
-            total[i] += count
+        counts = sums[tuple(columns[name] for name in names)]
+        counts["calls"] += row.calls
+        counts["failed"] += row.failed
+        counts["prompt tokens"] += row.prompt_tokens
+        counts["answer tokens"] += row.answer_tokens
+    table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
     for key in sorted(sums):
-        table.add_row(*cells((*key, *sums[key])))
+        counts = sums[key]
+        figures = (counts["calls"], counts["failed"], counts["prompt tokens"], counts["answer tokens"])
+        table.add_row(*cells((*key, *figures)))
     return table
 
 
 def _time_text(seconds: float | None) -> str:
+    """A Unix time in UTC."""
     if not seconds:
         return "-"
     try:
@@ -140,7 +150,8 @@ def _delete(a: argparse.Namespace) -> int:
     return 0 if counts.get("episodes") or counts.get("calls") else 1
 
 
-def _deleted_text(counts: Any) -> str:
+def _deleted_text(counts: Mapping[str, int]) -> str:
+    """The numbers of deleted records, as `3 episodes, 7 calls`."""
     names = {"episodes": "episode", "calls": "call", "messages": "message", "images": "image", "segments": "segment"}
     texts = [plural(counts[name], singular) for name, singular in names.items() if counts.get(name)]
     return ", ".join(texts) or "nothing"

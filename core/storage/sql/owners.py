@@ -25,11 +25,13 @@ _KEY = COLUMNS["episodes"].index("key")
 _DRAWN = COLUMNS["calls"].index("drawn")
 
 
-def among(execute: Execute, select: str, column: str, names: Iterable[str], more: str = "") -> list[Row]:
-    """Rows of the query `select` in which a column is one of these names."""
+def among(execute: Execute, select: str, column: str, names: Iterable[str], sql_suffix: str = "") -> list[Row]:
+    """Rows of the query `select` in which a column is one of these names. `sql_suffix` follows the condition, for
+    example an ORDER BY; it applies to each query, of which many names need several."""
     rows: list[Row] = []
     for part in in_parts(set(names)):
-        rows += execute(f"{select} WHERE {column} IN ({','.join('?' * len(part))}){more}", part)
+        marks = ",".join("?" * len(part))
+        rows += execute(f"{select} WHERE {column} IN ({marks}){sql_suffix}", part)
     return rows
 
 
@@ -42,7 +44,7 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     episodes = tables["episodes"]
     rows_before = sum(map(len, tables.values()))
 
-    # The episode of each reward. Its target is the episode, or a candidate: the call's id, "." and a number.
+    # 1. The episode of each reward. Its target is the episode, or a candidate: the call's id, "." and a number.
     targets: set[str] = set()
     for table in _REWARDS:
         targets.update(row[0] for row in tables[table] if not row[0].startswith(KEY))
@@ -54,7 +56,7 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     for target in targets:
         episode_of_target[target] = episode_of_call.get(call_of_target.get(target, ""), target)
 
-    # The owner of each episode: the application of its first stored record, else of its first new one.
+    # 2. The owner of each episode: the application of its first stored record, else of its first new one.
     ids = {row[1] for row in calls} | {row[0] for row in episodes} | set(episode_of_target.values())
     owners: dict[str, str] = {}
     for id, app in among(execute, "SELECT episode, app FROM calls", "episode", ids, " ORDER BY rowid"):
@@ -66,15 +68,18 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     for row in episodes:
         owners.setdefault(row[0], row[AT["episodes"]])
 
+    # 3. The new records that belong to their episode.
     def is_allowed(app: str, owner: str | None) -> bool:
         # A record without an application comes from this process, which may reward the episodes that it records.
         return not app or owner in (None, app)
 
     def owner_of_target(target: str) -> str | None:
-        return key_app(target) if target.startswith(KEY) else owners.get(episode_of_target[target])
+        if target.startswith(KEY):
+            return key_app(target)
+        return owners.get(episode_of_target[target])
 
     app_of_stored_call = {id: app for id, _, app in stored_calls}
-    allowed_calls = []
+    allowed_calls: list[list[Any]] = []
     for row in calls:
         app = row[AT["calls"]]
         if is_allowed(app, owners[row[1]]) and is_allowed(app, app_of_stored_call.get(row[0])):
@@ -85,14 +90,14 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
         tables[table][:] = [row for row in tables[table] if is_allowed(row[AT[table]], owner_of_target(row[0]))]
     left_out = rows_before - sum(map(len, tables.values()))
 
-    # Rewards that came before these records.
-    owner_of_new = {id: owners[id] for id in owners.keys() - stored_episodes}
+    # 4. Stored rewards that came before these records: of new episodes, and of the candidates of new calls.
+    owner_of_new_target = {id: owners[id] for id in owners.keys() - stored_episodes}
     for row in calls:
         for index in range(row[_DRAWN]):
-            owner_of_new[f"{row[0]}.{index}"] = owners[row[1]]
+            owner_of_new_target[f"{row[0]}.{index}"] = owners[row[1]]
     for table in _REWARDS:
-        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", owner_of_new):
-            if app not in ("", owner_of_new[target]):
+        for target, app in among(execute, f"SELECT target, app FROM {table}", "target", owner_of_new_target):
+            if app not in ("", owner_of_new_target[target]):
                 execute(f"DELETE FROM {table} WHERE target = ? AND app = ?", [target, app])
                 left_out += 1
     return left_out
@@ -119,20 +124,29 @@ def join_keys(execute: Execute, tables: Tables) -> None:
         for key, id in episodes_with_keys(execute, "key, id", app, keys):
             episodes_of[key_target(app, key)].add(id)
 
+    # The first column of a reward is its target.
     for table in _REWARDS:
         rows = tables[table]
         columns = ", ".join(COLUMNS[table])
-        for row in [row for row in rows if row[0].startswith(KEY)]:
-            rows += [[id, *row[1:]] for id in episodes_of[row[0]]]
-        for stored in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
-            rows += [[id, *stored[1:]] for id in new_episodes[stored[0]]]
+        rewards_of_keys = [row for row in rows if row[0].startswith(KEY)]
+        for key_target_id, *others in rewards_of_keys:
+            rows += [[id, *others] for id in episodes_of[key_target_id]]
+        for key_target_id, *others in among(execute, f"SELECT {columns} FROM {table}", "target", new_episodes):
+            rows += [[id, *others] for id in new_episodes[key_target_id]]
 
 
-def episodes_with_keys(execute: Execute, columns: str, app: str, keys: Iterable[str], more: str = "") -> list[Row]:
-    """Columns of the finished episodes of an application that have one of these keys."""
+def episodes_with_keys(
+    execute: Execute, columns: str, app: str, keys: Iterable[str], sql_suffix: str = ""
+) -> list[Row]:
+    """Columns of the episodes of an application that have one of these keys. `sql_suffix` follows the condition of each
+    query, for example a LIMIT.
+
+    An episode is in the table only when it has ended.
+    """
     rows: list[Row] = []
     for part in in_parts(set(keys)):
         marks = ",".join("?" * len(part))
-        sql = f"SELECT {columns} FROM episodes WHERE app = ? AND key != '' AND key IN ({marks}){more}"
+        # The condition on the empty key lets the database use its index, which has only episodes with a key.
+        sql = f"SELECT {columns} FROM episodes WHERE app = ? AND key != '' AND key IN ({marks}){sql_suffix}"
         rows += execute(sql, [app, *part])
     return rows

@@ -208,7 +208,8 @@ def _restricted_grammar(
         least = integer("min_tokens", body["min_tokens"])
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if least < 0 or (isinstance(most, int) and least > most):
-            raise RequestRefused(f"min_tokens = {least} was asked for.", "It is an integer from 0 to max_tokens.")
+            cause = f"The request has min_tokens = {least}, which is not an integer from 0 to max_tokens."
+            raise RequestRefused(cause, "Change it, or leave it out.")
         rules = [f"start: <[^{ends}]>{{{least}}} <[*]>*"]
     elif names[0] == "allowed_token_ids":
         allowed = token_ids("allowed_token_ids", body["allowed_token_ids"])

@@ -61,8 +61,8 @@ def test_a_step_of_two_roles():
     }
     assert prepared.reward == pytest.approx(18 / 7)
     assert prepared.warnings == (
-        "1 of 7 candidates (14%) stood alone in their group. Their siblings were left out, for the reasons counted "
-        "beside.",
+        "1 of 7 candidates (14%) stood alone in their group. Their siblings were left out, for the other reasons that "
+        "are counted.",
     )
 
 

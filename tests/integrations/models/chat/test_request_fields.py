@@ -150,11 +150,11 @@ def test_a_stop_token_is_no_part_of_the_reply(tmp_path: Path, chat: ChatTemplate
         ({"min_tokens": 5, "response_format": {"type": "json_object"}}, "together with a fixed form"),
         ({"bad_words": ["a"], "tools": [WEATHER]}, "together with tools"),
         ({"min_tokens": 9, "max_tokens": 5}, "from 0 to max_tokens"),
-        ({"min_tokens": "x"}, "It is an integer"),
+        ({"min_tokens": "x"}, "which is not an integer"),
         ({"allowed_token_ids": [10**6]}, "the model has 0 to"),
         ({"allowed_token_ids": ["a"]}, "a list of token ids"),
         ({"stop_token_ids": [-1]}, "a list of token ids"),
-        ({"bad_words": [1]}, "a list of texts"),
+        ({"bad_words": [1]}, "nor a list of texts"),
         ({CONTINUE: True}, "which is not a text of the assistant"),
     ],
 )
