@@ -103,38 +103,33 @@ class PolicyResponder:
             raise error
         # 2. Sample K candidates if a scorer can compare them, else the number that the application asks for.
         prompt, params = await self.prepare(call)
-        requested = int(call.params.get("n") or 1)
+        n_candidates = int(call.params.get("n") or 1)
         plan = None if self.plan is None else self.plans.get(call.role, self.plan)
-        branches = plan is not None and plan.kind == "tree" and call.role in self.scorers
-        count = max(requested, plan.k) if branches and plan else requested
-        completions = list(await self.sampler.sample(prompt, count, params, policy))
-        reading = call, prompt, params, completions
-        candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
+        if plan is not None and plan.kind == "tree" and call.role in self.scorers:
+            n_candidates = max(n_candidates, plan.k)
+        completions = list(await self.sampler.sample(prompt, n_candidates, params, policy))
+        if self.reads_aside:
+            candidates = await asyncio.to_thread(self.read, call, prompt, params, completions)
+        else:
+            candidates = self.read(call, prompt, params, completions)
         # 3. Reward all candidates, and choose the one that the application gets.
         scored, failure = await self._score(call, candidates)
         rewards = tuple([result.rewards for result in scored])
         lengths: list[Length] = []
-        written = 0
         for candidate in candidates:
-            written += (count := len(candidate.token_ids))
-            lengths.append(Length(count, params.max_tokens, candidate.finish_reason == "length"))
-        compared = attribute_siblings(rewards, call.role, self.own.get(call.role, self.attribution), lengths)
-        # Parameters to record: images as hashes, and two rare parameters only if the request has them.
-        sampling = msgspec.structs.asdict(params)
-        if images := sampling.pop("images"):
-            sampling["images"] = [image_id(data) for data in images]
-        for name in ("top_logprobs", "stop_token_ids"):
-            if not sampling[name]:
-                del sampling[name]
+            is_cut = candidate.finish_reason == "length"
+            lengths.append(Length(len(candidate.token_ids), params.max_tokens, truncated=is_cut))
+        attribution = self.own.get(call.role, self.attribution)
+        compared_rewards = attribute_siblings(rewards, call.role, attribution, lengths)
         return Answer(
             candidates=candidates,
-            chosen=choose(compared, plan.select if plan else "first", params.seed or 0),
+            chosen=choose(compared_rewards, plan.select if plan else "first", params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
-            usage=Usage(len(prompt), written),
+            usage=Usage(len(prompt), sum(length.tokens for length in lengths)),
             rewards=rewards,
             feedback=tuple([result.text for result in scored]),
-            sampling=sampling,
+            sampling=_recorded_params(params),
             error=failure,
         )
 
@@ -149,6 +144,7 @@ class PolicyResponder:
         return self.request(call, earlier)
 
     def _policy(self, role: str) -> PolicyRef | None:
+        """The policy that answers a role; None if the application's provider does. Counts roles without a policy."""
         policy = self.policies.get(role)
         if policy is not None or role in self.provider_roles:
             return policy
@@ -179,11 +175,7 @@ class PolicyResponder:
             self._warn_of_parameters(call, requested)
             params = self._with_seed(call, request_params(requested, self.defaults, self._override_of(call.role)))
             # 2. The images. A reply must not hold image tokens, as there is no image for them.
-            try:
-                images = chat.images(out.messages)
-            except RequestRefused as error:
-                where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
-                raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
+            images = self._images_of(call, chat)
             if images:
                 params = _never_drawing(msgspec.structs.replace(params, images=images), chat.image_tokens)
             # If a reply may not end by itself, it continues to `max_tokens`: its end tokens are never drawn.
@@ -191,22 +183,14 @@ class PolicyResponder:
             if restricts_end and not ends_itself(requested, chat.end_token_ids):
                 params = _never_drawing(params, chat.end_token_ids)
             # 3. The prompt, and the room that it leaves for the reply.
-            options = template_options(requested)
-            for name in options:
-                if not chat.reads(name):
-                    episode.warn("unread_option", f"The model's chat template does not know {name}.")
-            if continues_reply(requested, out.messages):
-                if fixes_structure(requested, out.tools):
-                    raise RequestRefused(
-                        "The request asks to continue the last message and to return a fixed form.",
-                        "Ask for only one of the two: the form applies to a whole reply.",
-                    )
-                options[CONTINUE] = True
-            more: dict[str, Any] = {"options": options} if options else {}
+            arguments: dict[str, Any] = {"earlier": earlier}
+            options = self._template_options(call, chat)
+            if options:
+                arguments["options"] = options
             longest = self.longest(call.role)
             if longest is not None:
-                more["most"] = longest - 1
-            prompt = chat.render(out.messages, tools_shown(requested, out.tools), earlier=earlier, **more)
+                arguments["most"] = longest - 1  # at least one token for the reply
+            prompt = chat.render(out.messages, tools_shown(requested, out.tools), **arguments)
             if longest is not None:
                 tokens_left = longest - len(prompt)
                 if tokens_left < 1:  # earlier token ids may be more than the template's
@@ -221,6 +205,31 @@ class PolicyResponder:
             episode.warn("refused", f"A request of role {call.role!r} is not supported.", error)
             raise
         return prompt, params
+
+    def _images_of(self, call: LiveCall, chat: ChatFormat) -> tuple[bytes, ...]:
+        """The encoded images of a call. Raises RequestRefused, which names the call, for images that the model cannot
+        see."""
+        try:
+            return chat.images((call.rewritten or call).messages)
+        except RequestRefused as error:
+            where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
+            raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
+
+    def _template_options(self, call: LiveCall, chat: ChatFormat) -> dict[str, Any]:
+        """The variables of the chat template for a call; warns of those that the template does not read."""
+        out = call.rewritten or call
+        options = template_options(out.params)
+        for name in options:
+            if not chat.reads(name):
+                call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
+        if continues_reply(out.params, out.messages):
+            if fixes_structure(out.params, out.tools):
+                raise RequestRefused(
+                    "The request asks to continue the last message and to return a fixed form.",
+                    "Ask for only one of the two: the form applies to a whole reply.",
+                )
+            options[CONTINUE] = True
+        return options
 
     def _override_of(self, role: str) -> Mapping[str, Any] | None:
         """The values that replace the application's parameters in calls of a role."""
@@ -290,7 +299,10 @@ class PolicyResponder:
         return tuple(candidates)
 
     async def _score(self, call: LiveCall, candidates: tuple[Candidate, ...]) -> tuple[tuple[Scored, ...], str | None]:
-        """The results of the role's scorer for the candidates, and a description of its errors."""
+        """The results of the role's scorer for the candidates, and a description of its errors, None without errors.
+
+        The results are empty without a scorer, and if it failed for every candidate.
+        """
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
@@ -306,11 +318,23 @@ class PolicyResponder:
         self.scorer_errors.update(errors)
         if not errors:
             return tuple(results), None
-        first = next(iter(errors))
-        count = errors.total()
-        if count == len(scored):
-            return (), first
-        return tuple(results), f"{count} of {len(scored)} candidates have no reward: {first}"
+        first_error = next(iter(errors))
+        if errors.total() == len(scored):
+            return (), first_error
+        return tuple(results), f"{errors.total()} of {len(scored)} candidates have no reward: {first_error}"
+
+
+def _recorded_params(params: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters in the form of records: images as hashes, and two rare parameters only if they are
+    set."""
+    recorded = msgspec.structs.asdict(params)
+    images = recorded.pop("images")
+    if images:
+        recorded["images"] = [image_id(data) for data in images]
+    for name in ("top_logprobs", "stop_token_ids"):
+        if not recorded[name]:
+            del recorded[name]
+    return recorded
 
 
 def _never_drawing(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -152,8 +152,8 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
         if not math.isfinite(named[str(key)]):
             remedy = "Return finite numbers only"
             if may_be_unknown:
-                remedy += f'; if it is unknown, {{"{key}": None}}'
-            raise WorkflowError(f"{source} returned {key} = {number!r}.", f"{remedy}.")
+                remedy += f'; if it is unknown, return {{"{key}": None}}'
+            raise WorkflowError(f"{source} returned {key} = {number!r}, which is not a finite number.", f"{remedy}.")
         if abs(named[str(key)]) > LARGEST_REWARD:
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which the 32-bit numbers of training cannot hold.",
@@ -199,22 +199,20 @@ async def score(
         limit = scorer.timeout * len(candidates)
         of_group = await compare(scorer.scorer, candidates, arguments, source, call.task.id, timeout=limit)
         return tuple(_check_result_bounds(scored, scorer.bounds, source) for scored in of_group)
-    if isinstance(scorer, OfOne):
-        fn = scorer.scorer
-        limit = scorer.timeout
-        bounds = scorer.bounds
-    else:
-        fn = scorer
-        limit = LONGEST
-        bounds = None
+    if not isinstance(scorer, OfOne):
+        scorer = OfOne(scorer)
+    fn = scorer.scorer
+
+    def score_one(candidate: Candidate) -> Coroutine[Any, Any, Any]:
+        return _call_function(fn, (candidate, *arguments), scorer.timeout, source)
+
     with context_value(current_episode, None), context_value(user_code, f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
-            work = [_call_function(fn, (candidate, *arguments), limit, source) for candidate in candidates]
-            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
+            values: list[Any] = await asyncio.gather(*map(score_one, candidates), return_exceptions=True)
         else:
             # One after another, so that a call never takes more than one thread of the shared pool.
-            values = [await _call_function(fn, (candidate, *arguments), limit, source) for candidate in candidates]
-    return tuple(_check_result_bounds(_components(value, source), bounds, source) for value in values)
+            values = [await score_one(candidate) for candidate in candidates]
+    return tuple(_check_result_bounds(_scored(value, source), scorer.bounds, source) for value in values)
 
 
 def _check_result_bounds(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
@@ -240,37 +238,42 @@ async def compare(
     name: str = "local",
     timeout: float | None = None,
 ) -> tuple[Scored | WorkflowError, ...]:
-    """The components of `items`, which a function gets together; like `score`. `fn` is called with the items and the
-    arguments in `about`."""
+    """The reward of each of `items`, from a function that gets them together, or the error if it raised.
+
+    `fn` is called with the items and the arguments in `about`. It may return None for an item: then this item has no
+    components. `name` is the name of a reward that is a plain number, and `timeout` is in seconds.
+    """
     with context_value(current_episode, None), context_value(user_code, f"{source} on task {task_id!r}"):
         returned = await _call_function(fn, (tuple(items), *about), timeout, source)
-    values: list[Any] = []
-    fault = ""
+    remedy = "Return a list with one reward for each, in their order."
     if isinstance(returned, Exception):
-        values = [returned] * len(items)
+        values: list[Any] = [returned] * len(items)
     elif isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
         fault = f"{source} returned {type(returned).__name__}, not one reward for each of {len(items)}."
-    elif len(values := list(returned)) != len(items):
-        fault = f"{source} returned {len(values)} rewards for {len(items)}."
-    if fault:
-        values = [WorkflowError(fault, "Return a list with one reward for each, in their order.")] * len(items)
-    return tuple(_components(value, source, name, some=False) for value in values)
+        values = [WorkflowError(fault, remedy)] * len(items)
+    else:
+        values = list(returned)
+        if len(values) != len(items):
+            fault = f"{source} returned {len(values)} rewards for {len(items)}."
+            values = [WorkflowError(fault, remedy)] * len(items)
+    return tuple(_scored(value, source, name, may_be_none=True) for value in values)
 
 
 async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
     """The value that the application's function returns within `timeout` seconds, or the exception that it raises. An
     async function runs on this loop, another one in a thread of the pool."""
-    is_async = inspect.iscoroutinefunction(fn)
-    is_async = is_async or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-    place: AbstractAsyncContextManager[AppThread | None] = nullcontext() if is_async else pooled_thread()
+    call_method = getattr(fn, "__call__", None)  # noqa: B004  # of an object whose class defines it
+    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call_method)
+    thread_or_none: AbstractAsyncContextManager[AppThread | None] = nullcontext() if is_async else pooled_thread()
     try:
-        async with place as thread, asyncio.timeout(timeout) as limit:  # the time does not include waiting for a thread
+        # The time-out begins inside: it does not include waiting for a thread.
+        async with thread_or_none as thread, asyncio.timeout(timeout) as limit:
             value = fn(*args) if thread is None else await thread.run(fn, *args)
             # A sync function may return an awaitable, for example a lambda around an async function.
             return await interruptible(value) if inspect.isawaitable(value) else value
     except Exception as error:  # noqa: BLE001
         if not isinstance(error, TimeoutError) or not limit.expired():
-            return error
+            return error  # raised by the function, which may raise a TimeoutError of its own
         cause = f"{source} did not finish within {timeout:g} seconds"
         details = "; ".join(getattr(error.__cause__, "__notes__", ()))
         if details:
@@ -282,23 +285,32 @@ async def _call_function(fn: Callable[..., Any], args: Sequence[Any], timeout: f
         return timed_out
 
 
-def _components(value: Any, source: str, name: str = "local", *, some: bool = True) -> Scored | WorkflowError:
-    """The components of the value that a scorer returned, or an error for a wrong value or an exception. Without
-    `some`, the value may be None."""
-    if isinstance(value, BaseException) and not isinstance(value, Exception):
+def _scored(value: Any, source: str, name: str = "local", *, may_be_none: bool = False) -> Scored | WorkflowError:
+    """The components of `value`, which a scorer returned or raised, or an error for a wrong value or an exception.
+
+    With `may_be_none`, None is a result without components. Raises exceptions such as KeyboardInterrupt again.
+    """
+    if isinstance(value, Exception):
+        return _scorer_failure(value, source)
+    if isinstance(value, BaseException):
         raise value
     try:
-        if not isinstance(value, Exception):
-            reward, text = split_feedback(value, source)
-            return Scored({} if reward is None and not some else components(reward, source, name), text)
+        reward, text = split_feedback(value, source)
+        if reward is None and may_be_none:
+            return Scored({}, text)
+        return Scored(components(reward, source, name), text)
     except WorkflowError as error:
         return error
-    if isinstance(value, WorkflowError):
-        return value
-    if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
-        failure = WorkflowError(f"{source} {value.__cause__}.", REMEDY)
+
+
+def _scorer_failure(error: Exception, source: str) -> WorkflowError:
+    """The error of a scorer that raised `error` or was stopped."""
+    if isinstance(error, WorkflowError):
+        return error
+    if isinstance(error, Stopped) and isinstance(error.__cause__, Blocked):
+        failure = WorkflowError(f"{source} {error.__cause__}.", REMEDY)
     else:
-        text = str(value) if isinstance(value, Stopped) else error_text(value)
-        failure = WorkflowError(f"{source} raised {text}{error_origin(value)}.", "Fix the scorer.")
-    failure.__cause__ = value
+        text = str(error) if isinstance(error, Stopped) else error_text(error)
+        failure = WorkflowError(f"{source} raised {text}{error_origin(error)}.", "Fix the scorer.")
+    failure.__cause__ = error
     return failure

@@ -14,14 +14,13 @@ TextOf = Callable[[Sequence[int]], Sequence[TokenBytes]]
 def shown_tokens(
     completion: Completion, message: Mapping[str, Any], token_bytes: TextOf, whole: bool = False
 ) -> tuple[ShownToken, ...]:
-    """The tokens, with their texts, for an application that asks for log-probabilities: the ones in the content of
-    `message`.
+    """The tokens in the content of `message`, with texts and log-probabilities, for an application that asks for them.
 
     `message` was parsed from `completion`. Reasoning, tool calls and the end of the turn are not content; with `whole`,
     the tokens of the whole reply are shown. Each token has its likeliest alternatives, if they were sampled.
     """
     texts = token_bytes(completion.token_ids)
-    positions = list(range(len(texts)) if whole else _content_places(texts, message))
+    positions = list(range(len(texts)) if whole else _content_positions(texts, message))
 
     # The bytes of all tokens in `top`, decoded once.
     text_of: dict[int, TokenBytes] = {}
@@ -32,23 +31,24 @@ def shown_tokens(
         if top_ids:
             text_of = dict(zip(top_ids, token_bytes(tuple(top_ids)), strict=True))
 
-    shown = []
+    shown: list[ShownToken] = []
     for position in positions:
         top: tuple[ShownToken, ...] = ()
         if completion.top:
-            top = tuple(_shown(text_of[id], logprob) for id, logprob in completion.top[position])
-        shown.append(_shown(texts[position], completion.logprobs[position], top))
+            top = tuple(_shown_token(text_of[id], logprob) for id, logprob in completion.top[position])
+        shown.append(_shown_token(texts[position], completion.logprobs[position], top))
     return tuple(shown)
 
 
-def _shown(text: TokenBytes, logprob: float, top: tuple[ShownToken, ...] = ()) -> ShownToken:
+def _shown_token(text: TokenBytes, logprob: float, top: tuple[ShownToken, ...] = ()) -> ShownToken:
+    """A token with its text and its likeliest alternatives."""
     try:
         return ShownToken(text.raw.decode(), logprob, top_logprobs=top)
     except UnicodeDecodeError:  # a part of a character: OpenAI writes \xf0\x9f, and its bytes separately
         return ShownToken(text.raw.decode(errors="backslashreplace"), logprob, tuple(text.raw), top)
 
 
-def _content_places(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
+def _content_positions(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> Iterable[int]:
     """The positions of the tokens that make up the content. If the reply does not contain the content literally, they
     are all tokens except marks.
     """
@@ -60,7 +60,7 @@ def _content_places(texts: Sequence[TokenBytes], message: Mapping[str, Any]) -> 
     content_begin, content_end = _content_range(b"".join(raws), str(content).encode(), message)
     if content_begin < 0:
         return [position for position, text in enumerate(texts) if not text.mark]
-    positions = []
+    positions: list[int] = []
     token_begin = 0
     for position, raw in enumerate(raws):
         token_end = token_begin + len(raw)
@@ -74,9 +74,12 @@ def _content_range(reply: bytes, content: bytes, message: Mapping[str, Any]) -> 
     """Begin and end of the content in a reply: after the reasoning and before tool calls. (-1, -1) if it is not
     there."""
     reasoning = str(message.get("reasoning_content") or "").encode()
-    if reasoning:
-        after = max(reply.find(reasoning), 0) + len(reasoning)
-        begin = reply.find(content, after) if message.get("tool_calls") else reply.rfind(content, after)
-    else:
+    if not reasoning:
         begin = reply.find(content)
+    else:
+        after_reasoning = max(reply.find(reasoning), 0) + len(reasoning)
+        if message.get("tool_calls"):  # these follow the content and may repeat it
+            begin = reply.find(content, after_reasoning)
+        else:  # the content is at the end of the reply
+            begin = reply.rfind(content, after_reasoning)
     return (begin, begin + len(content)) if begin >= 0 else (-1, -1)

@@ -40,7 +40,7 @@ _FUNCTION_OR_SERVER = (*FUNCTIONS, "address", "engine", "teacher", "path")
 """Settings that name a function or a server if they have a colon; without one, a file or a built-in value."""
 
 _trusted_here: set[str] = set()
-"""Digests of orders that the user agreed to in this process, in case the user's state folder cannot be as_written."""
+"""Digests of orders that the user agreed to in this process, in case the user's state folder cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FolderOrders:
     current: Mapping[str, str]
     """The orders, with the present paths of files."""
     as_written: Mapping[str, str]
-    """The orders as the folder has them, with the paths of files when it was as_written."""
+    """The orders as the folder has them, with the paths of files when it was written."""
 
     @property
     def keys(self) -> list[str]:
@@ -67,11 +67,13 @@ class FolderOrders:
 def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
     """The orders in a run.json, whose content is `described`."""
     path = path.absolute()
-    has_config = isinstance(described.get("config"), Mapping)
-    current = _orders_in_config(
-        known_workflow(described, path), placed_config(described, path) if has_config else {}, described
-    )
-    as_written = _orders_in_config(described.get("workflow"), described["config"] if has_config else {}, described)
+    present_config: Mapping[str, Any] = {}
+    written_config: Mapping[str, Any] = {}
+    if isinstance(described.get("config"), Mapping):
+        present_config = placed_config(described, path)
+        written_config = described["config"]
+    current = _orders_in_config(known_workflow(described, path), present_config, described)
+    as_written = _orders_in_config(described.get("workflow"), written_config, described)
     return FolderOrders(path, current, as_written)
 
 
@@ -87,8 +89,9 @@ def _orders_in_config(workflow: str | None, config: Mapping[str, Any], described
         tables.append((f"policy.{number}.", table))
     for prefix, table in tables:
         for name, value in leaves(table):
-            in_table = name.startswith(_ORDERING_TABLES)
-            if in_table or (name.rpartition(".")[2] in _FUNCTION_OR_SERVER and ":" in str(value)):
+            last_part = name.rpartition(".")[2]
+            names_code_or_server = last_part in _FUNCTION_OR_SERVER and ":" in str(value)
+            if name.startswith(_ORDERING_TABLES) or names_code_or_server:
                 orders[prefix + name] = WITHHELD if is_withheld(name) else str(value)
             elif name == "cluster.address" and value == "auto":  # has no colon, but the environment names a cluster
                 orders[prefix + name] = value
@@ -121,15 +124,19 @@ def is_trusted(orders: FolderOrders) -> bool:
     """
     if not orders.current:
         return True
-    if any(key in _trusted_here or (state_folder() / "trusted" / key).exists() for key in orders.keys):
-        return True
-    paths = [path for path in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep) if path]
-    return any(orders.folder.resolve().is_relative_to(Path(path).expanduser().resolve()) for path in paths)
+    for key in orders.keys:
+        if key in _trusted_here or (state_folder() / "trusted" / key).exists():
+            return True
+    folder = orders.folder.resolve()
+    for trusted in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep):
+        if trusted and folder.is_relative_to(Path(trusted).expanduser().resolve()):
+            return True
+    return False
 
 
 def check_trusted(orders: FolderOrders, used: Collection[str]) -> bool:
-    """Whether a folder is trusted. Raises UntrustedFolderError if it is not and holds an order among `used`, the names
-    of orders that the command would follow."""
+    """Whether a folder is trusted. Raises UntrustedFolderError if it is not and the command would follow an order of
+    it. `used` are the names of the orders that the command follows."""
     if is_trusted(orders):
         return True
     untrusted = {name: value for name, value in orders.current.items() if name in used}
