@@ -211,7 +211,7 @@ def taught_by(config: TrainConfig, policy_table: PolicyConfig | None = None) -> 
     ("untrained"). `policy_table` is the [[policy]] table of the policy, None for a policy without one."""
     name, settings = _recipe_settings(config, policy_table)
     source: KlTo = "untrained"
-    if name in RECIPES:
+    if name is not None and name in RECIPES:
         source = RECIPES[name].loss.kl_to
     if "kl_to" in settings:
         source = settings["kl_to"]

@@ -80,7 +80,7 @@ def _carry_into_threads() -> None:
 
 
 @functools.cache
-def remember_task_starters(loop_class: type) -> None:
+def remember_task_starters(loop_class: Any) -> None:
     """Let the tasks of a class of event loops remember who started them, by a patch of its `create_task`. Raises
     TypeError if it cannot be patched.
 

@@ -118,7 +118,8 @@ class role:
             kind = "a library other than asyncio"
         else:
             try:
-                remember_task_starters(type(loop))
+                loop_class: Any = type(loop)
+                remember_task_starters(loop_class)
                 return
             except TypeError:  # a class of event loops in C, whose methods cannot be replaced
                 kind = f"an event loop of type {type(loop).__name__}"

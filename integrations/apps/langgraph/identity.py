@@ -249,7 +249,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         here = _node_scope()
         model_node = _node_of(model_run)
         node_here = here.scope_id if here else None
-        if node_here == model_node and model_node in (None, scope.found):
+        if node_here == model_node and model_node in (None, scope.scope_of_finders):
             caller = scope.caller()
     if caller is None:
         role, nameless_agent = role_and_agent(model_run)
