@@ -117,7 +117,7 @@ def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
 
 
 def _only_label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
-    """The label of a run's only line: several runs are told apart by their names alone."""
+    """The label of a run's only line: several runs differ by their names."""
     return run.name if len(runs) > 1 else name
 
 

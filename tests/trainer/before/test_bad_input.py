@@ -246,7 +246,7 @@ def test_an_app_that_makes_no_call(refused):
     ("returned", "cause"),
     [
         (None, "The workflow 'solve' returned None, which is not a reward."),
-        (float("nan"), "The workflow 'solve' returned team = nan."),
+        (float("nan"), "The workflow 'solve' returned team = nan, which is not a finite number."),
         ({"team": "good"}, "The workflow 'solve' returned team = 'good', which is not a number."),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_workflow_that_raises_before_any_call_is_looked_at_no_more_than_usual(
     ("returned", "cause"),
     [
         (None, "The scorer of role 'second' returned local = None, which is not a number."),
-        (float("nan"), "The scorer of role 'second' returned local = nan."),
+        (float("nan"), "The scorer of role 'second' returned local = nan, which is not a finite number."),
         (KeyError("gold"), "The scorer of role 'second' raised KeyError: 'gold' ("),
     ],
 )
