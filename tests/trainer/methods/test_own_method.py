@@ -42,11 +42,7 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
     run = trainer.folder / "run"
     (opened,) = open_runs([run])
     found = step_groups(opened, 1)
-    assert (
-        found.groups
-        and found.advantages == {}
-        and "Your code for my_method.py:Ranked is not run here" in found.problems[-1]
-    )
+    assert found.groups and found.advantages == {} and "my_method.py:Ranked is not run here" in found.problems[-1]
     assert main(["show", str(run), "--groups"]) == 0
     assert "is not run here" in " ".join(capsys.readouterr().out.split())
 
