@@ -52,7 +52,7 @@ class BestLoss(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
-    """State of a run between steps; a checkpoint also holds the learner's weights and optimizers."""
+    """The state of a run between steps. A checkpoint folder also has the learner's weights and optimizers."""
 
     steps: int = 0
     """Steps done."""
@@ -86,7 +86,7 @@ def save_checkpoint(
     spare: Collection[str] = (),
     best: Mapping[str, Best] | None = None,
 ) -> Path:
-    """Write `folder/step-NNNNNN` atomically, and let `latest` name it and `best.json` the `best` ones.
+    """Write `folder/step-NNNNNN` atomically. `latest` then names it, and `best.json` the checkpoints in `best`.
 
     Then remove older checkpoints except the newest `KEPT_CHECKPOINTS`, the `best` ones and the ones named in `spare`.
     """
@@ -97,20 +97,20 @@ def save_checkpoint(
         if stale.exists():
             shutil.rmtree(stale)
 
-    # Write everything under a temporary name, and have it on the disk.
+    # Write everything under a temporary name, and wait until it is on the disk.
     partial.mkdir(parents=True)
     learner.save(partial)
     write_atomically(partial / CHECKPOINT, msgspec.json.encode(checkpoint))
     write_atomically(partial / POLICIES, json.dumps(msgspec.to_builtins(_policies(checkpoint)), indent=2).encode())
     write_hashes(partial)
     mode = (partial / CHECKPOINT).stat().st_mode
-    for file in partial.rglob("*"):
-        if file.is_file():
-            file.chmod(mode)  # safetensors creates files that only their owner can read
-        sync(file)
+    for path in partial.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)  # safetensors creates files that only their owner can read
+        sync(path)
     sync(partial)
 
-    # Give it its name. A crash between the two renames is repaired by `tidy_checkpoints`.
+    # Give the folder its name. `tidy_checkpoints` repairs a crash between the two renames.
     if target.exists():
         target.rename(replaced)
     partial.rename(target)
@@ -119,7 +119,7 @@ def save_checkpoint(
     if best:
         write_best(folder, best)
 
-    # Only now remove older ones: there is a complete checkpoint at any time.
+    # Only now remove older checkpoints, so that there is a complete one at any time.
     if replaced.exists():
         shutil.rmtree(replaced)
     protected = set(spare)
@@ -148,12 +148,13 @@ def tidy_checkpoints(folder: Path) -> None:
     newest = newest_checkpoint(folder)
     for unfinished in folder.glob(".step-*"):
         if newest is not None and unfinished == _name_while_removed(newest) and not newest.exists():
-            unfinished.rename(newest)  # it was about to be replaced
+            unfinished.rename(newest)  # `save_checkpoint` ended between its two renames
         else:
             shutil.rmtree(unfinished)
 
 
 def _name_while_removed(checkpoint: Path) -> Path:
+    """Return the name of a checkpoint while it is removed or replaced."""
     return checkpoint.with_name(f".{checkpoint.name}.removed")
 
 
@@ -179,20 +180,23 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
 
 def _whole_checkpoints(folder: Path, run: RunDescription, broken: str = "") -> str:
-    """Return the remedy: continue from the newest checkpoint that is whole, if there is one."""
+    """Return the remedy if a run cannot be continued from its newest checkpoint: another checkpoint that is whole.
+    `broken` is the name of the one that is not."""
     whole: list[str] = []
     for path in step_folders(folder):
         if path.name != broken and checkpoint_fault(path, run.id) is None:
             whole.append(path.name)
     if not whole:
         return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."
-    *others, newest = whole
-    also = f" (so {'is' if len(others) == 1 else 'are'} {', '.join(others)})" if others else ""
-    return f"Continue from {newest}, which is whole{also}: echo {newest} > {latest_in(folder)}, and --resume."
+    *older, newest = whole
+    also_whole = ""
+    if older:
+        also_whole = f" (so {'is' if len(older) == 1 else 'are'} {', '.join(older)})"
+    return f"Continue from {newest}, which is whole{also_whole}: echo {newest} > {latest_in(folder)}, and --resume."
 
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
-    """Describe each policy for the export, readable without torch."""
+    """Describe each policy for the export, which reads this without torch."""
     policies = checkpoint.policies
     metrics = checkpoint.metrics
     trained = policies.trained

@@ -8,7 +8,7 @@
 | several GPUs, and vLLM and Ray | vLLM engines on a local Ray | FSDP workers on a local Ray |
 | several GPUs, and no Ray or no vLLM | as with one GPU | as with one GPU |
 
-`find_resources` looks at the machine, `divide` decides.
+`find_resources` examines the machine, and `divide` chooses.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 0
     """GPUs of this machine, or of the Ray cluster that the configuration names."""
     gpu_bytes: float = 0.0
-    """Memory of the smallest GPU; 0: not known."""
+    """Memory of the smallest GPU; 0 if it is not known."""
     ray: bool = False
     """Whether Ray is installed."""
     vllm: Build = ""
     unknown_to_vllm: tuple[str, ...] = ()
     """Architectures of the run's models that vLLM does not know."""
     parameters: int = 0
-    """Parameters of the largest base model; 0: not known."""
+    """Parameters of the largest base model; 0 if the number is not known."""
     importable: bool = True
     """Whether other processes can import the application."""
 
@@ -82,7 +82,7 @@ def divide_run(
 
 
 def find_resources(config: TrainConfig, *, is_importable: Callable[[], bool] = lambda: True) -> Resources:
-    """Look at this machine, or at the Ray cluster that the configuration names, which must have been joined."""
+    """Examine this machine, or the Ray cluster that the configuration names. The cluster must have been joined."""
     import torch
 
     if config.cluster.on_ray and config.cluster.address != "local":
@@ -109,13 +109,16 @@ def resources_of(
 ) -> Resources:
     """Return the resources of a machine with these GPUs and this vLLM. Models are only inspected if it matters."""
     folders = [locate_model(model) for model in config.bases] if gpus or config.cluster.on_ray else []
+    parameters = 0
+    if gpus > 1:  # only then are the GPUs divided by the sizes of models
+        parameters = max((count_parameters(folder) for folder in folders), default=0)
     return Resources(
         gpus=gpus,
         gpu_bytes=gpu_bytes,
         ray=find_spec("ray") is not None,
         vllm=vllm,
         unknown_to_vllm=unknown_architectures(folders) if vllm else (),
-        parameters=max((count_parameters(folder) for folder in folders), default=0) if gpus > 1 else 0,
+        parameters=parameters,
         importable=importable,
     )
 
@@ -127,31 +130,29 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
     """
     if config.cluster.on_ray:
         return _divide_on_ray(config, resources)
-    obstacle = ""
-    if resources.gpus > 1:
-        obstacle = _obstacle_to_ray(config, resources)
-        if not obstacle:
-            local = msgspec.structs.replace(config.cluster, address="local")
-            return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
+    if resources.gpus <= 1:
+        return _divide_without_ray(config, resources)
 
-    config, note = _divide_without_ray(config, resources)
-    notes = [note] if note else []
-    if obstacle:
-        notes.insert(0, f"{_count_used(config.cluster)} of {resources.gpus} GPUs used: {obstacle}")
-    return Division(config, tuple(notes))
+    obstacle = _obstacle_to_ray(config, resources)
+    if not obstacle:
+        local = msgspec.structs.replace(config.cluster, address="local")
+        return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
+    divided, notes = _divide_without_ray(config, resources)
+    unused = f"{_count_used(divided.cluster)} of {resources.gpus} GPUs used: {obstacle}"
+    return Division(divided, (unused, *notes))
 
 
-def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
-    """Choose one engine and one learner on this machine. Returns the configuration, and a note on why the engine is not
-    vLLM if there is a GPU."""
+def _divide_without_ray(config: TrainConfig, resources: Resources) -> Division:
+    """Choose one engine and one learner on this machine. If there is a GPU and the engine is not vLLM, a note says
+    why."""
     engine = config.engine
-    note = ""
+    notes: list[str] = []
     if engine == AUTO:
         engine = "transformers"
         if resources.gpus and not config.from_records:
             obstacle = _obstacle_to_vllm(config, resources, shares_gpu=True)
             if obstacle:
-                note = f"the transformers engine samples on the GPU: {obstacle}. {FASTER}."
+                notes.append(f"the transformers engine samples on the GPU: {obstacle}. {FASTER}.")
             else:
                 engine = "vllm"
 
@@ -163,17 +164,19 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
         per_learner = SHARED
     elif resources.gpus:
         per_learner = 1.0
-    cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)  # refuses settings that need Ray
+    # Making [cluster] with this address raises ConfigError for settings that need Ray.
+    cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)
     if samples_here:
-        _check_number_without_ray(cluster, per_engine)
+        _check_gpus_per_engine(cluster, per_engine)
     cluster = cluster.divided(engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner)
     divided = msgspec.structs.replace(config, engine=engine, cluster=cluster)
-    check(divided)  # an engine that sleeps, for one, does not serve every setting
-    return divided, note
+    check(divided)  # the chosen engine may not work with all settings: one that sleeps needs mode sync
+    return Division(divided, tuple(notes))
 
 
-def _check_number_without_ray(cluster: ClusterConfig, per_engine: float) -> None:
-    """Raise ConfigError if the configuration sets a number of GPUs that a run without Ray cannot have."""
+def _check_gpus_per_engine(cluster: ClusterConfig, per_engine: float) -> None:
+    """Raise ConfigError if the configuration sets another number of GPUs per engine than a run without Ray has on this
+    machine, `per_engine`."""
     configured = cluster.gpus_per_engine
     if configured and configured != per_engine:
         fault = f"needs Ray: without it, it is {per_engine:g} on this machine"
@@ -197,7 +200,8 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
     """Divide the GPUs among engines and learners on Ray. A note says why the engines are not vLLM, if they are not."""
     notes: list[str] = []
     shares_gpu = _shares_gpu_on_ray(config, resources)
-    if config.engine == AUTO:
+    engine = config.engine
+    if engine == AUTO:
         engine = "transformers"
         if not config.from_records:
             obstacle = _obstacle_to_vllm(config, resources, shares_gpu=shares_gpu)
@@ -205,19 +209,21 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
                 notes.append(f"transformers engines sample: {obstacle}. {FASTER}.")
             else:
                 engine = "vllm"
-        config = msgspec.structs.replace(config, engine=engine)
-    cluster: ClusterConfig
+    with_engine = msgspec.structs.replace(config, engine=engine)
+
     if shares_gpu:
         cluster = config.cluster.divided(engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
     else:
-        cluster = _numbers(config, resources)
-    if cluster.address == "local" and resources.gpus and (teacher := _local_teacher(config)):
+        cluster = _divide_gpus(with_engine, resources)
+    divided = msgspec.structs.replace(with_engine, cluster=cluster)
+    check(divided)
+
+    teacher = _local_teacher(config)
+    if teacher and cluster.address == "local" and resources.gpus:
         notes.append(
             f"the teacher {teacher} is loaded in this process, on the first GPU, which Ray gives to an engine or a "
             "learner too. Serve it by vLLM on another machine if memory is short."
         )
-    divided = msgspec.structs.replace(config, cluster=cluster)
-    check(divided)
     return Division(divided, tuple(notes))
 
 
@@ -226,13 +232,15 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
     cluster = config.cluster
     if cluster.shares_gpu:
         return True
-    several = cluster.engines > 1 or cluster.learners > 1
-    one_for_both = resources.gpus == 1 and _samples(config)
-    return one_for_both and not several and cluster.gpus_per_engine == 0
+    if resources.gpus != 1 or not _samples(config):
+        return False
+    # There is one GPU for both, unless the configuration asks for more than it has.
+    asks_for_several = cluster.engines > 1 or cluster.learners > 1 or cluster.gpus_per_engine != 0
+    return not asks_for_several
 
 
-def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
-    """Return [cluster] with all numbers: the configured ones, and a part of the GPUs for each that it leaves open."""
+def _divide_gpus(config: TrainConfig, resources: Resources) -> ClusterConfig:
+    """Return [cluster] with the numbers of engines and learners, and their GPUs. Configured numbers stay."""
     cluster = config.cluster
     gpus = resources.gpus
     if not gpus:
@@ -240,9 +248,9 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
     if not _samples(config):
         return cluster.divided(engines=1, learners=cluster.learners or gpus, gpus_per_learner=1)
 
+    # `cluster.engines` is the number of engines of each set.
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
-    # The first setting that decides wins: the configured number, and the GPUs that engines leave.
     if cluster.learners:
         learners = cluster.learners
     elif cluster.engines:
@@ -256,8 +264,8 @@ def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
 
 
 def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
-    """Say why a run whose configuration does not mention Ray does not use it on a machine with several GPUs; an empty
-    text if it does use it."""
+    """Return the reason why a run whose configuration does not ask for Ray does not use it on a machine with several
+    GPUs; an empty text if the run uses it."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
     if engine_name(config.engine) not in (AUTO, "vllm", SERVER) and not config.from_records:
@@ -280,21 +288,25 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "other processes cannot import the application. Put it into a module"
     if not _samples(config):
         return ""
-    on_ray = msgspec.structs.replace(
-        config, engine="vllm", cluster=msgspec.structs.replace(config.cluster, address="local")
-    )
-    if (needed := _count_engine_sets(on_ray) + 1) > resources.gpus:
+    cluster = msgspec.structs.replace(config.cluster, address="local")
+    on_ray = msgspec.structs.replace(config, engine="vllm", cluster=cluster)
+    needed = _count_engine_sets(on_ray) + 1  # one GPU for an engine of each set, and one for the learner
+    if needed > resources.gpus:
         return f"engines and learners need {needed}, as each base model and each policy of full weights has an engine"
     return ""
 
 
 def _local_teacher(config: TrainConfig) -> str:
-    """Return a teacher whose model is loaded in the run's process; an empty text without one."""
-    return next((name for name in teachers_of(config, config.model) if not is_address(name)), "")
+    """Return the name of a teacher whose model is loaded in the run's process; an empty text without one."""
+    for name in teachers_of(config, config.model):
+        if not is_address(name):
+            return name
+    return ""
 
 
 def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: bool) -> str:
-    """Say why vLLM cannot sample for this run; an empty text if it can."""
+    """Return the reason why vLLM cannot sample for this run; an empty text if it can. `shares_gpu` says whether it
+    would share its GPU with the learner."""
     if not resources.vllm:
         return f"vLLM is not installed. {install_extra('vllm')}".removesuffix(".")
     if resources.gpus and resources.vllm == "cpu":
@@ -320,19 +332,22 @@ def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: 
 
 
 def _count_engine_sets(config: TrainConfig) -> int:
-    """Count the sets of engines on Ray: one for each base model, and in vLLM one for each policy of full weights."""
+    """Count the sets of engines on Ray: one for each base model, and with vLLM one for each policy of full weights."""
     if config.policy or config.policies != "full" or not engine_kind(config).fixed:
         return len(first_sets(config))
     return len(config.roles) or POLICIES
 
 
 def _gpus_for_weights(config: TrainConfig, resources: Resources, *, most: int) -> int:
-    """Return the fewest GPUs, a power of two, that hold an engine's weights in bfloat16. It is at most `most`, rounded
-    down to a power of two."""
+    """Return the fewest GPUs, a power of two, that hold an engine's weights in bfloat16. The result is at most `most`,
+    rounded down to a power of two."""
+    if not resources.gpu_bytes:
+        return 1
+    weight_bytes = 2.0 * resources.parameters
     count = 1
-    while resources.gpu_bytes and 2.0 * resources.parameters > WEIGHTS_PART * resources.gpu_bytes * count:
+    while weight_bytes > WEIGHTS_PART * resources.gpu_bytes * count:
         count *= 2
-    return count if count <= most else 2 ** int(math.log2(most))
+    return min(count, 2 ** int(math.log2(most)))
 
 
 def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) -> int:
@@ -376,6 +391,7 @@ def describe_division(config: TrainConfig) -> str:
 
 
 def _each(gpus: float) -> str:
+    """Describe the GPUs of each engine or learner."""
     if not gpus:
         return "on the CPU"
     if gpus == SHARED:

@@ -30,39 +30,45 @@ _OPEN = f"{open_sampler.__module__}:{open_sampler.__name__}"
 
 
 class EngineSet(msgspec.Struct, frozen=True):
-    """Engines that serve the same weights: adapters and untrained policies on one base `model`, or the full weights of
-    one policy, if an engine cannot hold more."""
+    """Engines that serve the same weights: adapters and untrained policies on one base model, or the full weights of
+    one policy, if an engine cannot hold the weights of several."""
 
     model: str
+    """The base model."""
     weights: EngineWeights = "lora"
     policies: tuple[str, ...] = ()
+    """The policies that the engines serve, if they are known."""
 
     def __str__(self) -> str:
         return self.policies[0] if self.weights == "full" and self.policies else self.model
 
 
 def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
-    """Return the sets of engines that a run needs, with its own model first. Raises ConfigError if it cannot have
-    several."""
-    fixed = engine_kind(config).fixed
+    """Return the sets of engines that a run needs; the run's own model comes first. Raises ConfigError if it needs
+    several sets and cannot have them."""
+    holds_one_policy = engine_kind(config).fixed  # of full weights
+    bases = policies.bases(config.model)
     sets: list[EngineSet] = []
-    for model, names in policies.bases(config.model).items():
-        full = [name for name in names if fixed and policies.specs[name].kind == "full"]
-        others = tuple(name for name in names if name not in full)
-        sets += [EngineSet(model, "full", (name,)) for name in full]
-        if others or not full:
+    for model, names in bases.items():
+        with_own_engines = [name for name in names if holds_one_policy and policies.specs[name].kind == "full"]
+        others = tuple(name for name in names if name not in with_own_engines)
+        sets += [EngineSet(model, "full", (name,)) for name in with_own_engines]
+        if others or not with_own_engines:
             sets.append(EngineSet(model, "lora", others))
+
     fault = f"cannot be used here: {', '.join(str(engine_set) for engine_set in sets)} need separate engines"
     if len(sets) > 1 and engine_shares_gpu(config):
         remedy = 'Set engine = "transformers": a GPU has room for one vLLM engine next to the learner.'
         raise ConfigError("engine", config.engine, fault, remedy)
-    if len(sets) > len(policies.bases(config.model)) and not config.cluster.on_ray:
+    # Without Ray there is one engine for each base model.
+    if len(sets) > len(bases) and not config.cluster.on_ray:
         raise ConfigError("engine", config.engine, fault, 'Set cluster.address = "local".')
     return sets
 
 
 def first_sets(config: TrainConfig) -> list[EngineSet]:
-    """Return the engine sets before the roles are known. Without [[policy]] tables the policies are not known then."""
+    """Return the engine sets to start before the roles are known. If there are no [[policy]] tables, the policies are
+    not known then either, and there is one set for the run's model."""
     if config.policy:
         return engine_sets(config, Policies(config.specs, {}))
     has_full_weights = config.policies == "full" and engine_kind(config).fixed
@@ -113,7 +119,7 @@ async def server_urls(config: TrainConfig) -> dict[str, str]:
         return {}
     if len(urls) != len(bases):
         fault = f"names {plural(len(urls), 'server')} for {plural(len(bases), 'base model')}: {', '.join(bases)}"
-        raise ConfigError("engine", config.engine, fault, "Name one for each.")
+        raise ConfigError("engine", config.engine, fault, "Name one server for each base model.")
     if len(urls) == 1:
         return {bases[0]: urls[0]}
     from cotune.integrations.models.vllm.http import find_servers
@@ -122,23 +128,29 @@ async def server_urls(config: TrainConfig) -> dict[str, str]:
 
 
 async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: int) -> RoutedSampler:
-    """Start all engines and route over them; runs in the router's actor."""
-    make = functools.partial(start_engine, cluster, engine)
-    return await RoutedSampler.open([make] * cluster.engines, vocabulary=vocabulary)
+    """Start all engines, and return a sampler that distributes requests over them. This runs in the router's actor."""
+    start_one = functools.partial(start_engine, cluster, engine)
+    return await RoutedSampler.open([start_one] * cluster.engines, vocabulary=vocabulary)
 
 
 def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> EngineConfig:
-    """Return the configuration of an engine of this run. Raises ConfigError for weights that it cannot serve."""
+    """Return the configuration of an engine of a set. `url` is the address of its server, if it has one. Raises
+    ConfigError for weights that the engine cannot serve."""
     engine = engine_kind(config)
-    kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
-    if engine.adapters_only and "full" in kinds:
+    policy_kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
+    if engine.adapters_only and "full" in policy_kinds:
         fault = f"cannot be sampled by {config.engine}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
     if engine.fixed and engine_set.weights == "full" and config.ahead:
         fault = f"cannot be used if {config.engine} serves full weights: it holds one version only"
         remedy = 'Train adapters (--policies lora), or set engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
-    specs = [spec.lora for spec in _adapters(config, engine_set.model)] or [config.lora.spec]
+
+    # For adapters in this process, the engine multiplies in the learner's precision, so that both agree.
+    dtype = None
+    if "full" not in policy_kinds and not config.cluster.on_ray:
+        dtype = products_dtype(config.learner.precision)
+    adapters = [spec.lora for spec in _adapters(config, engine_set.model)] or [config.lora.spec]
     return EngineConfig(
         model=engine_set.model,
         engine=engine_name(config.engine),
@@ -147,11 +159,11 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
         gpus=math.ceil(config.cluster.gpus_per_engine),
         prefix_cache=config.sampling.prefix_bytes,
-        dtype=None if "full" in kinds or config.cluster.on_ray else products_dtype(config.learner.precision),
+        dtype=dtype,
         weights=engine_set.weights,
         policies=policy_count(config, engine_set.model),
         staleness=config.ahead,
-        max_lora_rank=max(spec.rank for spec in specs),
+        max_lora_rank=max(adapter.rank for adapter in adapters),
         sequences=sequences_at_once(config),
         sleeps=engine_sleeps(config),
         alone=config.cluster.on_ray,
@@ -159,8 +171,9 @@ def engine_config(config: TrainConfig, engine_set: EngineSet, url: str = "") -> 
 
 
 def sequences_at_once(config: TrainConfig) -> int:
-    """Return the number of candidates that one engine draws at once, if every episode in flight makes one call."""
-    return -(-config.episodes_at_once * candidates_of_call(config) // max(1, config.cluster.engines))
+    """Return the number of candidates that one engine draws at once, if every running episode makes one call."""
+    candidates = config.episodes_at_once * candidates_of_call(config)
+    return math.ceil(candidates / max(1, config.cluster.engines))
 
 
 def candidates_of_call(config: TrainConfig) -> int:
@@ -192,7 +205,7 @@ async def start_engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
     """Start one engine in a separate actor."""
     env = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if not cluster.gpus_per_engine:
-        env["OMP_NUM_THREADS"] = "1"
+        env["OMP_NUM_THREADS"] = "1"  # engines on the CPU share its cores
     return await start_sampler(
         _OPEN,
         {"config": engine},

@@ -18,7 +18,8 @@ from cotune.sampling.responder import PolicyResponder
 
 
 class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the calls of a rollout are answered: the arguments of `PolicyResponder`, as plain values."""
+    """The arguments of the `PolicyResponder` that answers the calls of a rollout. They are plain values, which can be
+    sent to another process."""
 
     policies: dict[str, PolicyRef]
     plan: Plan | None = None
@@ -40,7 +41,7 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRunner(Protocol):
-    """Runs episodes of one workflow; several batches may run at once. Counts are from the start of the run."""
+    """Runs episodes of one workflow. Several batches may run at once. Counts begin at the start of the run."""
 
     @property
     def counters(self) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ from cotune.trainer.config.policy import settings_of
 
 
 def bounded_loss(loss: LossSpec, max_tokens: int) -> LossSpec:
-    """Return the loss; if it has no `constant_length`, with the run's response limit."""
+    """Return the loss with a `constant_length`: its own, or the run's response limit if it has none."""
     return msgspec.structs.replace(loss, constant_length=loss.constant_length or max_tokens)
 
 

@@ -1,7 +1,7 @@
 """A learner that does all its work in one thread.
 
-OpenMP has a set of threads for each thread that computes. If these are more than the cores, they sleep after every
-matrix product instead of waiting for the next one: on two cores an update took 1.35 times as long.
+OpenMP starts a set of threads for each thread that computes. If it has more threads than there are cores, they sleep
+after every matrix product instead of waiting for the next one: on two cores an update took 1.35 times as long.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from cotune.trainer.learner.protocol import Learner, LearnerAround
 
 
 class OwnThread(LearnerAround):
-    """A learner that is opened (by `open`) and called in one separate thread. The thread ends with it."""
+    """A learner that is opened and called in one separate thread. The thread ends when the learner is deleted."""
 
     def __init__(self, open: Callable[[], Learner]) -> None:
         """Open the learner. Raises the errors of `open`."""
         thread = ThreadPoolExecutor(1, "cotune-learner")
-        super().__init__(cast(Learner, _Calls(thread.submit(open).result(), thread)))
+        learner = thread.submit(open).result()
+        super().__init__(cast(Learner, _CallsInThread(learner, thread)))
 
 
-class _Calls:
-    """The methods of a learner, called in a thread."""
+class _CallsInThread:
+    """Has the methods of a learner, and calls each of them in a thread."""
 
     def __init__(self, learner: Learner, thread: ThreadPoolExecutor) -> None:
         self._learner = learner
@@ -32,7 +33,7 @@ class _Calls:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._learner, name)
 
-        def call(*args: Any, **more: Any) -> Any:
-            return self._thread.submit(method, *args, **more).result()
+        def call(*args: Any, **options: Any) -> Any:
+            return self._thread.submit(method, *args, **options).result()
 
         return call

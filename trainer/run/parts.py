@@ -11,24 +11,27 @@ from cotune.trainer.config.engine import engine_kind, engine_sleeps
 def where_it_runs(config: TrainConfig) -> str:
     """Return the engine, the device and the precision of sampler and learner, after `divide` has chosen them."""
     cluster = config.cluster
-    place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}" if cluster.on_ray else device_name()
-    learner = f"learner: {place}, {config.learner.precision}"
+    devices = device_name()
+    if cluster.on_ray:
+        devices = f"{cluster.learners} on Ray, {_describe_gpus(cluster.gpus_per_learner)}"
+    learner = f"learner: {devices}, {config.learner.precision}"
     if config.from_records:
         return learner
-    return f"{_sampler(config)}; {learner}"
+    return f"{_describe_sampler(config)}; {learner}"
 
 
-def _sampler(config: TrainConfig) -> str:
-    """Describe the sampler for the user: engine, device and precision."""
+def _describe_sampler(config: TrainConfig) -> str:
+    """Return the engine, the device and the precision of the sampler."""
     cluster = config.cluster
     if engine_kind(config).by_url:
         return f"sampler: vLLM at {config.engine}"
     asleep = ", asleep during updates" if engine_sleeps(config) else ""
     if cluster.on_ray:
-        return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"
+        gpus = _describe_gpus(cluster.gpus_per_engine)
+        return f"sampler: {cluster.engines} x {config.engine} on Ray, {gpus}{asleep}"
     device = device_name()
     if device == "the CPU":
-        precision = config.learner.precision  # the engine multiplies as the learner does, so that both agree
+        precision = config.learner.precision  # the engine multiplies in the learner's precision, so that both agree
     elif config.engine == "vllm" and not gpu_has_bfloat16():
         precision = "float32"
     else:
@@ -36,7 +39,8 @@ def _sampler(config: TrainConfig) -> str:
     return f"sampler: {config.engine}, {device}, {precision}{asleep}"
 
 
-def _gpus(count: float) -> str:
+def _describe_gpus(count: float) -> str:
+    """Describe the GPUs of one engine or one learner."""
     if not count:
         return "on the CPU"
     if count < 1:

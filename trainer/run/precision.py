@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
@@ -22,6 +24,7 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer.config.engine import engine_kind
+from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.loss import Tokens, kept_by_mask, policy_loss
 from cotune.trainer.publish import Probe, probe_rows, sampled_gaps
 from cotune.trainer.run.run import RolloutRun
@@ -42,9 +45,11 @@ def decide_precision(folder: RunFolder, config: TrainConfig) -> tuple[TrainConfi
     device = learner_device(config)
     before = read_run(folder.path).precision
     if before is not None and before.device == device:
-        # A run that ended before its gap was measured is checked and reported as a new one.
-        unchecked = before.dtype == "bfloat16" and before.gap is None
-        notes = [] if unchecked else [f"matrix products in {before.dtype}, as when the run began"]
+        notes = []
+        # A run that ended before its gap was measured is checked and reported like a new one.
+        is_checked = before.dtype != "bfloat16" or before.gap is not None
+        if is_checked:
+            notes.append(f"matrix products in {before.dtype}, as when the run began")
         return with_dtype(config, before.dtype), before, notes
 
     dtype = auto_dtype(config, device, multiplies_bfloat16=_has_bfloat16(device))
@@ -77,8 +82,8 @@ def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
 
 
 def _has_bfloat16(device: str) -> bool:
-    """Return whether this kind of device multiplies bfloat16. If this machine has no GPU, the GPUs of a cluster are
-    assumed to."""
+    """Return whether this kind of device multiplies bfloat16. The GPUs of a cluster are assumed to, if this machine has
+    none to ask."""
     if device == "cuda":
         return bfloat16.gpu_has_bfloat16() or not torch.cuda.is_available()
     return bfloat16.has_bfloat16()
@@ -123,12 +128,19 @@ async def largest_gap(run: RolloutRun) -> float:
     gaps = []
     policies = run.state.policies
     for names in policies.bases(run.config.model).values():
-        if trained := [name for name in names if policies.specs[name].trained]:
-            name = trained[0]
-            prompts = [run.chats.of(name).render([{"role": "user", "content": text}], None) for text in PROMPTS]
-            probe = Probe(prompts, lambda rows, name=name: run.learner.logprobs(name, rows))  # type: ignore[misc]
-            gaps.append((await sampled_gaps(run.sampler, PolicyRef(name), probe, TRIAL)).mean())
+        trained = [name for name in names if policies.specs[name].trained]
+        if not trained:
+            continue
+        policy = trained[0]
+        probe = Probe(_render_prompts(run, policy), functools.partial(run.learner.logprobs, policy))
+        gaps.append((await sampled_gaps(run.sampler, PolicyRef(policy), probe, TRIAL)).mean())
     return float(max(gaps))
+
+
+def _render_prompts(run: RolloutRun, policy: str) -> list[tuple[int, ...]]:
+    """Return the token ids of `PROMPTS` in the chat format of a policy."""
+    chat = run.chats.of(policy)
+    return [chat.render([{"role": "user", "content": text}], tools=None) for text in PROMPTS]
 
 
 async def check_precision(run: RolloutRun) -> str:
@@ -190,32 +202,35 @@ async def check_bounds_of_losses(run: RolloutRun) -> list[str]:
     noise = await _noise_of_losses(run)
     if not noise:
         return []
+    warning = noise
     if run.fall_back is not None:
         precision = read_run(run.folder.path).precision
         await run.fall_back(None if precision is None else precision.gap, noise)
         remaining_noise = await _noise_of_losses(run)
         if not remaining_noise:
             return [f"warning: in float32, as in bfloat16 {noise}"]
-        noise = f"in float32, too, {remaining_noise}"
-    return [f"warning: {noise}. Wider bounds, or another precision of learner and sampler, avoid that."]
+        warning = f"in float32, too, {remaining_noise}"
+    return [f"warning: {warning}. Wider bounds, or another precision of learner and sampler, avoid that."]
 
 
 async def _noise_of_losses(run: RolloutRun) -> str:
     """Return the first bound of a loss that rounding alone reaches too often, with the measured share; an empty text
     without one.
 
-    The same rows are passed together and one by one: the differences between the two are only rounding.
+    The log-probabilities of the same rows are computed in one pass and one by one. They differ only by rounding.
     """
     policies = run.state.policies
     for name in policies.trained:
         loss = run.recipes.of(name).loss
         if not narrow_bounds(loss):
             continue
-        prompts = [run.chats.of(name).render([{"role": "user", "content": text}], None) for text in PROMPTS]
-        rows = await probe_rows(run.sampler, PolicyRef(name), prompts, TRIAL)
-        together = await asyncio.to_thread(run.learner.logprobs, name, rows)
-        alone = [(await asyncio.to_thread(run.learner.logprobs, name, [row]))[0] for row in rows]
-        if noise := noise_of_loss(loss, rows, together, alone):
+        rows = await probe_rows(run.sampler, PolicyRef(name), _render_prompts(run, name), TRIAL)
+        in_one_pass = await asyncio.to_thread(run.learner.logprobs, name, rows)
+        one_by_one: list[npt.NDArray[np.float32]] = []
+        for row in rows:
+            one_by_one += await asyncio.to_thread(run.learner.logprobs, name, [row])
+        noise = noise_of_loss(loss, rows, in_one_pass, one_by_one)
+        if noise:
             return f"{noise} (policy {name})"
     return ""
 
@@ -229,44 +244,55 @@ def narrow_bounds(loss: LossSpec) -> bool:
 
 
 def _clips(loss: LossSpec) -> bool:
+    """Return whether the loss clips a ratio."""
     return loss.ratio != "none" and loss.style != "none" and not loss.token_loss
 
 
 Logprobs = Sequence[npt.NDArray[np.float32]]
 
 
-def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, again: Logprobs) -> str:
-    """Describe the tokens that the loss would clip or mask although no weight has changed; an empty text if they are
-    at most `MOST_NOISE` of all.
+def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], before: Logprobs, after: Logprobs) -> str:
+    """Describe the tokens that the loss would clip or mask although no weight has changed. Returns an empty text if
+    they are at most `MOST_NOISE` of all.
 
-    `once` and `again` are log-probabilities of the rows' answers by the same weights, computed in different passes: in
-    low precision each pass rounds differently, as before and after an optimizer step. The clip compares the two, the
-    mask compares `once` with the log-probabilities of the sampler.
+    `before` and `after` have the log-probabilities of each row's response tokens, computed by the same weights in
+    different passes: in low precision each pass rounds differently, like the passes before and after an optimizer step.
+    The clip compares the two. The mask compares `before` with the log-probabilities of the sampler.
     """
-    old, new = (torch.from_numpy(np.concatenate(part)).float() for part in (once, again))
+    old = torch.from_numpy(np.concatenate(before)).float()  # [N], as all tensors here
+    new = torch.from_numpy(np.concatenate(after)).float()
     sampler = torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
-    answer_lengths = torch.tensor([len(train_row.response_ids) for train_row in rows])
-    row = torch.arange(len(rows)).repeat_interleave(answer_lengths)  # the row of each token
+    row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths_of(rows)))
 
     if loss.mask != "none":
-        share = 1.0 - float(kept_by_mask(loss, old - sampler, row).float().mean())
-        if share > MOST_NOISE:
+        masked_share = 1.0 - float(kept_by_mask(loss, old - sampler, row_of_token).float().mean())
+        if masked_share > MOST_NOISE:
             low, high = loss.mask_bounds
             bounds = f"mask = {loss.mask!r} with the bounds {low:g} and {high:g} (mask_range)"
-            return f"the rounding of sampler and learner alone masks {share:.1%} of tokens: {bounds}"
+            return f"the rounding of sampler and learner alone masks {masked_share:.1%} of tokens: {bounds}"
 
     if _clips(loss):
-        # A clip bounds the ratio on one side, by the sign of the advantage: measure each row with both signs.
-        sign = torch.where(row % 2 == 0, 1.0, -1.0)
-        shares = []
-        for advantage in (sign, -sign):
-            weight = torch.full_like(old, 1.0 / len(old))
-            # Terms of the loss that need further inputs do not change which tokens are clipped.
-            plain = msgspec.structs.replace(loss, kl=0.0, entropy=0.0)
-            parts = policy_loss(plain, Tokens(new, sampler, old, advantage, weight, row))
-            shares.append(float(parts.clipped.float().mean()))
-        share = sum(shares) / 2
-        if share > MOST_NOISE:
+        clipped_share = _clipped_share(loss, old, new, sampler, row_of_token)
+        if clipped_share > MOST_NOISE:
             bounds = f"clip_low = {loss.clip_low:g} and clip_high = {loss.clip_high:g}"
-            return f"rounding alone clips {share:.1%} of tokens: {bounds}"
+            return f"rounding alone clips {clipped_share:.1%} of tokens: {bounds}"
     return ""
+
+
+def _clipped_share(loss: LossSpec, old: Tensor, new: Tensor, sampler: Tensor, row_of_token: Tensor) -> float:
+    """Return the share of tokens that the loss clips, over both signs of the advantage. A positive advantage is clipped
+    only above the ratio's upper bound, and a negative one only below the lower bound."""
+    # Terms of the loss that need further inputs do not change which tokens are clipped.
+    clipping = msgspec.structs.replace(loss, kl=0.0, entropy=0.0)
+    shares = []
+    for sign in (1.0, -1.0):
+        tokens = Tokens(
+            new=new,
+            sampler=sampler,
+            old=old,
+            advantage=torch.full_like(old, sign),
+            weight=torch.full_like(old, 1.0 / len(old)),
+            row=row_of_token,
+        )
+        shares.append(float(policy_loss(clipping, tokens).clipped.float().mean()))
+    return sum(shares) / len(shares)

@@ -77,7 +77,7 @@ class Run:
         return lr_scale(settings_of(self.config, policy).schedule, self.state.steps, self.config.steps)
 
     def stop(self) -> bool:
-        """Stop at the next safe moment. Returns whether the current step is committed first."""
+        """Stop at the next safe moment. Returns whether the current step is finished and committed first."""
         self.stopping = True
         return True
 
@@ -113,7 +113,7 @@ class RolloutRun(Run):
         return self.state.versions.get(policy, 0) + 1
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or None if `stop` was called meanwhile."""
+        """Return the result of `work`, or None if `stop` has cancelled it."""
         self._interruptible = future = asyncio.ensure_future(work)
         if self.stopping:
             future.cancel()
@@ -127,19 +127,23 @@ class RolloutRun(Run):
             self._interruptible = None
 
     def stop(self) -> bool:
-        """Stop at the next safe moment: a rollout is cancelled, any other work on the step is finished and committed.
-        Returns whether a step is finished and committed first."""
+        """Stop at the next safe moment. A rollout is cancelled; any other work on a step is finished and committed.
+        Returns whether the current step is finished and committed first."""
         self.stopping = True
-        return self._interruptible is None or not self._interruptible.cancel()
+        if self._interruptible is None:
+            return True
+        is_cancelled = self._interruptible.cancel()
+        return not is_cancelled
 
     async def reopen_learner(self) -> None:
         """Replace the learner by a new one for the run's policies, in their initial state."""
+        # The memory of the old learner is needed for the new one.
         del self.learner
-        gc.collect()  # its memory is needed for the new one
+        gc.collect()
         self.learner = await self.open_learner(self.state.policies)
 
     def draw_tasks(self) -> None:
-        """Draw the tasks of the next step, and in mode async the tasks of the steps that may roll out meanwhile.
+        """Draw the tasks of the next step, and in mode async also the tasks of the steps that are rolled out ahead.
 
         An adaptive pool draws by the rewards of earlier steps.
         """
@@ -150,7 +154,7 @@ class RolloutRun(Run):
 
     @property
     def task_weights(self) -> dict[str, float] | None:
-        """The weights in mean rewards of the current step's tasks; None if no tasks were drawn for it."""
+        """The weights of the current step's tasks in mean rewards; None if no tasks were drawn for it."""
         drawn = self.state.drawn.get(self.state.steps)
         return None if drawn is None else drawn.task_weights
 
@@ -174,16 +178,16 @@ class RolloutRun(Run):
         state.steps += 1
 
     def silent(self, collected: Collected) -> dict[str, int]:
-        """Return the trained roles without a call in this step, each with its number of such steps in a row."""
+        """Return the trained roles that made no call in this step, each with its number of such steps in a row."""
         silent_steps = self.state.silent
         return {role: silent_steps.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
-        """Return `policies` with the ones of `roles` that have no policy yet and get one by the configuration."""
+        """Return `policies` with policies for those of `roles` that have none yet, as the configuration says."""
         return join_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
-        """Return the policies with the roles that each plays in a step of training."""
+        """Return the policies with the roles that they play in a step of training (`routing.swap`)."""
         return swapped(self.state.policies, self.config.routing, step)
 
     def trained_roles(self, step: int) -> dict[str, str]:
@@ -191,7 +195,7 @@ class RolloutRun(Run):
         return self.policies_at(step).learning
 
     def learning_roles(self, step: int) -> list[str]:
-        """Return the trained roles whose policies learn in a step: the ones that are not frozen in it."""
+        """Return the trained roles whose policies are not frozen in a step."""
         frozen = self.frozen(step)
         return [role for role, name in self.trained_roles(step).items() if name not in frozen]
 
@@ -201,8 +205,9 @@ class RolloutRun(Run):
 
     @property
     def recipes_of_training(self) -> list[Method]:
-        """The different recipes of the trained policies."""
-        return [recipe for recipe, _ in by_equal((self.recipes.of(name), name) for name in self.state.policies.trained)]
+        """The recipes of the trained policies. Policies with equal recipes count once."""
+        recipes = ((self.recipes.of(name), name) for name in self.state.policies.trained)
+        return [recipe for recipe, _ in by_equal(recipes)]
 
     def teacher_of(self, policy: str) -> Teacher | Literal["self"] | None:
         """Return the teacher of a policy; None if it learns from rewards."""
@@ -220,7 +225,7 @@ class RolloutRun(Run):
         return [role for role, name in policies.roles.items() if policies.specs[name].kind == "provider"]
 
     def served(self, step: int | None = None) -> dict[str, PolicyRef]:
-        """Return the version of the policy that answers each role in a step of training, or outside of training.
-        Provider roles have none."""
+        """Return the policy version that answers each role: in a step of training, or outside of training if `step` is
+        None. Provider roles are left out."""
         policies = self.state.policies if step is None else self.policies_at(step)
         return players(policies, self.state.versions)

@@ -29,10 +29,12 @@ _PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "
 
 
 class RunFolder(RunLayout):
-    """A run folder opened for writing; `close` releases it. Its path is absolute: the application may change the
-    current folder."""
+    """A run folder opened for writing; `close` releases it. Its path is absolute, because the application may change
+    the current folder."""
 
     def __init__(self, path: Path, *, own: bool = False) -> None:
+        """Lock the folder. `own` says whether the run has made it, or found it empty. Raises RunError if another
+        process has locked it."""
         super().__init__(path)
         self._lock = FileLock(self.lock, f"The run {path}")
         self._own = own
@@ -43,20 +45,20 @@ class RunFolder(RunLayout):
     def create(
         cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None, **more: Any
     ) -> RunFolder:
-        """Create a new run, with `more` in its run.json. Raises RunError if the folder already holds a run, or another
-        process writes to it."""
-        path = Path(path).absolute()
+        """Create a new run in the folder `path`. `more` are further entries of its run.json. Raises RunError if the
+        folder already holds a run, or another process writes to it."""
+        target = Path(path).absolute()
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            own = not any(path.iterdir())
-            folder = cls(path, own=own)
+            target.mkdir(parents=True, exist_ok=True)
+            own = not any(target.iterdir())
+            folder = cls(target, own=own)
         except OSError as error:
             raise RunError(
-                f"{path} cannot be used as a run folder: {error.strerror or error}.", "Choose another --out."
+                f"{target} cannot be used as a run folder: {error.strerror or error}.", "Choose another --out."
             ) from None
         if folder.run_json.exists():
             folder.close()
-            raise RunError(f"{path} already holds a run.", "Choose another --out, or continue the run with --resume.")
+            raise RunError(f"{target} already holds a run.", "Choose another --out, or continue the run with --resume.")
         described = {
             "id": new_id(),
             "model": config.model,
@@ -64,7 +66,7 @@ class RunFolder(RunLayout):
             "tasks": tasks,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": {"python": platform.python_version(), **versions_of_installed(_PACKAGES)},
-            "run": str(path),
+            "run": str(target),
             "folder": str(Path.cwd()),
             "config": without_variables(config),
             **more,
@@ -74,9 +76,10 @@ class RunFolder(RunLayout):
             folder.describe_as(described)
             folder.checkpoints.mkdir(exist_ok=True)
         except BaseException:
+            # Leave no half-made run, which would keep the user from using the folder again.
             folder.close()
             if own:
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(target, ignore_errors=True)
             raise
         return folder
 
@@ -93,7 +96,8 @@ class RunFolder(RunLayout):
         return read_run_json(self.path)
 
     def describe_as(self, described: Mapping[str, Any]) -> None:
-        """Write run.json again. If the user trusts the folder, the code and addresses it names now are trusted too."""
+        """Replace the content of run.json. If the user trusts the folder, the code and the addresses that it names now
+        are trusted too."""
         write_atomically(self.run_json, json.dumps(described, indent=2).encode())
         if self.trusted:
             remember_orders(orders_of_run(self.path, described))
@@ -106,7 +110,7 @@ class RunFolder(RunLayout):
 
     @property
     def way_on(self) -> str:
-        """The command to use after a failure. A run without a checkpoint starts again: nothing of it is kept."""
+        """What to do after a failure, as a part of a sentence. A run without a checkpoint has nothing to continue."""
         return f"continue with: cotune train --resume {self.path}" if self.latest.exists() else "start the run again"
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
@@ -114,13 +118,14 @@ class RunFolder(RunLayout):
             file.write(json.dumps(line) + "\n")
 
     def truncate_metrics(self, steps: int) -> None:
-        """Drop the lines of steps that are not in the checkpoint, and their evaluations: these steps are repeated."""
+        """Remove the metrics and the evaluations of steps after the first `steps` ones. These steps are not in the
+        checkpoint, so they are repeated."""
         drop_after(self.path, steps)
         self._write_metrics(line for line in read_metrics(self.path) if line["step"] < steps)
 
     def revise_held_out(self, figures: Mapping[int, Mapping[str, float]]) -> None:
-        """Replace held-out figures in metrics.jsonl. `figures` has them by the number of steps done; other figures of
-        these lines stay."""
+        """Replace held-out figures in metrics.jsonl. `figures` has the new ones by the number of steps done. Other
+        figures of these lines do not change."""
         lines: list[dict[str, Any]] = []
         for line in read_metrics(self.path):
             held_out = {**line["held_out"], **figures.get(line["step"] + 1, {})}
@@ -141,32 +146,33 @@ class RunFolder(RunLayout):
             self.run_json.unlink(missing_ok=True)
 
     def note_end(self, kind: Literal["failed", "stopped", "ended"], cause: str, remedy: str = "") -> None:
-        """Write why the run ends, for `cotune show`, if the folder can be written."""
+        """Write why the run ends, for `cotune show`. A folder that cannot be written, for example because its disk is
+        full, stays as it is."""
         with contextlib.suppress(OSError):
             write_atomically(self.end, msgspec.json.encode(RunEnd(kind=kind, cause=cause, remedy=remedy)))
 
     @contextlib.contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Note any error inside the block in the folder. An error because the folder is gone, or its disk is full,
-        becomes a RunError that says so."""
+        """Write any error inside the block into the folder (`note_end`). If the cause is that the folder is gone or its
+        disk is full, raise a RunError that says so."""
         self.end.unlink(missing_ok=True)
         try:
             yield
         except BaseException as error:
-            end = self._explained(error)
+            reported = self._explain_error(error)
             if self.run_json.exists():
-                if isinstance(end, CotuneError):
-                    self.note_end("failed", end.cause, end.remedy)
-                elif isinstance(end, Exception):
-                    self.note_end("failed", error_text(end))
+                if isinstance(reported, CotuneError):
+                    self.note_end("failed", reported.cause, reported.remedy)
+                elif isinstance(reported, Exception):
+                    self.note_end("failed", error_text(reported))
                 else:
                     self.note_end("stopped", "It was interrupted.")
-            if end is error:
+            if reported is error:
                 raise
-            raise end from error
+            raise reported from error
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """Return the error, or a RunError if the folder or its disk is the cause."""
+    def _explain_error(self, error: BaseException) -> BaseException:
+        """Return a RunError if the folder or its disk is the cause of the error; otherwise the error itself."""
         if isinstance(error, CotuneError | OSError):
             if not self.run_json.exists():
                 cause = f"The run folder {self.path} was removed or moved while the run wrote to it."

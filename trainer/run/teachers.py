@@ -14,7 +14,7 @@ from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.learner.protocol import Teacher
 
 Teachers = Mapping[str, Teacher]
-"""By their names in the configuration: a model or an address."""
+"""The teachers by their names in the configuration: a model or an address."""
 
 
 async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teachers:
@@ -24,33 +24,38 @@ async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, s
     """
     teachers: dict[str, Teacher] = {}
     for name, bases in teachers_of(config, config.model).items():
-        teachers[name] = await _open(config, name, bases, stack, say)
+        if is_address(name):
+            teachers[name] = await _open_served(name, bases, stack, say)
+        else:
+            teachers[name] = await _open_local(config, name, bases, say)
     return teachers
 
 
-async def _open(
-    config: TrainConfig,
-    name: str,
-    bases: Mapping[str, str],
-    stack: contextlib.AsyncExitStack,
-    say: Callable[[str], None],
+async def _open_served(
+    address: str, bases: Mapping[str, str], stack: contextlib.AsyncExitStack, say: Callable[[str], None]
 ) -> Teacher:
-    """Open one teacher. `bases` are the base models that learn from it, each with the field of the configuration that
+    """Open a teacher that vLLM serves. `bases` has the base models that learn from it, each with the setting that names
+    the teacher."""
+    from cotune.integrations.models.vllm.teacher import VllmTeacher
+    from cotune.trainer.learner.teacher import check_tokenizers
+
+    say(f"asking the teacher at {address} ...")
+    # The server's tokenizer cannot be read here. It must be the one that all its base models have.
+    tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(next(iter(bases)))))
+    await asyncio.to_thread(check_tokenizers, address, tokenizer, bases)
+    key = os.environ.get("VLLM_API_KEY")
+    teacher = await asyncio.to_thread(VllmTeacher, address, tokenizer, api_key=key)
+    stack.callback(teacher.close)
+    if teacher.concurrency == 1:
+        say("its server was started with --enable-lora, so it scores one answer at a time: start it without")
+    return teacher
+
+
+async def _open_local(config: TrainConfig, name: str, bases: Mapping[str, str], say: Callable[[str], None]) -> Teacher:
+    """Load a teacher into this process. `bases` has the base models that learn from it, each with the setting that
     names the teacher."""
     from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers
 
-    if is_address(name):
-        from cotune.integrations.models.vllm.teacher import VllmTeacher
-
-        say(f"asking the teacher at {name} ...")
-        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(next(iter(bases)))))
-        await asyncio.to_thread(check_tokenizers, name, tokenizer, bases)
-        key = os.environ.get("VLLM_API_KEY")
-        served = await asyncio.to_thread(VllmTeacher, name, tokenizer, api_key=key)
-        stack.callback(served.close)
-        if served.concurrency == 1:
-            say("its server was started with --enable-lora, so it scores one answer at a time: start it without")
-        return served
     say(f"loading the teacher {name} ...")
     try:
         folder = str(await asyncio.to_thread(locate_model, name))
@@ -58,5 +63,6 @@ async def _open(
         field = next(iter(bases.values()))
         remedy = f"{error.remedy} If it was moved, set its path: --set distill.teacher=..., or in its [[policy]]."
         raise ConfigError(field, name, error.fault, remedy.strip()) from None
-    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, folder), bases)
+    tokenizer = await asyncio.to_thread(tokenizer_of, folder)
+    await asyncio.to_thread(check_tokenizers, name, tokenizer, bases)
     return await asyncio.to_thread(LocalTeacher, folder, config.learner)
