@@ -29,16 +29,18 @@ def judging_role(workflow: Workflow) -> str:
     from cotune.integrations.judging.judge import Judge
 
     judge = workflow.episode_judge
-    return (judge.role or "") if isinstance(judge, Judge) else ""
+    if isinstance(judge, Judge) and judge.role:
+        return judge.role
+    return ""
 
 
 @dataclass(kw_only=True)
 class Bench:
     """Lets the judge of `workflow` compare episodes.
 
-    If the judge is a role, each task is judged `attempts` times, and the mean counts. Each attempt is an episode; they
-    are in `episodes`. Its outcome is the reward that the scorer of the judge's role gives to the answers in it, if the
-    role has a scorer.
+    If the judge is a role, each task is judged `attempts` times, and the mean counts. Each attempt is an episode of its
+    own, and is added to `episodes`. If the judge's role has a scorer, the outcome of such an episode is the mean of the
+    rewards that the scorer gives to the answers in it.
     """
 
     workflow: Workflow
@@ -54,39 +56,42 @@ class Bench:
     @property
     def ask(self) -> AskJudge:
         """The function with which `judge_episodes` asks the judge."""
-        return self._in_episodes if judging_role(self.workflow) else ask_judge
+        return self._ask_in_episodes if judging_role(self.workflow) else ask_judge
 
-    async def _in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:
+    async def _ask_in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:
         """Ask the judge in all attempts at the same time, and return the mean of its opinions."""
-        attempts = [self._in_episode(judge, finished, task, attempt) for attempt in range(self.attempts)]
+        attempts = [self._ask_in_episode(judge, finished, task, attempt) for attempt in range(self.attempts)]
         return _mean_opinions(await asyncio.gather(*attempts))
 
-    async def _in_episode(
+    async def _ask_in_episode(
         self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task, attempt: int
     ) -> Opinion:
         """Ask the judge once, in an episode of its own, so that the calls of a judging role are recorded and can be
         trained on.
 
-        Returns the judge's outcome for each finished episode, or its error for all of them.
+        Returns the judge's score of each finished episode, or its error for all of them.
         """
         opinions: list[Opinion] = []
 
-        async def compare_them(_: Any) -> None:
+        async def judge_finished(_: Any) -> None:
+            # The judge's calls belong to this episode, and not to the ones that it compares.
             with context_value(judging, judging.get()._replace(episode=current_episode.get())):
                 opinions.append(await ask_judge(judge, finished, task))
 
+        judging_workflow = replace(self.workflow, name=f"judge of {self.workflow.name}", fn=judge_finished, roles=None)
+        options = EpisodeOptions(
+            phase=JUDGING,
+            training_step=self.training_step,
+            rollout=attempt,
+            timeout=self.timeout,
+            offline=self.offline,
+        )
         outcome = await run_episode(
-            replace(self.workflow, name=f"judge of {self.workflow.name}", fn=compare_them, roles=None),
+            judging_workflow,
             msgspec.structs.replace(task, id=f"{task.id} (judged)"),
             sink=self.store,
             responder=self.responder,
-            options=EpisodeOptions(
-                phase=JUDGING,
-                training_step=self.training_step,
-                rollout=attempt,
-                timeout=self.timeout,
-                offline=self.offline,
-            ),
+            options=options,
         )
         self.store.flush()
         if outcome.episode.calls:
@@ -98,7 +103,7 @@ class Bench:
         return [WorkflowError(error.cause, error.remedy)] * len(finished)
 
     def _reward_judging(self, episode: Episode) -> None:
-        """Give an episode of judging the mean of the rewards of its answers."""
+        """Reward an episode of judging by the mean of the rewards of its answers."""
         answered = [call for call in self.store.calls(episode.id) if call.chosen is not None]
         rewards = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
         self.store.write(reward_records(episode.id, _mean_rewards(rewards.values())))

@@ -35,9 +35,9 @@ def judge_bench(run: RolloutRun, step: int, responder: Responder) -> Bench:
 
 
 class JudgedStep:
-    """Has the episodes of a step judged. All episodes of a task are judged together, as soon as the last has ended.
+    """Has the episodes of a step judged. All episodes of a task are judged together, as soon as the last one has ended.
 
-    Without a judge it does nothing. Leaving the context cancels judging that is not done.
+    Without a judge it does nothing. On leaving the context, judging that still runs is cancelled.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -46,8 +46,8 @@ class JudgedStep:
         self._redaction = bench.workflow.redaction
         self._ask = bench.ask
         self._store = bench.store
-        self._expected: dict[str, int] = {}
-        self._ended: dict[str, list[Episode]] = {}
+        self._expected: dict[str, int] = {}  # the number of episodes of each task
+        self._ended: dict[str, list[Episode]] = {}  # the ended episodes of each task
         self._judging: list[asyncio.Task[Outcomes]] = []
 
     async def __aenter__(self) -> JudgedStep:
@@ -67,25 +67,25 @@ class JudgedStep:
             self._begin(task_id)
 
     def already(self, episodes: Iterable[Episode]) -> None:
-        """Count episodes that ended before an interruption."""
+        """Add episodes that have ended before an interruption."""
         for episode in episodes:
             self.ended(episode)
 
     def ended(self, episode: Episode) -> None:
-        """Count an episode that has ended, with or without an error."""
+        """Add an episode that has ended, with or without an error."""
         self._ended.setdefault(episode.task.id, []).append(episode)
         self._begin(episode.task.id)
 
     async def finish(self) -> Mapping[str, int]:
-        """Wait for all outcomes, which `_outcomes` has stored by then. Returns the number of episodes that got none, by
-        error.
+        """Wait until all episodes are judged and their outcomes are stored. Returns the number of episodes without an
+        outcome, by error.
 
-        Raises the error if no episode got an outcome, as `judge_episodes` does.
+        Raises the error if no episode got an outcome, unless a role of the run judges, which may still have to learn
+        it.
         """
         outcomes: dict[str, Scored | WorkflowError] = {}
         for outcomes_of_task in await asyncio.gather(*self._judging):
             outcomes.update(outcomes_of_task)
-        # Raises if there are only errors, unless a role of the run judges: that one may still have to learn to judge.
         return failed_judgements(outcomes, self._ask)
 
     def _begin(self, task_id: str) -> None:

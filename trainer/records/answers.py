@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,73 +14,71 @@ from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.reading.recorded_answers import RecordedAnswer, recorded_answers
 from cotune.records.ids import candidate_id
-from cotune.records.structs import Candidate, Episode
+from cotune.records.structs import CallRecord, Candidate, Episode
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
 
 _REDACTED = "{count} answers are of calls with redacted parts: their replacements are learned"
-_REWARDED = "Lower records.min_reward, or give rewards with: cotune records score RUN app:solve --write."
-_MEANINGS = {
+_REASONING = "{count} answers lose their reasoning, which the chat template does not show"
+_TEMPLATE_FAULTS = {
     "inexpressible": "the model's chat template does not write the answer, or its text would be read back as another "
     "answer",
     "unrenderable": "the model's chat template refuses the messages",
 }
+"""Reasons for which an answer has no row because of the chat template, with their meaning."""
+_NO_REWARD = "Lower records.min_reward, or give rewards with: cotune records score RUN app:solve --write."
 _REMEDIES = {
-    **dict.fromkeys(("below_reward", "no_reward"), _REWARDED),
-    **{
-        reason: f"{reason}: {meaning}. Take a model whose chat template writes tool calls, or set tool_format."
-        for reason, meaning in _MEANINGS.items()
-    },
+    "below_reward": _NO_REWARD,
+    "no_reward": _NO_REWARD,
     "too_long": "Take a model with a longer context.",
 }
-_REASONING = "{count} answers lose their reasoning, which the chat template does not show"
 
 
 class Unwritten:
-    """Counts the answers to learn from that have no row, by role and reason."""
+    """Counts the answers that have no row, by role and reason, for notes to the user."""
 
     def __init__(self) -> None:
-        self._reasons: dict[str, Counter[str]] = {}
+        self._reasons_of_role: dict[str, Counter[str]] = {}
         self._tool_calls: Counter[str] = Counter()
 
     def add(self, role: str, reason: str, answer: Candidate) -> None:
-        """Count an answer."""
-        self._reasons.setdefault(role, Counter())[reason] += 1
-        self._tool_calls[role] += reason in _MEANINGS and bool(answer.tool_calls)
+        """Count an answer of a role that has no row for this reason."""
+        self._reasons_of_role.setdefault(role, Counter())[reason] += 1
+        if reason in _TEMPLATE_FAULTS and answer.tool_calls:
+            self._tool_calls[role] += 1
 
     def notes(self, learned: Mapping[str, int]) -> tuple[str, ...]:
-        """Return a note for each role that learns nothing, or with answers that the chat template cannot write: their
-        number, the reason and the remedy. `learned` has the number of rows of each role."""
+        """Return a note for each role that learns nothing, or that has answers that the chat template cannot write. It
+        has their number, the reason and the remedy. `learned` has the number of rows of each role."""
         notes: list[str] = []
-        for role, reasons in sorted(self._reasons.items()):
-            if not learned.get(role) or reasons.keys() & _MEANINGS.keys():
+        for role, reasons in sorted(self._reasons_of_role.items()):
+            if not learned.get(role) or reasons.keys() & _TEMPLATE_FAULTS.keys():
                 notes.append(self._note(role, learned.get(role, 0), reasons))
         return tuple(notes)
 
     def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
-        """Write the note of a role: `learned` rows, and the answers that are left out, by reason."""
+        """Return the note of a role with `learned` rows. `reasons` has the numbers of answers without a row."""
         lost = reasons.total()
         why = counts_text(reasons)
-        if tool_calls := self._tool_calls[role]:
+        tool_calls = self._tool_calls[role]
+        if tool_calls:
             why += f", of them {tool_calls} tool calls"
+        remedy = _commonest_remedy(reasons)
         if learned:
-            remedy = _commonest_remedy(reasons)
             return f"Role {role} learns {learned} of {learned + lost} answers; left out are {why}. {remedy}"
-        return (
-            f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_commonest_remedy(reasons)}"
-        )
+        return f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {remedy}"
 
 
 def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_failure: OnFailure = "lowest") -> Recorded:
     """Return the recorded answers that `settings` select, as rows.
 
-    Failed branches count in an answer's value as `on_failure` says. Evaluations of a run and its first episodes, which
-    find the roles, are left out. Raises RecordError if no answer is left.
+    `on_failure` is the outcome of failed branches in the value of an answer. Evaluations of a run and its first
+    episodes, which find the roles, are left out. Raises RecordError if no answer is left.
     """
     left_out: Counter[str] = Counter()
-    noted: Counter[str] = Counter()
+    noted: Counter[str] = Counter()  # answers by the text of a note
     tasks: dict[str, str] = {}
     rows = Rows()
     learned = Counter[str]()
@@ -87,24 +86,20 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     episodes = learned_from(store, left_out)
     answers = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
 
-    # Answers come by episode. When the next episode begins, the rows of the last one are joined and written.
-    episode = ""
-    turns_of_role: dict[str, list[TrainRow]] = {}
-    for answer in answers:
-        if answer.episode.id != episode:
-            rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
-            episode = answer.episode.id
-            turns_of_role = {}
-        row = _row_of_answer(readers(answer.call.role), answer, noted)
-        if isinstance(row, str):
-            left_out[row] += 1
-            unwritten.add(answer.call.role, row, answer.call.candidates[answer.call.chosen or 0])
-            continue
-        noted[_REDACTED] += answer.call.redacted
-        tasks[answer.episode.id] = answer.episode.task.id
-        turns_of_role.setdefault(answer.call.role, []).append(row)
-        learned[row.role] += 1
-    rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
+    # The answers of an episode come one after the other.
+    for episode, answers_of_episode in itertools.groupby(answers, key=lambda answer: answer.episode.id):
+        turns_of_role: dict[str, list[TrainRow]] = {}
+        for answer in answers_of_episode:
+            row = _row_of_answer(readers(answer.call.role), answer, noted)
+            if isinstance(row, str):  # the reason why there is none
+                left_out[row] += 1
+                unwritten.add(answer.call.role, row, answer.call.candidates[answer.call.chosen or 0])
+                continue
+            noted[_REDACTED] += answer.call.redacted
+            tasks[episode] = answer.episode.task.id
+            turns_of_role.setdefault(row.role, []).append(row)
+            learned[row.role] += 1
+        rows.add(episode, {role: join_turns(turns) for role, turns in turns_of_role.items()})
 
     if not rows:
         raise RecordError(
@@ -112,44 +107,53 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
             _commonest_remedy(left_out),
         )
     notes = [*unwritten.notes(learned)]
-    notes += [text.format(count=count) for text, count in noted.items() if count]
+    for text, count in noted.items():
+        if count:
+            notes.append(text.format(count=count))
     return Recorded(rows=rows, tasks=tasks, left_out=dict(left_out), notes=tuple(notes))
 
 
 def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    """Join the rows of one role in one episode: a row whose prompt begins with the prompt and answer of an earlier row
-    becomes part of that row.
+    """Join the rows of one role in one episode. A row is appended to an earlier row if its prompt begins with the
+    prompt and the answer of that row.
 
     A joined row has a loss mask: the tokens between the answers do not count. The loss stays the same, and the tokens
     that the turns share are computed once.
     """
     joined: list[TrainRow] = []
     for row in rows:
-        index = next((i for i, earlier in enumerate(joined) if _continues_row(row, earlier)), None)
-        if index is None:
+        for index, earlier in enumerate(joined):
+            if _continues_row(row, earlier):
+                joined[index] = _append_turn(earlier, row)
+                break
+        else:
             joined.append(row)
-            continue
-        earlier = joined[index]
-        between = len(row.prompt_ids) - len(earlier.prompt_ids) - len(earlier.response_ids)
-        mask = earlier.loss_mask or (True,) * len(earlier.response_ids)
-        response = (*row.prompt_ids[len(earlier.prompt_ids) :], *row.response_ids)
-        joined[index] = msgspec.structs.replace(
-            earlier,
-            response_ids=response,
-            logprobs=(0.0,) * len(response),
-            loss_mask=(*mask, *(False,) * between, *(True,) * len(row.response_ids)),
-            images=row.images,
-        )
     return joined
 
 
 def _continues_row(row: TrainRow, earlier: TrainRow) -> bool:
+    """Whether the prompt of a row begins with the prompt and the answer of an earlier row, and has its images."""
     path = earlier.prompt_ids + earlier.response_ids
     return row.prompt_ids[: len(path)] == path and row.images[: len(earlier.images)] == earlier.images
 
 
+def _append_turn(earlier: TrainRow, row: TrainRow) -> TrainRow:
+    """Return the earlier row, whose response now ends with the answer of `row`."""
+    response = (*row.prompt_ids[len(earlier.prompt_ids) :], *row.response_ids)
+    earlier_mask = earlier.loss_mask or (True,) * len(earlier.response_ids)
+    tokens_between = len(response) - len(earlier.response_ids) - len(row.response_ids)
+    return msgspec.structs.replace(
+        earlier,
+        response_ids=response,
+        logprobs=(0.0,) * len(response),
+        loss_mask=(*earlier_mask, *(False,) * tokens_between, *(True,) * len(row.response_ids)),
+        images=row.images,
+    )
+
+
 def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
-    """Yield the episodes of a records file, except evaluations and first looks, whose calls are counted."""
+    """Yield the episodes of a store to learn from. Evaluations, and the first episodes of a run, which find the roles,
+    are left out: their calls are added to `left_out`."""
     for episode in store.episodes():
         if episode.phase.startswith("eval"):
             left_out["evaluation"] += episode.calls
@@ -159,8 +163,18 @@ def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
             yield episode
 
 
+def call_fault(call: CallRecord) -> str:
+    """Return the reason why no candidate of a call can be learned from; an empty text if they can."""
+    if call.status != "ok":
+        return "failed_call"
+    if not call.messages:
+        return "no_messages"
+    return ""
+
+
 def _row_of_answer(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
-    """Return the row of an answer, or the reason why there is none."""
+    """Return the row of an answer, or the reason why there is none. If the template drops its reasoning, that is added
+    to `noted`."""
     call = answer.call
     chat = reader.chat
     assert call.chosen is not None
@@ -188,7 +202,11 @@ def _row_of_answer(reader: Reader, answer: RecordedAnswer, noted: Counter[str]) 
 
 def _commonest_remedy(left_out: Counter[str]) -> str:
     """Return the remedy for the commonest reason for which answers are left out."""
-    commonest = next((reason for reason, _ in left_out.most_common(1)), "")
+    reasons = left_out.most_common(1)
+    commonest = reasons[0][0] if reasons else ""
+    if commonest in _TEMPLATE_FAULTS:
+        meaning = _TEMPLATE_FAULTS[commonest]
+        return f"{commonest}: {meaning}. Take a model whose chat template writes tool calls, or set tool_format."
     return _REMEDIES.get(commonest, "Look at the records with cotune show; record more with cotune trace.")
 
 

@@ -1,4 +1,4 @@
-"""The choice of recorded episodes for a run: of an application, of a time, or new since the last run."""
+"""The choice of recorded episodes for a run: episodes of an application, after a time, or new since the last run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cotune.storage.run_layout import is_run
 from cotune.trainer.run.run_folder import RunFolder
 
 Marks = tuple[int, int]
+"""A position in a store (`Store.figures().marks()`). Episodes that are recorded later come after it."""
 
 
 class _FilteredStore:
@@ -35,17 +36,19 @@ class _FilteredStore:
 
 
 def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
-    """Return the store with the chosen episodes, and a sentence about the choice; it is empty if all are chosen.
+    """Return the store with the chosen episodes, and a sentence about the choice, which is empty if all are chosen.
 
-    The first start of the run decides which episodes are new. run.json stores that, so that a resumed run has the same.
+    The first start of the run decides which episodes are new. It writes them to run.json, so that a resumed run learns
+    from the same ones.
     """
+    # The entry "held" of run.json has what a resumed run must not change, here the range of episodes.
     held = dict(folder.described.get("held") or {})
     if "until" not in held:
         # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
         store_place = store_identity(settings.path)
-        before = _last_position(folder, settings, store_place) if settings.since == "last" else None
-        since, name = before if before else ((0, 0), "")
-        held |= {"since": since, "until": store.figures().marks(), "after": name, "store": store_place}
+        previous = _last_run(folder, settings, store_place) if settings.since == "last" else None
+        first, previous_name = previous or ((0, 0), "")
+        held |= {"since": first, "until": store.figures().marks(), "after": previous_name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
     since = tuple(held["since"])
     until = tuple(held["until"])
@@ -65,11 +68,11 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
     return cast(Store, _FilteredStore(store, filters)), f"learning from {', '.join(choices)}"
 
 
-def _last_position(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
-    """The position in the store up to which the last run in the same folder has learned, and its name; None if there is
-    none.
+def _last_run(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
+    """Find the last finished run next to this one that learned from the same episodes of the same store.
 
-    Runs that failed or were stopped do not count: their episodes are still to be learned.
+    Returns the position in the store up to which it has learned, and its name; None without such a run. Runs that
+    failed or were stopped do not count, because their episodes are still to be learned.
     """
     finished_runs: list[tuple[Marks, str]] = []
     for path in folder.path.parent.iterdir():
@@ -80,10 +83,10 @@ def _last_position(folder: RunFolder, settings: RecordsConfig, store_place: str)
                 finished = run.state == "finished"
                 described = run.description
         except CotuneError:
-            continue
+            continue  # a run that cannot be read is not known to be finished
         records = described.get("config", {}).get("records") or {}
-        range_ = described.get("held") or {}  # the range of episodes that the run learned from
-        is_same = range_.get("store") == store_place and records.get("app", "") == settings.app
-        if is_same and finished and "until" in range_:
-            finished_runs.append((tuple(range_["until"]), path.name))
+        held = described.get("held") or {}
+        is_same = held.get("store") == store_place and records.get("app", "") == settings.app
+        if is_same and finished and "until" in held:
+            finished_runs.append((tuple(held["until"]), path.name))
     return max(finished_runs, default=None)

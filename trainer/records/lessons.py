@@ -16,7 +16,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.chat.template import ChatTemplate
 
 FEWEST = 10
-"""With fewer tasks, none is held out."""
+"""If there are fewer tasks than this, none is held out."""
 HELD_OUT = 0.1
 """Share of the tasks that are held out. A few tasks are enough to see when their loss rises."""
 
@@ -25,36 +25,38 @@ _decode = msgspec.msgpack.Decoder(list[TrainRow]).decode
 
 
 class Reader(NamedTuple):
-    """Turns the answers of a role into rows: in the chat template of its policy's base, with at most `longest`
-    tokens."""
+    """How the answers of a role become rows."""
 
     chat: ChatTemplate
+    """The chat template of the base model of the role's policy."""
     longest: int
+    """The most tokens of a row."""
 
 
 Readers = Callable[[str], Reader]
-"""Returns the reader of a role."""
+"""A function that returns the reader of a role."""
 
 
 class Rows(Mapping[str, Mapping[str, bytes]]):
-    """Packed rows by episode and role, in a temporary file; episodes without rows are left out."""
+    """Packed rows by episode and role, in a temporary file. Episodes without rows are left out."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._places: dict[str, dict[str, tuple[int, int]]] = {}
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}  # by episode and role: position and size in the file
         self.images: dict[bytes, bytes] = {}
         """Each image once, by its digest. Rows have the digests."""
 
     def add(self, episode: str, rows: Mapping[str, Sequence[TrainRow]]) -> None:
-        """Add the rows of an episode by role."""
-        before = self[episode] if episode in self._places else {}
+        """Add rows of an episode, by role. An episode may be added to several times."""
+        earlier_rows = self[episode] if episode in self._places else {}
         for role, role_rows in rows.items():
-            all_rows = _decode(before[role]) if role in before else []
+            all_rows = _decode(earlier_rows[role]) if role in earlier_rows else []
             for row in role_rows:
                 digests = tuple(self._store_image(image) for image in row.images)
                 all_rows.append(msgspec.structs.replace(row, images=digests))
             packed = _encode(all_rows)
-            self._places.setdefault(episode, {})[role] = (self._file.seek(0, 2), len(packed))
+            end_of_file = self._file.seek(0, 2)
+            self._places.setdefault(episode, {})[role] = (end_of_file, len(packed))
             self._file.write(packed)
 
     def _store_image(self, image: bytes) -> bytes:
@@ -82,12 +84,16 @@ class Rows(Mapping[str, Mapping[str, bytes]]):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of the records by episode and role, the task of each episode, and the answers that were left out."""
+    """What can be learned from the records."""
 
     rows: Rows
+    """The rows by episode and role."""
     tasks: Mapping[str, str]
+    """The id of the task of each episode."""
     left_out: Mapping[str, int]
+    """The number of answers that were left out, by reason."""
     notes: tuple[str, ...] = ()
+    """Notes on the rows for the user."""
 
     @property
     def roles(self) -> list[str]:
@@ -104,12 +110,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return digest.hexdigest()
 
     def of(self, episodes: Iterable[str], players: Mapping[str, str]) -> dict[str, list[TrainRow]]:
-        """Return the rows of some episodes by policy. `players` are the trained roles, each with its policy."""
+        """Return the rows of these episodes by policy. `players` are the trained roles, each with its policy."""
         rows: dict[str, list[TrainRow]] = {}
         for episode in episodes:
             for role, packed in self.rows[episode].items():
                 if role in players:
-                    rows.setdefault(players[role], []).extend(map(self._with_images, _decode(packed)))
+                    rows_of_policy = rows.setdefault(players[role], [])
+                    rows_of_policy += [self._with_images(row) for row in _decode(packed)]
         return rows
 
     def longest(self, players: Mapping[str, str]) -> dict[str, TrainRow]:
@@ -123,6 +130,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return longest
 
     def _with_images(self, row: TrainRow) -> TrainRow:
+        """Return the row with its images in place of their digests."""
         if not row.images:
             return row
         return msgspec.structs.replace(row, images=tuple(self.rows.images[digest] for digest in row.images))
@@ -146,12 +154,13 @@ def split_episodes(recorded: Recorded, seed: int, all_tasks: Collection[str] = (
     random.Random(f"held out {seed}").shuffle(tasks)
     held_out_tasks = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
     held_out = [episode for episode in episodes if recorded.tasks[episode] in held_out_tasks]
+    others = [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks]
     note = "" if held_out else "no held-out loss: nothing to learn from is of a held-out task"
-    return [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks], held_out, note
+    return others, held_out, note
 
 
 def count_rows(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:
-    """Count the rows of each role in some episodes."""
+    """Count the rows of each role in these episodes."""
     counts: Counter[str] = Counter()
     for episode in episodes:
         counts.update({role: len(_decode(packed)) for role, packed in rows[episode].items()})

@@ -28,9 +28,9 @@ BEST = "best"
 
 
 async def train_on_records(run: RecordsRun, progress: Progress) -> None:
-    """Train from the run's next step to its last, or until no policy learns any more or the run is stopped.
+    """Train from the run's next step to its last one, until no policy learns any more, or until the run is stopped.
 
-    A policy of a finished run ends with the weights of its lowest held-out loss.
+    At the end of a finished run, each policy gets the weights of its lowest held-out loss.
     """
     report = StepReport(run, progress)
     with report.phase("checkpoint"):
@@ -39,8 +39,8 @@ async def train_on_records(run: RecordsRun, progress: Progress) -> None:
         async with profiling(run, progress):
             # The rows of the step's episodes, for the policies that still learn.
             episodes = run.schedule.of(run.state.steps)
-            rows_of_policies = run.recorded.of(episodes, run.trained)
-            rows = {policy: rows_of_policies[policy] for policy in rows_of_policies if policy in run.learning}
+            all_rows = run.recorded.of(episodes, run.trained)
+            rows = {policy: all_rows[policy] for policy in all_rows if policy in run.learning}
 
             with report.phase("update", ", ".join(rows)):
                 scales = {policy: run.lr_scale(policy) for policy in rows}
@@ -62,8 +62,11 @@ async def train_on_records(run: RecordsRun, progress: Progress) -> None:
 
 
 async def _held_out_losses(run: RecordsRun) -> dict[str, dict[str, float]]:
-    """The held-out loss of each policy that still learns, if it is due after this step. The weights of the lowest loss
-    so far are kept."""
+    """Measure the held-out loss, and its further figures, of each policy that still learns. Returns nothing if no
+    evaluation is due after this step.
+
+    Also write the weights of a policy to a file if its loss is the lowest so far, and count the losses since then.
+    """
     steps = run.state.steps + 1
     if steps % run.config.evaluation.every and steps != run.config.steps:
         return {}
@@ -76,14 +79,15 @@ async def _held_out_losses(run: RecordsRun) -> dict[str, dict[str, float]]:
         loss = losses[policy]["loss"]
         if best is None or loss < best.loss:
             run.state.best[policy] = BestLoss(loss, steps)
-            await asyncio.to_thread(_keep_best_weights, run, policy)
+            await asyncio.to_thread(_write_best_weights, run, policy)
         else:
-            # A policy ends its training after `PATIENCE` evaluations without an improvement.
+            # `RecordsRun.learning` ends the training of a policy after `PATIENCE` losses that were not lower.
             run.state.best[policy] = msgspec.structs.replace(best, since=best.since + 1)
     return losses
 
 
-def _keep_best_weights(run: RecordsRun, policy: str) -> None:
+def _write_best_weights(run: RecordsRun, policy: str) -> None:
+    """Write the present weights of a policy as its best ones."""
     from safetensors.numpy import save
 
     file = _best_file(run, policy)
@@ -92,17 +96,19 @@ def _keep_best_weights(run: RecordsRun, policy: str) -> None:
 
 
 async def _adopt_best_weights(run: RecordsRun, progress: Progress) -> None:
-    """Load the weights of the lowest held-out loss into each policy."""
+    """Load the weights of the lowest held-out loss into the learner, for each policy."""
     for policy, best in run.state.best.items():
         progress.say(f"{policy}: lowest held-out loss {best.loss:.4f} after step {best.step}; its weights are kept")
         # The learner has later weights if evaluations since the best one were no better.
         if best.since:
             weights = await asyncio.to_thread(read_weights, _best_file(run, policy))
             await asyncio.to_thread(run.learner.adopt, policy, weights)
-            run.committed = -1  # the newest checkpoint has the weights of the last step: `commit` writes it again
+            # The newest checkpoint has the weights of the last step. This lets `commit` write it again.
+            run.committed = -1
 
 
 def _best_file(run: RecordsRun, policy: str) -> Path:
+    """Return the file for the weights of a policy's lowest held-out loss."""
     return run.folder.path / BEST / f"{run.state.policies.trained.index(policy)}.safetensors"
 
 
@@ -114,7 +120,11 @@ def _metrics(
     held_out: Mapping[str, Mapping[str, float]],
     seconds: Mapping[str, float],
 ) -> StepMetrics:
-    """The figures of a training step on records. No sampler takes part, so figures of rollouts are 0 or empty."""
+    """Compute the figures of a training step on records. There is no sampler, so figures of rollouts are 0 or empty.
+
+    `rows`, `updates` and `held_out` have the rows of the step, the metrics of the update, and the held-out losses of
+    each policy. `seconds` are the durations of the phases.
+    """
     first_step = run.state.steps == 0
     row_count = sum(len(rows_of_policy) for rows_of_policy in rows.values())
     tokens = sum(figures.get("tokens", 0.0) for figures in updates.values())

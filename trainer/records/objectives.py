@@ -21,7 +21,7 @@ _OF_SAMPLING = ("clip_share", "tis_clipped_share", "masked_share", "ratio_", "sa
 
 
 Rows = Callable[[], Mapping[str, Sequence[TrainRow]]]
-"""Returns rows by policy."""
+"""A function that returns rows by policy."""
 BETA = 0.1
 """The weight in dpo that keeps the policy close to its initial weights: the usual value in the paper's experiments."""
 
@@ -30,7 +30,8 @@ class Objective(Learner, Protocol):
     """A learner that can also measure its loss on rows without learning from them."""
 
     def start(self, rows: Rows, file: Path) -> None:
-        """Write to `file` the figures of all rows under the initial weights, as far as the objective needs them."""
+        """Compute the figures of all rows that the objective needs from the initial weights, and write them to
+        `file`."""
         ...
 
     def resume(self, file: Path) -> None:
@@ -56,6 +57,7 @@ class Likelihood(LearnerAround):
         return _without_sampler_figures(self.inner.update(policy, rows, lr_scale=lr_scale))
 
     def loss(self, policy: str, rows: Sequence[TrainRow]) -> dict[str, float]:
+        """Return the mean `loss` over the answer tokens of the rows."""
         answers: list[npt.NDArray[np.float32]] = []
         for row, logprobs in zip(rows, self.inner.logprobs(policy, rows), strict=True):
             answers.append(_counted_values(row, logprobs))
@@ -65,53 +67,58 @@ class Likelihood(LearnerAround):
 class PreferenceLearner(LearnerAround):
     """Recipes dpo and sweet_rl: rows come in pairs, the better answer before the worse one (`algorithms.from_records`).
 
-    `pairs` is the number of pairs of one optimizer step. Each step first computes the log-probabilities of its rows
-    under the present weights. They decide the weights of the rows in a plain update.
+    Each optimizer step first computes the log-probabilities of its rows under the present weights. From them follow the
+    advantages of the rows in a plain update.
     """
 
     def __init__(self, inner: Learner, pairs: int) -> None:
+        """`pairs` is the number of pairs of one optimizer step."""
         super().__init__(inner)
         self._pairs = pairs
-        self._start: dict[str, float] = {}
+        self._start: dict[str, float] = {}  # log pi_0 of each answer, by the id of its row
 
     def start(self, rows: Rows, file: Path) -> None:
-        """Write log pi_0 of all answers."""
+        """Compute log pi_0 of all answers, under the initial weights, and write them to `file`."""
         for policy, policy_rows in rows().items():
             logprobs = self._answer_logprobs(policy, policy_rows)
-            self._start.update(zip((row.id for row in policy_rows), logprobs, strict=True))
+            for row, logprob in zip(policy_rows, logprobs, strict=True):
+                self._start[row.id] = logprob
         write_atomically(file, msgspec.json.encode(self._start))
 
     def resume(self, file: Path) -> None:
-        """Read log pi_0 of all answers. Raises RunError."""
+        """Read log pi_0 of all answers from `file`. Raises RunError."""
         try:
             self._start = msgspec.json.decode(file.read_bytes(), type=dict[str, float])
         except (OSError, msgspec.DecodeError) as error:
             raise RunError(f"{file} cannot be read: {error}.", "Start a new run.") from None
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """Update as `Learner.update` does, with `loss`, `margin` (mean, in nats) and `accuracy` (share of pairs whose
-        better answer has gained more) from before each optimizer step."""
-        all_figures: list[Mapping[str, float]] = []
-        for first in range(0, len(rows), 2 * self._pairs):
-            step_rows = rows[first : first + 2 * self._pairs]
-            pairs = self._preferences(policy, step_rows)
-            weighed: list[TrainRow] = []
-            for number, row in enumerate(step_rows):
-                # Rows alternate: the better answer of a pair, then the worse one.
-                advantage = pairs[number // 2].advantage
-                weighed.append(msgspec.structs.replace(row, advantage=-advantage if number % 2 else advantage))
-            figures = _without_sampler_figures(self.inner.update(policy, weighed, lr_scale=lr_scale))
-            all_figures.append({**figures, **_pair_figures(pairs)})
-        return _one_update(all_figures)
+        """Update as `Learner.update` does. The figures also have `loss`, `margin` (mean, in nats) and `accuracy`, the
+        share of pairs whose better answer has gained more, all from before each optimizer step."""
+        figures_of_steps: list[Mapping[str, float]] = []
+        rows_per_step = 2 * self._pairs
+        for first in range(0, len(rows), rows_per_step):
+            step_rows = rows[first : first + rows_per_step]
+            preferences = self._preferences(policy, step_rows)
+            weighted: list[TrainRow] = []
+            for better, worse, preference in zip(step_rows[::2], step_rows[1::2], preferences, strict=True):
+                weighted.append(msgspec.structs.replace(better, advantage=preference.advantage))
+                weighted.append(msgspec.structs.replace(worse, advantage=-preference.advantage))
+            figures = _without_sampler_figures(self.inner.update(policy, weighted, lr_scale=lr_scale))
+            figures_of_steps.append({**figures, **_pair_figures(preferences)})
+        return _combine_steps(figures_of_steps)
 
     def loss(self, policy: str, rows: Sequence[TrainRow]) -> dict[str, float]:
+        """Return `loss`, `margin` and `accuracy` of the pairs under the present weights."""
         return _pair_figures(self._preferences(policy, rows))
 
     def _preferences(self, policy: str, rows: Sequence[TrainRow]) -> list[Preference]:
+        """Compare the gains in log-probability of both answers of each pair."""
         gains: list[float] = []
         for row, logprob in zip(rows, self._answer_logprobs(policy, rows), strict=True):
             gains.append(logprob - self._start[row.id])
-        return preference_losses(gains[::2], gains[1::2], BETA)
+        better_gains, worse_gains = gains[::2], gains[1::2]
+        return preference_losses(better_gains, worse_gains, BETA)
 
     def _answer_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
         """Return log pi of each whole answer, summed in float64."""
@@ -119,15 +126,19 @@ class PreferenceLearner(LearnerAround):
 
 
 def _counted_values(row: TrainRow, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the values of the tokens that the loss mask counts."""
-    return values[np.array(row.loss_mask, np.bool_)] if row.loss_mask else values
+    """Return the values of the tokens that the row's loss mask keeps. `values` is [tokens of the row]."""
+    if not row.loss_mask:
+        return values
+    return values[np.array(row.loss_mask, np.bool_)]
 
 
 def _without_sampler_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of an update that have a meaning without a sampler."""
     return {name: value for name, value in figures.items() if not name.rpartition("/")[2].startswith(_OF_SAMPLING)}
 
 
 def _pair_figures(pairs: Sequence[Preference]) -> dict[str, float]:
+    """Return the mean loss and margin of pairs, and the share of pairs whose better answer has gained more."""
     return {
         "loss": float(np.mean([pair.loss for pair in pairs])),
         "margin": float(np.mean([pair.margin for pair in pairs])),
@@ -138,14 +149,15 @@ def _pair_figures(pairs: Sequence[Preference]) -> dict[str, float]:
 _SUMS = ("steps", "skipped_steps", "idle_steps", "rows", "tokens", "seconds")
 
 
-def _one_update(all_figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the figures of several optimizer steps into the figures of one update: sums, or means."""
-    values: dict[str, list[float]] = {}
-    for figures in all_figures:
+def _combine_steps(figures_of_steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the figures of several optimizer steps into the figures of one update: the sums of `_SUMS`, else
+    means."""
+    values_by_name: dict[str, list[float]] = {}
+    for figures in figures_of_steps:
         for name, value in figures.items():
-            values.setdefault(name, []).append(value)
+            values_by_name.setdefault(name, []).append(value)
     combined: dict[str, float] = {}
-    for name, of_steps in values.items():
-        is_sum = name.rpartition("/")[2] in _SUMS
-        combined[name] = float(sum(of_steps) if is_sum else np.mean(of_steps))
+    for name, values in values_by_name.items():
+        is_sum = name.rpartition("/")[2] in _SUMS  # the name of a role may come before it
+        combined[name] = float(sum(values) if is_sum else np.mean(values))
     return combined

@@ -8,6 +8,7 @@ import functools
 import gc
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -69,18 +70,18 @@ START = "start.json"
 
 @dataclass(kw_only=True)
 class RecordsRun(Run):
-    """A run that learns from records. Its store contains them; nothing is written to it."""
+    """A run that learns from records. Its store contains the records, and nothing is written to it."""
 
     learner: Objective
     recorded: Recorded
     schedule: TaskSchedule[str]
-    """Episodes of each step."""
+    """The episodes of each step."""
     held_out: Mapping[str, Sequence[TrainRow]]
-    """Rows by policy."""
+    """The held-out rows of each policy."""
 
     @property
     def learning(self) -> list[str]:
-        """The policies that still learn, because their held-out loss falls."""
+        """The policies that still learn, because their held-out loss falls or is not measured."""
         best = self.state.best
         return [name for name in self.state.policies.trained if name not in best or best[name].since < PATIENCE]
 
@@ -101,59 +102,79 @@ async def open_records_run(
     async with contextlib.AsyncExitStack() as stack:
         config, division_notes = divide_run(config, stack)
         config = without_sampler(config)
+
+        # Read the rows to learn from, and hold out some of them.
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
         say(f"reading the records of {store.address} ...")
-        chosen, since = choose_episodes(folder, config.records, store)
-        # The critic of recipe sweet_rl and its policy hold out the same tasks.
-        split_tasks = await asyncio.to_thread(tasks_with_reference, chosen) if config.recipe == "sweet_rl" else set()
+        chosen, choice_note = choose_episodes(folder, config.records, store)
+        split_tasks: set[str] = set()
+        if config.recipe == "sweet_rl":  # its critic and its policies hold out the same tasks
+            split_tasks = await asyncio.to_thread(tasks_with_reference, chosen)
         labels, critic_notes = await _labels(folder, config, workflow, chosen, split_tasks, say)
         recorded = await asyncio.to_thread(_read, config, chosen, labels)
-        _check_same(folder, recorded)
+        _keep_or_check_digest(folder, recorded)
         policies, untrained_note = _policies_with_rows(config, recorded)
-        episodes, held_out, note = split_for(policies, recorded, config.seed, split_tasks)
-        players = policies.learning
-        loss = _loss_spec(config)
-        say(f"loading the weights to train: {', '.join(policies.trained)} ...")
-        learner = _make_objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
-        saved = load_checkpoint(folder.checkpoints)
-        started: list[str] = []
+        episodes, held_out, held_out_note = split_for(policies, recorded, config.seed, split_tasks)
         summary = _summary(config, store, recorded, episodes, held_out)
-        notes = [*division_notes, *critic_notes, untrained_note, summary, *recorded.notes, note, since]
+        notes = [
+            *division_notes, *critic_notes, untrained_note, summary, *recorded.notes, held_out_note, choice_note
+        ]  # fmt: skip
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
-        if saved is not None:
-            learner.resume(folder.path / START)
-        else:
-            if config.init:
-                started, start_notes = await warm_start(config.init, config.model, policies, learner)
-                notes += start_notes
-            all_rows = functools.partial(recorded.of, recorded.rows, players)
-            await asyncio.to_thread(learner.start, all_rows, folder.path / START)
+
+        # Open the learner, and begin or continue the run.
+        say(f"loading the weights to train: {', '.join(policies.trained)} ...")
+        learner = await _open_learner(config, workflow, policies, _loss_spec(config), stack, say)
+        players = policies.learning
         run = RecordsRun(
             folder=folder,
             config=config,
             store=store,
-            learner=learner,
+            learner=_make_objective(config, learner),
             recorded=recorded,
             schedule=TaskSchedule(episodes, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
             held_out=recorded.of(held_out, players),
-            notes=list(filter(None, notes)),
-            state=Checkpoint(policies=policies, versions=dict.fromkeys(started, 1)),
+            notes=(),
+            state=Checkpoint(policies=policies),
         )
-        if saved is not None:
-            say(f"loading the checkpoint after {plural(saved[0].steps, 'step')} ...")
-            await asyncio.to_thread(learner.load, saved[1])
-            run.state = msgspec.structs.replace(saved[0], policies=policies)
-            run.committed = saved[0].steps
-            folder.truncate_metrics(saved[0].steps)
-        for name, longest in recorded.longest(players).items():
-            await asyncio.to_thread(learner.check, name, [longest])
+        saved = load_checkpoint(folder.checkpoints)
+        if saved is None:
+            notes += await _begin(run)
+        else:
+            await _continue(run, *saved, say)
+        run.notes = [note for note in notes if note]
+        for policy, row in recorded.longest(players).items():
+            await asyncio.to_thread(run.learner.check, policy, [row])
         yield run
 
 
+async def _begin(run: RecordsRun) -> Sequence[str]:
+    """Load the initial weights of a new run, and compute the figures of its rows under them. Returns notes for the
+    user."""
+    policies = run.state.policies
+    notes: Sequence[str] = ()
+    if run.config.init:
+        started, notes = await warm_start(run.config.init, run.config.model, policies, run.learner)
+        run.state.versions = dict.fromkeys(started, 1)
+    all_rows = functools.partial(run.recorded.of, run.recorded.rows, policies.learning)
+    await asyncio.to_thread(run.learner.start, all_rows, run.folder.path / START)
+    return notes
+
+
+async def _continue(run: RecordsRun, saved: Checkpoint, path: Path, say: Callable[[str], None]) -> None:
+    """Restore the run from a checkpoint: its state `saved`, and the learner's files in `path`."""
+    run.learner.resume(run.folder.path / START)
+    say(f"loading the checkpoint after {plural(saved.steps, 'step')} ...")
+    await asyncio.to_thread(run.learner.load, path)
+    run.state = msgspec.structs.replace(saved, policies=run.state.policies)
+    run.committed = saved.steps
+    run.folder.truncate_metrics(saved.steps)
+
+
 def _read(config: TrainConfig, store: Store, labels: Mapping[str, float] | None) -> Recorded:
-    """Read the pairs (of answers, ranked by `labels` if there are any) or the answers to learn from."""
+    """Read the answers to learn from, or pairs of answers if the recipe needs them. If given, `labels` rank the answers
+    of a pair."""
     on_failure = failure_reward(config.on_failure)
     if config.recipe in PAIRED:
         return read_pairs(store, _readers(config), on_failure, labels)
@@ -184,13 +205,18 @@ async def _labels(
     split_tasks: Collection[str],
     say: Callable[[str], None],
 ) -> tuple[Mapping[str, float] | None, list[str]]:
-    """Return the scores of candidates that stand in for rewards, if there are any, and notes on them. A critic that
-    gives them holds out a part of `split_tasks`."""
+    """Return the scores of candidates that replace rewards, by candidate, and notes on them. None if rewards count.
+
+    They are from a file of the configuration, or from the critic of recipe sweet_rl, which holds out a part of
+    `split_tasks`.
+    """
     if config.recipe == "sweet_rl":
-        labels, notes = await _turn_advantages(folder, config, workflow, store, split_tasks, say)
+        advantages, notes = await _turn_advantages(folder, config, workflow, store, split_tasks, say)
         _free_critic()
-        return labels, notes
-    return load_labels(config.records.labels) if config.records.labels else None, []
+        return advantages, notes
+    if config.records.labels:
+        return load_labels(config.records.labels), []
+    return None, []
 
 
 def _free_critic() -> None:
@@ -216,12 +242,14 @@ async def _turn_advantages(
 ) -> tuple[dict[str, float], list[str]]:
     """Return the advantage that a critic gives each recorded candidate, by its id, and notes on the critic.
 
-    The critic is trained when the run is first opened; its advantages are then in the run folder. Raises ConfigError
-    and RecordError for records that it cannot learn from.
+    The critic is trained when the run is first opened. A resumed run reads its advantages from the run folder. Raises
+    ConfigError and RecordError for records that it cannot learn from.
     """
     file = folder.path / TURN_ADVANTAGES
     if file.is_file():
         return load_labels(file), []
+
+    # Read the turns and pair the episodes.
     turns = await asyncio.to_thread(read_turns, store, _readers(config))
     await asyncio.to_thread(_refuse_opposed_roles, store, turns)
     policies = _policies(config, turns)
@@ -232,10 +260,11 @@ async def _turn_advantages(
     held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)
 
     with_choice = await asyncio.to_thread(policies_with_choice, turns, players)
-    notes = _leave_out_policies(policies.trained, pairs, with_choice)
+    notes = _drop_policies_without_critic(pairs, policies.trained, with_choice)
     if left_out := counts_text(turns.left_out):
         notes.append(f"the critic leaves out: {left_out}")
 
+    # Train the critics, and score all candidates.
     say(f"training a critic for {', '.join(pairs)} ...")
     settings = msgspec.structs.replace(config.learner, mini_batch=ANY_NUMBER)
     critic_config = msgspec.structs.replace(config, learner=settings)
@@ -244,15 +273,16 @@ async def _turn_advantages(
         if config.init:
             await warm_start(config.init, config.model, policies, learner)
         critic = TurnCritic(learner)
-        scored = {role: policy for role, policy in players.items() if policy in pairs}
-        scores = await score_turns(critic, turns, scored, pairs, config.learner.mini_batch, config.seed, say)
-        for name, policy_pairs in pairs.items():
-            share = await asyncio.to_thread(accuracy, critic, name, turns, policy_pairs, players)
+        scored_players = {role: policy for role, policy in players.items() if policy in pairs}
+        scores = await score_turns(critic, turns, scored_players, pairs, config.learner.mini_batch, config.seed, say)
+        for name, trained_pairs in pairs.items():
+            share = await asyncio.to_thread(accuracy, critic, name, turns, trained_pairs, players)
             note = f"critic of {name}: the better of two episodes has the larger sum of turn advantages in {share:.0%} "
-            note += f"of {plural(len(policy_pairs), 'pair')}"
-            if unseen := held_out_pairs.get(name):
-                share = await asyncio.to_thread(accuracy, critic, name, turns, unseen, players)
-                note += f", and in {share:.0%} of {len(unseen)} of held-out tasks"
+            note += f"of {plural(len(trained_pairs), 'pair')}"
+            if name in held_out_pairs:
+                unseen_pairs = held_out_pairs[name]
+                share = await asyncio.to_thread(accuracy, critic, name, turns, unseen_pairs, players)
+                note += f", and in {share:.0%} of {len(unseen_pairs)} of held-out tasks"
             notes.append(note)
     lines = [msgspec.json.encode(Label(id=id, score=score)) + b"\n" for id, score in scores.items()]
     write_atomically(file, b"".join(lines))
@@ -260,7 +290,7 @@ async def _turn_advantages(
 
 
 def _refuse_opposed_roles(store: Store, turns: Recorded) -> None:
-    """Raise ConfigError if roles play against each other: the sums of their outcomes tell no episodes apart."""
+    """Raise ConfigError if roles play against each other: then the sum of outcomes is the same in all episodes."""
     if opposed := opposed_roles(store, turns.roles):
         raise ConfigError(
             "recipe",
@@ -271,11 +301,14 @@ def _refuse_opposed_roles(store: Store, turns: Recorded) -> None:
         )
 
 
-def _leave_out_policies(
-    trained: Sequence[str], pairs: dict[str, dict[EpisodePair, int]], with_choice: Collection[str]
+def _drop_policies_without_critic(
+    pairs: dict[str, dict[EpisodePair, int]], trained: Sequence[str], with_choice: Collection[str]
 ) -> list[str]:
-    """Remove policies without two candidates for a prompt from `pairs`. Return a note for each policy that has no
-    critic, because it lacks these or pairs of episodes. Raises RecordError if no policy is left."""
+    """Remove the policies from `pairs` that have no two candidates for a prompt: a critic has nothing to choose there.
+
+    Returns a note for each trained policy that has no critic: one of these, or a policy without pairs of episodes.
+    Raises RecordError if no policy is left.
+    """
     faults: list[str] = []
     for name in trained:
         if name not in pairs:
@@ -311,25 +344,28 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
 def _policies_with_rows(config: TrainConfig, recorded: Recorded) -> tuple[Policies, str]:
     """Return the policies, and a note on configured roles that recipe sweet_rl does not train.
 
-    The critic has checked that these roles are recorded. Their candidates give no pair, so their policies stay as they
-    are. Other recipes refuse them.
+    The critic has checked that these roles are recorded. Their candidates give no pair, so their policies are frozen.
+    Other recipes refuse such roles.
     """
     if config.recipe != "sweet_rl":
         return _policies(config, recorded), ""
-    with_rows = set(recorded.roles)
-    untrained = set(config.roles) - with_rows
-    all_roles = set(with_rows)
+    roles_with_rows = set(recorded.roles)
+    all_roles = set(roles_with_rows)
+    untrained_roles = set(config.roles) - roles_with_rows
     tables: list[PolicyConfig] = []
-    for policy in config.policy:
-        all_roles.update(policy.roles)
-        if policy.trained:
-            untrained.update(set(policy.roles) - with_rows)
-            if with_rows.isdisjoint(policy.roles):
-                policy = msgspec.structs.replace(policy, kind="frozen")
-        tables.append(policy)
-    config = msgspec.structs.replace(config, roles=(), policy=tuple(tables))
-    note = f"not trained, because their candidates give no pair: {', '.join(sorted(untrained))}" if untrained else ""
-    return resolve_policies(config, sorted(all_roles)), note
+    for table in config.policy:
+        all_roles.update(table.roles)
+        if table.trained:
+            untrained_roles.update(set(table.roles) - roles_with_rows)
+        if table.trained and roles_with_rows.isdisjoint(table.roles):
+            tables.append(msgspec.structs.replace(table, kind="frozen"))
+        else:
+            tables.append(table)
+    config_with_rows = msgspec.structs.replace(config, roles=(), policy=tuple(tables))
+    note = ""
+    if untrained_roles:
+        note = f"not trained, because their candidates give no pair: {', '.join(sorted(untrained_roles))}"
+    return resolve_policies(config_with_rows, sorted(all_roles)), note
 
 
 def split_for(
@@ -346,8 +382,9 @@ def split_for(
     return episodes, held_out, note
 
 
-def _check_same(folder: RunFolder, recorded: Recorded) -> None:
-    """Write the records' digest to run.json. Raises RunError if it has the digest of other records."""
+def _keep_or_check_digest(folder: RunFolder, recorded: Recorded) -> None:
+    """At the first start, write the digest of the records to run.json. Later, raise RunError if the records have
+    another digest."""
     described = folder.described
     held = described.get("held") or {}
     digest = recorded.digest
@@ -363,6 +400,7 @@ def _check_same(folder: RunFolder, recorded: Recorded) -> None:
 
 
 def _loss_spec(config: TrainConfig) -> LossSpec:
+    """Return the loss of the recipe, which must be one that learns from records."""
     return FROM_RECORDS[config.recipe or ""]
 
 
@@ -396,14 +434,19 @@ async def _open_learner(
 def _summary(
     config: TrainConfig, store: Store, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]
 ) -> str:
-    """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out."""
-    unit, rows_per_unit = ("pairs", 2) if config.recipe in PAIRED else ("rows", 1)
-    row_counts = count_rows(recorded.rows, episodes)
-    by_role = ", ".join(f"{role} {count // rows_per_unit}" for role, count in sorted(row_counts.items()))
+    """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out.
+    `episodes` are the ones to learn from."""
+    unit = "rows"
+    rows_per_unit = 1
+    if config.recipe in PAIRED:
+        unit = "pairs"
+        rows_per_unit = 2
+    rows_of_role = count_rows(recorded.rows, episodes)
+    counts = [f"{role} {count // rows_per_unit}" for role, count in sorted(rows_of_role.items())]
     text = f"recipe {config.recipe}: {unit} from {plural(len(episodes), 'episode')}"
     if held_out:
         text += f", {len(held_out)} held out"
-    text += f": {by_role}"
+    text += f": {', '.join(counts)}"
     if left_out := counts_text(recorded.left_out):
         text += f"; left out: {left_out}"
     return f"{text} ({store.address})"

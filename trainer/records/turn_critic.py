@@ -26,7 +26,7 @@ from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.privileged import with_text
-from cotune.trainer.records.answers import counts_text, learned_from
+from cotune.trainer.records.answers import call_fault, counts_text, learned_from
 from cotune.trainer.records.lessons import Reader, Readers, Recorded, Rows
 from cotune.trainer.records.objectives import BETA
 from cotune.trainer.records.pairs import StoredAnswer, token_ids_of
@@ -35,17 +35,18 @@ T = TypeVar("T")
 REFERENCE = "reference"
 """The field of each task that the critic reads and the policy does not."""
 PASSES = 4
-"""How often the critic sees each pair of episodes: `max_epochs` in the authors' script."""
+"""How often the critic is trained on each pair of episodes: `max_epochs` in the authors' script."""
 AT_ONCE = 32
 """Episodes (or pairs of them) whose rows are in memory at the same time."""
 ROUNDING = 1e-9
-"""Sums of outcomes that differ by less are the same."""
+"""Sums of outcomes that differ by less count as equal."""
 ANY_NUMBER = 2**31
-"""A mini-batch of the critic's learner, which holds whole pairs of episodes."""
+"""The size of a mini-batch of the critic's learner. It has no limit, because an optimizer step has whole pairs of
+episodes."""
 
 
 TurnKey = tuple[tuple[int, ...], tuple[bytes, ...], tuple[int, ...]]
-"""The prompt of a turn, its images, and the answer: equal for equal turns."""
+"""The prompt of a turn, its images, and the answer. Equal turns have equal keys."""
 
 
 class EpisodePair(NamedTuple):
@@ -76,29 +77,28 @@ def read_turns(store: Store, readers: Readers) -> Recorded:
     left_out: Counter[str] = Counter()
     rows = Rows()
     tasks: dict[str, str] = {}
-    some_reference = False
+    any_reference = False
     for episode in learned_from(store, left_out):
-        text = _reference(episode.task)
-        some_reference = some_reference or bool(text)
-        if not text:
+        reference = _reference(episode.task)
+        if not reference:
             left_out["no_reference"] += episode.calls
             continue
-        hint = f"{REFERENCE}: {text}"
+        any_reference = True
         rows_of_roles: dict[str, list[TrainRow]] = {}
         for call in store.calls(episode.id):
-            if call.status != "ok" or not call.messages:
-                left_out["failed_call" if call.status != "ok" else "no_messages"] += max(1, len(call.candidates))
+            if fault := call_fault(call):
+                left_out[fault] += max(1, len(call.candidates))
                 continue
             for candidate in call.candidates:
-                row = _row(store, readers(call.role), call, candidate, hint)
-                if isinstance(row, str):
+                row = _row(store, readers(call.role), call, candidate, f"{REFERENCE}: {reference}")
+                if isinstance(row, str):  # the reason why there is none
                     left_out[row] += 1
                 else:
                     rows_of_roles.setdefault(call.role, []).append(row)
         if rows_of_roles:
             rows.add(episode.id, rows_of_roles)
             tasks[episode.id] = episode.task.id
-    if left_out["no_reference"] and not some_reference:
+    if left_out["no_reference"] and not any_reference:
         raise ConfigError(
             "recipe",
             "sweet_rl",
@@ -114,9 +114,11 @@ def read_turns(store: Store, readers: Readers) -> Recorded:
 
 
 def _reference(task: Task) -> str:
-    """The text that the critic reads; empty if the task has none."""
-    text = task.input.get(REFERENCE) if isinstance(task.input, Mapping) else None
-    return text if isinstance(text, str) else ""
+    """Return the reference of a task, which the critic reads; an empty text if it has none."""
+    if not isinstance(task.input, Mapping):
+        return ""
+    reference = task.input.get(REFERENCE)
+    return reference if isinstance(reference, str) else ""
 
 
 def tasks_with_reference(store: Store) -> set[str]:
@@ -130,31 +132,32 @@ def tasks_with_reference(store: Store) -> set[str]:
 
 
 def opposed_roles(store: Store, roles: Collection[str]) -> list[str]:
-    """Return the roles that play against each other: outcomes have their names, differ in an episode, and always add up
-    to the same number."""
-    opposed: set[str] = set()
+    """Return the roles that play against each other. Each has an outcome of its own, in an episode their outcomes
+    differ, and the outcomes always add up to the same number."""
+    roles_with_outcome: set[str] = set()
     sums: list[float] = []
-    differ = False
+    any_differ = False
     finished = [episode.id for episode in learned_from(store, Counter()) if episode.status == "ok"]
     for rewards in store.rewards(finished).values():
-        of_roles = {name: value for name, value in rewards.items() if name in roles}
-        if len(of_roles) < 2:
+        outcomes = {name: value for name, value in rewards.items() if name in roles}
+        if len(outcomes) < 2:
             continue
-        opposed |= of_roles.keys()
-        sums.append(sum(of_roles.values()))
-        differ = differ or len(set(of_roles.values())) > 1
-    if not differ or len(sums) < 2 or max(sums) - min(sums) > ROUNDING:
+        roles_with_outcome |= outcomes.keys()
+        sums.append(sum(outcomes.values()))
+        if len(set(outcomes.values())) > 1:
+            any_differ = True
+    if not any_differ or len(sums) < 2:
         return []
-    return sorted(opposed)
+    is_constant_sum = max(sums) - min(sums) <= ROUNDING
+    return sorted(roles_with_outcome) if is_constant_sum else []
 
 
 def _row(store: Store, reader: Reader, call: CallRecord, candidate: Candidate, hint: str) -> TrainRow | str:
-    """Return a candidate with the prompt that the critic reads, or the reason why there is no row."""
+    """Return the row of a candidate, with `hint` in the prompt, or the reason why there is none."""
     chat = reader.chat
     ids = token_ids_of(store, chat, StoredAnswer(call, candidate))
     if isinstance(ids, str):
         return ids
-    _, response_ids = ids
     try:
         messages = with_text([store.message(id) for id in call.messages_out], hint)
         tools = store.message(call.tools_out) if call.tools_out else None
@@ -164,14 +167,14 @@ def _row(store: Store, reader: Reader, call: CallRecord, candidate: Candidate, h
         return "lost_message"
     except (SamplerError, RequestRefused):
         return "unrenderable"
-    if len(prompt) + len(response_ids) > reader.longest:
+    if len(prompt) + len(ids.answer) > reader.longest:
         return "too_long"
     return TrainRow(
         id=candidate_id(call.id, candidate.index),
         role=call.role,
         prompt_ids=tuple(prompt),
-        response_ids=response_ids,
-        logprobs=(0.0,) * len(response_ids),
+        response_ids=ids.answer,
+        logprobs=(0.0,) * len(ids.answer),
         advantage=float(candidate.index == call.chosen),
         trajectory=call.episode,
         images=images,
@@ -188,10 +191,10 @@ def pair_episodes(
         if episode in outcomes:
             episodes_of_task[tasks[episode]].append(episode)
     pairs: list[EpisodePair] = []
-    for of_task in episodes_of_task.values():
-        ranked = sorted(of_task, key=lambda episode: outcomes[episode])
-        for place in range(len(ranked) // 2):
-            worse, better = ranked[place], ranked[-1 - place]
+    for same_task in episodes_of_task.values():
+        ranked = sorted(same_task, key=lambda episode: outcomes[episode])
+        worse_half = ranked[: len(ranked) // 2]
+        for worse, better in zip(worse_half, reversed(ranked), strict=False):
             if outcomes[worse] < outcomes[better]:
                 pairs.append(EpisodePair(better, worse))
     return pairs
@@ -203,36 +206,33 @@ def turn_pairs(turns: Recorded, pairs: Sequence[EpisodePair], players: Mapping[s
     Only answers that the application got count. Turns that are the same in both episodes, such as the beginning that
     two branches of a replay share, cancel out one by one and are left out.
     """
-    of_policy: dict[str, list[TurnPair]] = defaultdict(list)
+    pairs_of_policy: dict[str, list[TurnPair]] = defaultdict(list)
     for better, worse in pairs:
         better_rows = turns.of([better], players)
         worse_rows = turns.of([worse], players)
         for policy in dict.fromkeys([*better_rows, *worse_rows]):
-            better_turns = _taken(better_rows.get(policy, ()))
-            worse_turns = _taken(worse_rows.get(policy, ()))
+            # `read_turns` gives other candidates than the one that the application got the advantage 0.
+            better_turns = [row for row in better_rows.get(policy, ()) if row.advantage]
+            worse_turns = [row for row in worse_rows.get(policy, ()) if row.advantage]
             shared = Counter(map(_turn_key, better_turns)) & Counter(map(_turn_key, worse_turns))
-            pair = TurnPair(_without(better_turns, shared), _without(worse_turns, shared))
+            pair = TurnPair(_drop_turns(better_turns, shared), _drop_turns(worse_turns, shared))
             if pair.rows:
-                of_policy[policy].append(pair)
-    return dict(of_policy)
-
-
-def _taken(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    """The rows that the application got."""
-    return [row for row in rows if row.advantage]
+                pairs_of_policy[policy].append(pair)
+    return dict(pairs_of_policy)
 
 
 def _turn_key(row: TrainRow) -> TurnKey:
     return row.prompt_ids, row.images, row.response_ids
 
 
-def _without(turns: Sequence[TrainRow], shared: Counter[TurnKey]) -> list[TrainRow]:
-    """Return the turns except the shared ones, of which each is left out as often as `shared` says."""
-    to_leave_out = Counter(shared)
+def _drop_turns(turns: Sequence[TrainRow], shared: Counter[TurnKey]) -> list[TrainRow]:
+    """Return the turns without the shared ones. `shared` says how often each of these is dropped."""
+    remaining = Counter(shared)
     others: list[TrainRow] = []
     for turn in turns:
-        if to_leave_out[_turn_key(turn)] > 0:
-            to_leave_out[_turn_key(turn)] -= 1
+        key = _turn_key(turn)
+        if remaining[key] > 0:
+            remaining[key] -= 1
         else:
             others.append(turn)
     return others
@@ -244,21 +244,23 @@ def count_turns(
     """Return the number of turns that each policy has in the pairs of episodes. Pairs without any are left out."""
     counts_of_policy: dict[str, dict[EpisodePair, int]] = defaultdict(dict)
     for pair in pairs:
-        for policy, (of_pair,) in turn_pairs(turns, [pair], players).items():
-            counts_of_policy[policy][pair] = len(of_pair.rows)
+        # One pair of episodes gives at most one pair of turns for each policy.
+        for policy, (pair_of_turns,) in turn_pairs(turns, [pair], players).items():
+            counts_of_policy[policy][pair] = len(pair_of_turns.rows)
     return dict(counts_of_policy)
 
 
 def policies_with_choice(turns: Recorded, players: Mapping[str, str]) -> set[str]:
     """Return the policies that have two different candidates for some prompt of a task, of which one can be better."""
-    answers: dict[int, int] = {}  # hashes of an answer by the hash of its prompt: there may be many long prompts
+    # The first answer to each prompt. Hashes stand for both, because there may be many long prompts.
+    first_answers: dict[int, int] = {}
     policies: set[str] = set()
     for episode in turns.rows:
         for policy, rows in turns.of([episode], players).items():
             for row in rows:
                 prompt = hash((turns.tasks[episode], row.role, row.prompt_ids, row.images))
                 answer = hash(row.response_ids)
-                if answers.setdefault(prompt, answer) != answer:
+                if first_answers.setdefault(prompt, answer) != answer:
                     policies.add(policy)
     return policies
 
@@ -272,60 +274,66 @@ class TurnCritic:
         """Mean log pi_ref of the tokens of each row, in nats."""
 
     def start(self, policy: str, rows: Sequence[TrainRow]) -> None:
-        """Note the log-probabilities of these rows under the initial weights, which are pi_ref."""
+        """Store the log-probabilities of these rows under the initial weights, which are pi_ref."""
         for row, mean in zip(rows, self._mean_logprobs(policy, rows), strict=True):
             self._start[row.id] = mean
 
     def advantages(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
-        """The advantage of each turn: the mean of log pi_critic - log pi_ref over its tokens, in nats."""
+        """Return the advantage of each turn: the mean of log pi_critic - log pi_ref over its tokens, in nats."""
         means = self._mean_logprobs(policy, rows)
         return [mean - self._start[row.id] for row, mean in zip(rows, means, strict=True)]
 
     def update(self, policy: str, pairs: Sequence[TurnPair], *, lr_scale: float = 1.0) -> float:
         """Take an optimizer step on the mean loss of these pairs. Returns this loss, from before the step."""
         preferences = self.compare(policy, pairs)
-        # The learner weighs each token by 1 / (rows * tokens of its row); the loss weighs it by 1 / (pairs * tokens).
+        # The learner weights each token by 1 / (rows * tokens of its row), but the loss by 1 / (pairs * tokens of its
+        # row).
         rows_per_pair = sum(len(pair.rows) for pair in pairs) / len(pairs)
-        weighed: list[TrainRow] = []
+        weighted: list[TrainRow] = []
         for pair, preference in zip(pairs, preferences, strict=True):
+            # `preference_losses` gives the advantage for pairs of two rows, whose mean the learner takes.
             advantage = preference.advantage / 2.0 * rows_per_pair
-            weighed += [msgspec.structs.replace(row, advantage=advantage) for row in pair.better]
-            weighed += [msgspec.structs.replace(row, advantage=-advantage) for row in pair.worse]
-        self._learner.update(policy, weighed, lr_scale=lr_scale)
+            weighted += [msgspec.structs.replace(row, advantage=advantage) for row in pair.better]
+            weighted += [msgspec.structs.replace(row, advantage=-advantage) for row in pair.worse]
+        self._learner.update(policy, weighted, lr_scale=lr_scale)
         return fmean(preference.loss for preference in preferences)
 
     def compare(self, policy: str, pairs: Sequence[TurnPair]) -> list[Preference]:
-        """The Bradley-Terry loss of each pair, from the sums of its turn advantages."""
-        advantages = iter(self.advantages(policy, [row for pair in pairs for row in pair.rows]))
-        better: list[float] = []
-        worse: list[float] = []
+        """Return the Bradley-Terry loss of each pair, from the sums of its turn advantages."""
+        all_rows: list[TrainRow] = []
         for pair in pairs:
-            better.append(sum(next(advantages) for _ in pair.better))
-            worse.append(sum(next(advantages) for _ in pair.worse))
-        return preference_losses(better, worse, BETA)
+            all_rows += pair.rows
+        advantages = iter(self.advantages(policy, all_rows))
+        better_sums: list[float] = []
+        worse_sums: list[float] = []
+        for pair in pairs:  # in the order of `TurnPair.rows`
+            better_sums.append(sum(next(advantages) for _ in pair.better))
+            worse_sums.append(sum(next(advantages) for _ in pair.worse))
+        return preference_losses(better_sums, worse_sums, BETA)
 
     def _mean_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[float]:
-        means = self._learner.logprobs(policy, rows)
-        return [float(values.mean(dtype=np.float64)) for values in means]
+        """Return the mean log-probability of each row's response tokens under the present weights."""
+        return [float(logprobs.mean(dtype=np.float64)) for logprobs in self._learner.logprobs(policy, rows)]
 
 
 def critic_passes(
     turns: Mapping[EpisodePair, int], turns_per_batch: int, seed: int
 ) -> Iterator[list[list[EpisodePair]]]:
-    """Yield the optimizer steps of each of `PASSES` passes over all pairs, each pass in another order.
+    """Yield the batches of each of `PASSES` passes over all pairs, one batch for an optimizer step. Each pass is in
+    another order.
 
-    `turns` has the number of turns of each pair. A step has at most `turns_per_batch` of them, or a single pair.
+    `turns` has the number of turns of each pair. A batch has at most `turns_per_batch` turns, or a single pair.
     """
     generator = random.Random(f"turn critic {seed}")
     for _ in range(PASSES):
         batches: list[list[EpisodePair]] = []
-        total = 0
+        turns_of_batch = 0
         for pair in generator.sample(list(turns), len(turns)):
-            if not batches or total + turns[pair] > turns_per_batch:
+            if not batches or turns_of_batch + turns[pair] > turns_per_batch:
                 batches.append([])
-                total = 0
+                turns_of_batch = 0
             batches[-1].append(pair)
-            total += turns[pair]
+            turns_of_batch += turns[pair]
         yield batches
 
 
@@ -340,38 +348,45 @@ async def score_turns(
 ) -> dict[str, float]:
     """Train the critic of each policy on its pairs, and return the turn advantages of all candidates, by their id.
 
-    `players` are the roles to score, each with its policy; `pairs` have the number of turns of each policy. An
-    optimizer step has about `turns_per_step` turns. `say` gets the loss of each pass.
+    `players` are the roles to score, each with its policy. `pairs` has, for each policy, its pairs with their number of
+    turns. An optimizer step has about `turns_per_step` turns. `say` gets the loss of each pass.
     """
+    # Store the log-probabilities of all candidates under the initial weights.
     for episodes in _chunks(list(turns.rows)):
         for policy, rows in turns.of(episodes, players).items():
             await asyncio.to_thread(critic.start, policy, rows)
-    for policy, counted in pairs.items():
-        for number, batches in enumerate(critic_passes(counted, turns_per_step, seed), start=1):
-            loss = 0.0
+
+    # Train the critics.
+    for policy, turns_of_pair in pairs.items():
+        for number, batches in enumerate(critic_passes(turns_of_pair, turns_per_step, seed), start=1):
+            loss_sum = 0.0
             for batch in batches:
-                of_batch = turn_pairs(turns, batch, players)[policy]
-                loss += len(batch) * await asyncio.to_thread(critic.update, policy, of_batch)
-            say(f"critic of {policy}: pass {number} of {PASSES}, loss {loss / len(counted):.4f}")
+                pairs_of_turns = turn_pairs(turns, batch, players)[policy]
+                loss_sum += len(batch) * await asyncio.to_thread(critic.update, policy, pairs_of_turns)
+            say(f"critic of {policy}: pass {number} of {PASSES}, loss {loss_sum / len(turns_of_pair):.4f}")
+
+    # Score all candidates.
     scores: dict[str, float] = {}
     for episodes in _chunks(list(turns.rows)):
         for policy, rows in turns.of(episodes, players).items():
             advantages = await asyncio.to_thread(critic.advantages, policy, rows)
-            scores.update(zip((row.id for row in rows), advantages, strict=True))
+            for row, advantage in zip(rows, advantages, strict=True):
+                scores[row.id] = advantage
     return scores
 
 
 def accuracy(
     critic: TurnCritic, policy: str, turns: Recorded, pairs: Collection[EpisodePair], players: Mapping[str, str]
 ) -> float:
-    """The share of pairs whose better episode has the larger sum of turn advantages."""
-    right = 0
+    """Return the share of pairs whose better episode has the larger sum of turn advantages."""
+    correct = 0
     for chunk in _chunks(list(pairs)):
-        found = critic.compare(policy, turn_pairs(turns, chunk, players)[policy])
-        right += sum(pair.margin > 0 for pair in found)
-    return right / len(pairs)
+        preferences = critic.compare(policy, turn_pairs(turns, chunk, players)[policy])
+        correct += sum(preference.margin > 0 for preference in preferences)
+    return correct / len(pairs)
 
 
 def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield `AT_ONCE` items at a time."""
     for first in range(0, len(items), AT_ONCE):
         yield items[first : first + AT_ONCE]

@@ -25,6 +25,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import can_repeat_before
 from cotune.replay.script import Replay, read_script
+from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
@@ -46,23 +47,29 @@ class EpisodeWithCalls(msgspec.Struct, frozen=True):
 
 
 class Repetition(msgspec.Struct, frozen=True):
-    """A recorded episode, the step from which on its repetitions are new (None: they repeat all), and these."""
+    """A recorded episode and its repetitions."""
 
     old: EpisodeWithCalls
+    """The recorded episode."""
     fork: int | None
+    """The step of the first call that the repetitions do not answer from the record; None if they answer all from
+    it."""
     new: Sequence[EpisodeWithCalls]
+    """The repetitions."""
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """The result of `replay`. `who` answered the calls that were not answered from the record; empty without any."""
+    """The result of `replay`."""
 
     who: str
+    """Who answered the calls that were not answered from the record; empty if there were none."""
     repetitions: Sequence[Repetition]
     planned: int = 0
-    """Number of episodes to run; fewer were run if it was interrupted."""
+    """The number of episodes to run. Fewer were run if the replay was interrupted."""
 
     @property
     def interrupted(self) -> bool:
+        """Whether fewer episodes were run than planned."""
         return sum(len(repetition.new) for repetition in self.repetitions) < self.planned
 
     @property
@@ -86,18 +93,21 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
 
 class _Plan(NamedTuple):
-    """A recorded episode, and how it is repeated; None to run it without its record."""
+    """A recorded episode to run again."""
 
     old: EpisodeWithCalls
     replay: Replay | None
+    """How calls are answered from the record; None to answer all calls anew."""
 
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Episode], None]]]
-"""Takes the number of episodes to run. Its context yields the function to call with each episode that has ended."""
+"""A function that takes the number of episodes to run. Its context yields the function to call with each episode that
+has ended."""
 
 
 def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) -> ReplayReport:
-    """Run one recorded episode again, or all, and report on them; after Ctrl-C, on the ones that have ended.
+    """Run one recorded episode again, or all of them, and report on them. After Ctrl-C, report on the episodes that
+    have ended.
 
     Calls before `options.call` are answered from the record. This call and later ones are answered by `options.model`,
     else by the run's newest policies, else by the application's own provider. Without `call`, all calls are answered
@@ -119,21 +129,18 @@ async def _replay(
     options: ReplayOptions,
     on_episode: Callable[[Episode], None] | None,
 ) -> ReplayReport:
-    """Run each plan `k` times, and report the new episodes by recorded episode. `on_episode` is called after each."""
+    """Run each plan `k` times, and report the new episodes by recorded episode. `on_episode` is called with each of
+    them when it has ended."""
     has_new_calls = options.model is not None or options.call is not None
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
+        # Open the store of the new episodes, and what answers new calls.
         store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
         who = ""
-        policies = None
+        policies: PolicyResponder | None = None
         if has_new_calls:
             trained = _trained_policies(run, options)
-            if trained:
-                who = f"the policies of {trained}"
-            elif options.model:
-                who = f"{options.model}, untrained"
-            else:
-                who = "the application's own provider"
+            who = _describe_answerer(trained, options.model)
             answers = answering(
                 workflow,
                 policies=trained,
@@ -146,50 +153,29 @@ async def _replay(
             policies = await stack.enter_async_context(answers)
         if policies is not None and options.model is not None and options.call is not None:
             # Another model may not be able to read the recorded token ids of the calls before.
-            plans, rendered = await asyncio.to_thread(_without_foreign_ids, plans, RecordedIds(run, policies.chat_of))
+            plans, rendered = await asyncio.to_thread(_drop_foreign_ids, plans, RecordedIds(run, policies.chat_of))
             if rendered:
                 who += f" (recorded prompts of {plural(rendered, 'episode')} are rendered in its own template)"
 
+        # Run all repetitions. Their results are by the index of the plan and the number of the repetition.
         ended: dict[tuple[int, int], EpisodeWithCalls] = {}
 
         async def run_again(index: int, number: int) -> None:
-            """Run the plan at `index` once, as its repetition `number`, and store the result in `ended`."""
-            old, replay = plans[index]
-            sink = _RecordList(store)
-            flow = workflow
-            responder: Responder | None = policies
-            if replay is not None:
-                flow, responder = repeat_episode(workflow, replay, responder)
             async with gate:
-                outcome = await run_episode(
-                    flow,
-                    old.episode.task,
-                    sink=sink,
-                    responder=responder,
-                    options=EpisodeOptions(
-                        phase="replay",
-                        rollout=number,
-                        timeout=options.timeout,
-                        offline=not has_new_calls,
-                        record_tools=replay is not None and bool(replay.script.results),
-                        freeze=replay is not None and bool(replay.script.reads),
-                    ),
-                )
+                new = await _run_once(workflow, plans[index], policies, number, options, store)
             if on_episode is not None:
-                on_episode(outcome.episode)
-            calls = [record for record in sink.records if isinstance(record, CallRecord)]
-            calls.sort(key=lambda call: call.step)
-            ended[index, number] = EpisodeWithCalls(outcome.episode, calls, outcome.rewards)
+                on_episode(new.episode)
+            ended[index, number] = new
 
         runs = list(itertools.product(range(len(plans)), range(options.k)))
         try:
             await asyncio.gather(*(run_again(index, number) for index, number in runs))
-        except asyncio.CancelledError:  # Ctrl-C: report on the episodes that ended
+        except asyncio.CancelledError:  # Ctrl-C: report on the episodes that have ended
             if not ended or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
 
-    # Episodes have ended in any order: group them by recorded episode again.
+    # Episodes have ended in any order. Group them by recorded episode.
     repetitions: list[Repetition] = []
     for index, (old, replay) in enumerate(plans):
         new = [ended[index, number] for number in range(options.k) if (index, number) in ended]
@@ -198,23 +184,76 @@ async def _replay(
     return ReplayReport(who, repetitions, len(runs))
 
 
-def _without_foreign_ids(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
+async def _run_once(
+    workflow: Workflow,
+    plan: _Plan,
+    policies: PolicyResponder | None,
+    number: int,
+    options: ReplayOptions,
+    store: Store | None,
+) -> EpisodeWithCalls:
+    """Run a plan once, as its repetition `number`. `policies` answer new calls; if None, the application's provider
+    does. The records also go to `store`."""
+    sink = _RecordList(store)
+    flow = workflow
+    responder: Responder | None = policies
+    record_tools = False
+    freeze = False
+    if plan.replay is not None:
+        flow, responder = repeat_episode(workflow, plan.replay, policies)
+        # Tools and clocks are repeated if the recorded episode has recorded them.
+        record_tools = bool(plan.replay.script.results)
+        freeze = bool(plan.replay.script.reads)
+    outcome = await run_episode(
+        flow,
+        plan.old.episode.task,
+        sink=sink,
+        responder=responder,
+        options=EpisodeOptions(
+            phase="replay",
+            rollout=number,
+            timeout=options.timeout,
+            offline=options.model is None and options.call is None,
+            record_tools=record_tools,
+            freeze=freeze,
+        ),
+    )
+    calls = [record for record in sink.records if isinstance(record, CallRecord)]
+    calls.sort(key=lambda call: call.step)
+    return EpisodeWithCalls(outcome.episode, calls, outcome.rewards)
+
+
+def _describe_answerer(trained: str | Path | None, model: str | None) -> str:
+    """Return who answers new calls: trained policies, an untrained model, or the application's provider."""
+    if trained:
+        return f"the policies of {trained}"
+    if model:
+        return f"{model}, untrained"
+    return "the application's own provider"
+
+
+def _drop_foreign_ids(plans: Sequence[_Plan], ids: RecordedIds) -> tuple[list[_Plan], int]:
     """Return the plans without the token ids that another model cannot read, and the number of changed plans."""
     new_plans: list[_Plan] = []
     changed_plans = 0
-    for old, replay in plans:
-        if replay is not None:
-            replay, changed = without_foreign_ids(replay, ids)
-            changed_plans += changed
-        new_plans.append(_Plan(old, replay))
+    for plan in plans:
+        if plan.replay is None:
+            new_plans.append(plan)
+            continue
+        replay, has_changed = without_foreign_ids(plan.replay, ids)
+        changed_plans += has_changed
+        new_plans.append(_Plan(plan.old, replay))
     return new_plans, changed_plans
 
 
 def _trained_policies(run: Path, options: ReplayOptions) -> str | Path | None:
-    """Return the run or export whose policies answer new calls; None if the application's provider or a model does."""
+    """Return the run or export whose policies answer new calls. None if the application's provider or an untrained
+    model does."""
     if options.model is None:
-        return None if newest_checkpoint(RunLayout(run).checkpoints) is None else run
-    return options.model if is_export(Path(options.model)) or is_run(options.model) else None
+        has_checkpoint = newest_checkpoint(RunLayout(run).checkpoints) is not None
+        return run if has_checkpoint else None
+    is_trained = is_export(Path(options.model)) or is_run(options.model)
+    return options.model if is_trained else None
 
 
 _MISSING_BASE_REMEDY = (
@@ -224,7 +263,7 @@ _MISSING_BASE_REMEDY = (
 
 
 class _RecordList:
-    """A sink that collects the records of an episode, and passes them on to `store`."""
+    """A sink that collects the records of an episode, and also writes them to `store`, if there is one."""
 
     def __init__(self, store: Store | None) -> None:
         self.records: list[Record] = []
@@ -237,8 +276,8 @@ class _RecordList:
 
 
 def _load_workflow(run: Path, options: ReplayOptions) -> Workflow:
-    """Load the application to replay, with the redactor, role names and prompts of the run unless the options say
-    otherwise. Raises ConfigError if neither names an application."""
+    """Load the application to replay, with the redactor, role names and prompts of the run, unless the options name
+    others. Raises ConfigError if neither the options nor the records name an application."""
     described = read_run_json(run) if is_run(run) else read_trace(run)
     spec = options.workflow or known_workflow(described, run.absolute())
     if spec is None:
@@ -274,8 +313,8 @@ def _plan_repetition(store: Store, episode: Episode, options: ReplayOptions) -> 
     """Read an episode with its record, and plan its repetition. Raises RecordError, ConfigError."""
     calls = store.calls(episode.id)
     old = EpisodeWithCalls(episode, calls, store.rewards([episode.id])[episode.id])
-    if options.model is not None and options.call is None:
-        return _Plan(old, None)
+    if options.model is not None and options.call is None:  # the model answers all calls
+        return _Plan(old, replay=None)
     if any(call.redacted for call in calls):
         raise RecordError(
             f"Episode {episode.id} cannot be repeated: a redactor changed its stored calls.",
@@ -303,14 +342,18 @@ def _plan_repetition(store: Store, episode: Episode, options: ReplayOptions) -> 
 
 
 def _first_new_step(old: EpisodeWithCalls, replay: Replay | None) -> int | None:
-    """Return the step from which on a repetition is new; None if it repeats all calls."""
+    """Return the step of the first call that is not answered from the record; None if all are."""
     if replay is None:
         return 0
-    return next((call.step for call in old.calls if call.id == replay.fork), None)
+    for call in old.calls:
+        if call.id == replay.fork:
+            return call.step
+    return None
 
 
 def _parse_answer(text: str | None) -> Answer | None:
-    """Return the answer of the user as a recorded one; JSON is an assistant message."""
+    """Return the answer of the user (`options.answer`) in the form of a recorded one. It is a text, or an assistant
+    message as JSON."""
     if text is None:
         return None
     message: dict[str, Any] = {"role": "assistant", "content": text}

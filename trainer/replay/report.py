@@ -15,7 +15,7 @@ from cotune.trainer.replay.replay import EpisodeWithCalls, Repetition, ReplayRep
 _CAUSES_SHOWN = 5
 _CHANGED_SHOWN = 20
 _POSITION = re.compile(r"character \d+: recorded .*", re.DOTALL)
-"""The part of a divergence's text that differs between episodes with the same cause."""
+"""The part of the error of a divergence that differs between episodes with the same cause."""
 
 
 def render(report: ReplayReport) -> Group:
@@ -35,8 +35,10 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
     """Show the calls of a recorded episode next to the calls of its repetitions, then how all of them ended."""
     old = repetition.old
     fork = repetition.fork
-    repeated = len(old.calls) if fork is None else fork
-    sources = f"{plural(repeated, 'call')} from the record" + (f", then {who}" if who and fork is not None else "")
+    n_repeated = len(old.calls) if fork is None else fork
+    sources = f"{plural(n_repeated, 'call')} from the record"
+    if who and fork is not None:
+        sources += f", then {who}"
     yield Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {sources}\n")
 
     # A column for each episode. Calls of the same role and turn share a row, in the order of their first step.
@@ -51,9 +53,12 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
             first_step[key] = min(call.step, first_step.get(key, call.step))
     table = grid("call", "role", "turn>", *columns)
     for role, turn in sorted(first_step, key=first_step.__getitem__):
-        row = [calls.get((role, turn)) for calls in calls_of_column]
-        step = next(call.step for call in row if call is not None)
-        if any(call is not None and call.replayed is None for call in row[1:]) or None in row:
+        old_call, *new_calls = (calls.get((role, turn)) for calls in calls_of_column)
+        row = [old_call, *new_calls]
+        # Leave out rows in which all repetitions got the recorded answer.
+        any_answered_anew = any(call is not None and call.replayed is None for call in new_calls)
+        if any_answered_anew or None in row:
+            step = next(call.step for call in row if call is not None)
             table.add_row(*cells((step, role, turn)), *(_answer_cell(call) for call in row))
     if table.row_count:
         yield table
@@ -69,7 +74,7 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
 
 
 def _many_episodes(report: ReplayReport) -> Iterable[RenderableType]:
-    """Count the episodes that ended as before, better, worse or with an error, and list the changed ones."""
+    """Show how many episodes ended as before, better, worse or with an error, and list the changed ones."""
     pairs: list[tuple[EpisodeWithCalls, EpisodeWithCalls]] = []
     for repetition in report.repetitions:
         pairs += [(repetition.old, new) for new in repetition.new]
@@ -116,8 +121,9 @@ def _many_episodes(report: ReplayReport) -> Iterable[RenderableType]:
     for errors in commonest[:_CAUSES_SHOWN]:
         prefix = "" if len(set(errors)) == 1 else "at one place, first: "
         yield Text(f"\n{len(errors)} x {prefix}{errors[0]}", style=BAD)
-    if others := sum(map(len, commonest[_CAUSES_SHOWN:])):
-        yield Text(f"\n{plural(others, 'episode')} with other errors", style=BAD)
+    n_others = sum(map(len, commonest[_CAUSES_SHOWN:]))
+    if n_others:
+        yield Text(f"\n{plural(n_others, 'episode')} with other errors", style=BAD)
 
     if changed:
         title = f"\nnot the same: {len(changed)}"
@@ -131,6 +137,7 @@ def _many_episodes(report: ReplayReport) -> Iterable[RenderableType]:
 
 
 def _answer_cell(call: CallRecord | None) -> Text:
+    """Show the chosen answer of a call, or its error. Answers from the record are dim."""
     if call is None:
         return Text("(not asked)", style=QUIET)
     if call.chosen is None:

@@ -1,4 +1,5 @@
-"""Recorded token ids for another model than the recorded one. If it cannot read them, it gets the texts instead."""
+"""Recorded token ids for another model than the one that has sampled them. A model that cannot read them gets the texts
+instead."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import loading_options, locate_model
 from cotune.records.answers import Answer
+from cotune.records.structs import Candidate
 from cotune.replay.script import Replay, ScriptCall
 from cotune.sampling.protocol import ChatFormat
 from cotune.storage.run_layout import is_run, read_run, read_run_json, relocated
 
 
 class RecordedIds:
-    """Decides whether another model can use the recorded token ids of a call: the call's policy must have had the same
-    vocabulary and chat template as the model that answers now."""
+    """Decides whether the model that answers now can read the recorded token ids of a call. It must have the same
+    vocabulary and chat template as the policy that has answered the call."""
 
     def __init__(self, run: Path, chat_of: Callable[[str], ChatFormat]) -> None:
         """`chat_of` returns the chat format of the model that answers a role now."""
@@ -53,20 +55,23 @@ class RecordedIds:
 def without_foreign_ids(replay: Replay, ids: RecordedIds) -> tuple[Replay, bool]:
     """Return the replay without the token ids that cannot be read, and whether there are any."""
     calls: list[ScriptCall] = []
-    some_foreign = False
+    any_foreign = False
     for call in replay.script.calls:
-        if not ids.readable(call):
-            call = _as_text(call)
-            some_foreign = True
-        calls.append(call)
+        if ids.readable(call):
+            calls.append(call)
+        else:
+            calls.append(_as_text(call))
+            any_foreign = True
     script = msgspec.structs.replace(replay.script, calls=tuple(calls))
-    return msgspec.structs.replace(replay, script=script), some_foreign
+    return msgspec.structs.replace(replay, script=script), any_foreign
 
 
 def _as_text(call: ScriptCall) -> ScriptCall:
-    """Return the call with its texts alone, as a provider would have answered it."""
-    texts = tuple(msgspec.structs.replace(c, token_ids=(), logprobs=()) for c in call.answer.candidates)
-    answer: Answer = msgspec.structs.replace(call.answer, candidates=texts, prompt_ids=())
+    """Return the call without token ids, as if a provider had answered it."""
+    candidates: list[Candidate] = []
+    for candidate in call.answer.candidates:
+        candidates.append(msgspec.structs.replace(candidate, token_ids=(), logprobs=()))
+    answer: Answer = msgspec.structs.replace(call.answer, candidates=tuple(candidates), prompt_ids=())
     return msgspec.structs.replace(call, answer=answer)
 
 

@@ -34,11 +34,11 @@ STEP = {
 
 
 def role_table(metrics: StepMetrics) -> Grid:
-    """Return the figures of the step by role. An optional figure is shown if it is not 0 for some role."""
-    not_zero: set[str] = set()
+    """Return the table of a step's figures by role. An optional figure has a column if it is not 0 for some role."""
+    nonzero_figures: set[str] = set()
     for figures in metrics.roles.values():
-        not_zero.update(name for name, value in figures.items() if value)
-    shown = {name: metric for name, metric in columns().items() if not metric.optional or name in not_zero}
+        nonzero_figures.update(name for name, value in figures.items() if value)
+    shown = {name: metric for name, metric in columns().items() if not metric.optional or name in nonzero_figures}
     table = grid("role", *(f"{metric.column}>" for metric in shown.values()))
     for role, figures in metrics.roles.items():
         cells = [_figure_text(figures.get(name), metric.share) for name, metric in shown.items()]

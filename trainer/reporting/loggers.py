@@ -34,7 +34,7 @@ from cotune.trainer.run.run_folder import RunFolder, write_atomically
 log = logging.getLogger("cotune")
 
 SHOWN_EPISODES = 8
-"""Most episodes of a step in its table."""
+"""The most episodes of a step in its table."""
 COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
 MAIN_GROUP = "1_main"
 """The group of figures that trackers show first, because they sort by name."""
@@ -42,10 +42,11 @@ _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
 _SECRET = re.compile(r"(?i)(?<=[?&])([\w.-]*(?:password|passwd|token|secret|key)[\w.-]*)=[^&#\s]*")
 """Parameters of an address with a secret, for example the password of PostgreSQL."""
 EXPORT_ARTEFACT = "export"
-"""Name of the artefact that `cotune export` sends."""
+"""The name of the artefact that `cotune export` sends."""
 CELL_CHARACTERS = 2000
-"""Characters of a cell."""
+"""The most characters of a cell of the table."""
 _END_SECONDS = 30.0
+"""The time to send the remaining steps when the run ends."""
 
 
 class Loggers:
@@ -58,12 +59,12 @@ class Loggers:
         self._say = say
 
     def episode(self, episode: Episode) -> None:
-        """Take an episode of the present step that has ended. The first ones go into the step's table."""
+        """Add an episode of the present step that has ended. The first ones go into the step's table."""
         if len(self._episodes) < SHOWN_EPISODES:
             self._episodes.append(episode)
 
     def base(self, held_out: Mapping[str, float]) -> None:
-        """Send the evaluation before the first step; does not wait."""
+        """Send the evaluation before the first step, as step 0. This does not wait."""
         figures = tracker_figures({"held_out": held_out, "roles": {}})
         for thread in self._threads:
             thread.work.put((0, figures, []))
@@ -79,7 +80,7 @@ class Loggers:
             thread.work.put((number, figures, rows))
 
     def close(self) -> None:
-        """Wait at most `_END_SECONDS` for steps that are not sent yet, and report steps that did not arrive."""
+        """Wait at most `_END_SECONDS` for steps that are not sent yet. Report the number of steps that are missing."""
         for thread in self._threads:
             thread.work.put(None)
         for thread in self._threads:
@@ -92,16 +93,18 @@ class Loggers:
 
 
 class _Logger(threading.Thread):
-    """One tool's steps, in order."""
+    """Sends steps to one tool, in order."""
 
     def __init__(self, tool: Tool, config: TrainConfig, folder: RunFolder, done: int) -> None:
         """Start the thread of a tool. `done` is the number of steps that the run has done before."""
         super().__init__(name=f"cotune-{tool}", daemon=True)
         self.tool = tool
         self.work: queue.SimpleQueue[tuple[int, Mapping[str, float], list[list[Any]]] | None] = queue.SimpleQueue()
+        """Steps to send, as number, figures and rows of the table. None ends the thread."""
         self.queued = 0
         self.sent = 0
         self.fault = ""
+        """The error of the last step that was not sent."""
         self._open = functools.partial(_open_tracker, tool, config, folder.path, done)
         self.start()
 
@@ -115,7 +118,8 @@ class _Logger(threading.Thread):
                 tracker.log(figures, step)
                 if rows:
                     tracker.table("episodes", COLUMNS, rows, step)
-                self.sent += step > 0
+                if step > 0:  # `queued` does not count the evaluation before the first step
+                    self.sent += 1
             except BaseException as error:  # noqa: BLE001  (no error of a tool stops the run)
                 # A tool that is down fails at every step: one warning is enough.
                 if not self.fault:
@@ -131,22 +135,31 @@ class _Logger(threading.Thread):
 
 
 def tracker_figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """Name the figures of a step for trackers: the most important ones under `1_main`, which every tool shows first,
-    counts of the step under `step`, and the others by their path in metrics.jsonl."""
-    main_figures = {f"{MAIN_GROUP}/1_held_out_{name}": line["held_out"].get(name) for name in ("success", "reward")}
+    """Return the figures of a line of metrics.jsonl, by their names in trackers.
+
+    The most important ones are under `1_main`, which every tool shows first. Counts of the step are under `step`, and
+    all others have their path in the line.
+    """
+    main_figures: dict[str, float | None] = {}
+    for name in ("success", "reward"):
+        main_figures[f"1_held_out_{name}"] = line["held_out"].get(name)
     for role, figures in line["roles"].items():
-        main_figures[f"{MAIN_GROUP}/2_reward/{role}"] = figures.get("reward")
-        main_figures[f"{MAIN_GROUP}/3_entropy/{role}"] = figures.get("entropy")
-        main_figures[f"{MAIN_GROUP}/4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
-    all_figures = {name: value for name, value in main_figures.items() if value is not None}
+        main_figures[f"2_reward/{role}"] = figures.get("reward")
+        main_figures[f"3_entropy/{role}"] = figures.get("entropy")
+        main_figures[f"4_sampler_gap/{role}"] = figures.get("sampler_gap_mean")
+
+    all_figures: dict[str, float] = {}
+    for name, main_figure in main_figures.items():
+        if main_figure is not None:
+            all_figures[f"{MAIN_GROUP}/{name}"] = main_figure
     for name, value in flatten_numbers(line):
         all_figures[name if "/" in name else f"step/{name}"] = value
     return all_figures
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a setting without private parts: a path becomes its last part, an address loses passwords and secrets.
-    This also holds within lists and tables."""
+    """Return a setting without private parts, also within lists and tables. A path is reduced to its last part, and an
+    address loses passwords and secret parameters."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +172,8 @@ def without_secrets(value: Any) -> Any:
 
 
 def flatten_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers in nested mappings, each with its path, for example `roles/planner/reward`."""
+    """Yield the finite numbers in nested mappings, each with its path, for example `roles/planner/reward`. `name` is
+    the path of `value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten_numbers(inner, f"{name}/{key}" if name else str(key))
@@ -168,8 +182,8 @@ def flatten_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
-    """Store an export as an artefact of its run in each of the run's tools that store files. `say` reports the result
-    for each tool; the export itself never changes."""
+    """Store an export as an artefact of its run, in each of the run's tools that store files. `say` gets the result of
+    each tool. A tool that fails does not change the export."""
     config = convert(read_run_json(run)["config"])
     for tool in config.loggers:
         if tool not in KEEP_FILES:
@@ -180,20 +194,24 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
                 tracker.keep(export, EXPORT_ARTEFACT, without=VERSIONS)
             finally:
                 tracker.finish()
-        except Exception as error:  # noqa: BLE001  (whatever a tool raises)
+        except Exception as error:  # noqa: BLE001  (tools raise errors of all kinds)
             say(f"logger {tool}: the export was not stored there ({error_line(error)[:300]})")
         else:
             say(f"stored in {tool} as an artefact of the run")
 
 
 def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tracker:
-    """Open the run in a tool: the tracker's run that loggers.json names, or a new one, which gets the configuration."""
+    """Open the run in a tool: continue the tracker's run whose id is in loggers.json, or begin a new one, which gets
+    the configuration. `done` is the number of steps that the run has done before."""
     described = read_run_json(path)
     file = path / "loggers.json"
     run = hashlib.sha256(f"{described['run']} {described['created']}".encode()).hexdigest()[:12]
-    tracker_id = json.loads(file.read_text()).get(tool) if file.is_file() else None
+    tracker_id: str | None = None
+    if file.is_file():
+        tracker_id = json.loads(file.read_text()).get(tool)
     tracker = Tracker(tool, config.project, path, run, known=tracker_id, done=done)
-    if tracker_id is None or tool == "trackio":  # trackio only shows settings of the last part of a run
+    # trackio shows only the settings of the last part of a run, so it gets them each time.
+    if tracker_id is None or tool == "trackio":
         settings: dict[str, bool | int | float | str] = {}
         for name, value in leaves(without_variables(config)):
             setting = without_secrets(value)
@@ -207,6 +225,7 @@ def _open_tracker(tool: Tool, config: TrainConfig, path: Path, done: int) -> Tra
 
 
 def _table_row(step: int, episode: Episode) -> list[Any]:
+    """Return the cells of an episode in the table of a step, as `COLUMNS` names them."""
     task_input = json.dumps(episode.task.input, default=str)[:CELL_CHARACTERS]
     metrics = json.dumps(dict(episode.metrics))
     error = (episode.error or "")[:CELL_CHARACTERS]

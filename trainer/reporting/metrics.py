@@ -24,7 +24,7 @@ Updates = Mapping[str, Mapping[str, float]]
 
 
 def policies_that_moved(updates: Updates) -> list[str]:
-    """Return the policies whose weights an update has changed: some optimizer step of it had a gradient."""
+    """Return the policies whose weights an update has changed: at least one of its optimizer steps had a gradient."""
     policies: list[str] = []
     for name, figures in updates.items():
         if figures["steps"] > figures["skipped_steps"] + figures["idle_steps"]:
@@ -33,13 +33,13 @@ def policies_that_moved(updates: Updates) -> list[str]:
 
 
 def step_seconds(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a step, without phases before the first step."""
+    """Return the seconds of a step, without the phases before the first step."""
     return sum(spent for phase, spent in seconds.items() if phase not in BEFORE)
 
 
 def throughput_fields(updates: Updates, seconds: Mapping[str, float], sampled: float = 0.0) -> dict[str, Any]:
-    """The fields of `StepMetrics` about tokens and their rates. `sampled` is the number of tokens that the rollouts
-    sampled.
+    """Return the fields of `StepMetrics` about tokens and their rates. `seconds` are by phase, and `sampled` is the
+    number of tokens that the rollouts have sampled.
 
     The learner computes tokens that rows share only once, so it counts computed (distinct) tokens apart from all
     tokens.
@@ -56,11 +56,14 @@ def throughput_fields(updates: Updates, seconds: Mapping[str, float], sampled: f
 
 
 def outcome_path(plans: Iterable[Plan]) -> str:
-    """Name the path whose outcomes a step reports. If candidates were selected along it, its outcome is not the success
-    rate of single samples. `plans` are those of the trained roles, whose policies may have a K of their own."""
-    how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
-    texts = {SINGLE if plan.kind != "tree" else how[plan.select].format(plan.k): None for plan in plans}
-    return " or ".join(texts)
+    """Return how the candidates of the episodes were chosen whose outcomes a step reports. If they were selected, the
+    outcome is not the success rate of single samples. `plans` has the plan of each trained role, whose policies may
+    have a K of their own."""
+    selections = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
+    texts: list[str] = []
+    for plan in plans:
+        texts.append(SINGLE if plan.kind != "tree" else selections[plan.select].format(plan.k))
+    return " or ".join(dict.fromkeys(texts))
 
 
 def outcome_means(
@@ -74,9 +77,10 @@ def outcome_means(
 
     With `task_weights` it is the weighted mean over tasks of each task's mean. `success` is the share of `successes`.
 
-    A failed episode counts with its own rewards. If it has none, it counts with `failed`: a number, or `lowest` (the
-    lowest reward of the other episodes, at most 0). With `exclude`, failed episodes do not count at all. Episodes that
-    the infrastructure failed never count. Metrics other than rewards are over episodes without an error.
+    A failed episode counts with its own rewards. If it has none, it counts with `failed`: a number, or by default the
+    lowest reward of the other episodes, at most 0. With "exclude", failed episodes do not count at all. Episodes that
+    failed because of the infrastructure never count. Means of metrics that are no rewards are over episodes without an
+    error.
     """
     finished = [episode for episode in episodes if episode.status == "ok"]
     failures: list[Episode] = []
@@ -91,6 +95,7 @@ def outcome_means(
     for episode in finished:
         episode_rewards = rewards.get(episode.id, {})
         for name, value in {**episode_rewards, **episode.metrics}.items():
+            # A metric `success` is in `successes` below.
             if name in episode_rewards or name != "success":
                 values[name].append((episode.task.id, value))
     for name in components:
@@ -100,22 +105,28 @@ def outcome_means(
         for episode in failures:
             value = rewards.get(episode.id, {}).get(name, value_if_failed)
             values[name].append((episode.task.id, value))
-    if solved := successes(episodes, rewards):
-        values["success"] = [(episode.task.id, float(success)) for episode, success in solved]
+    successes_of_episodes = successes(episodes, rewards)
+    if successes_of_episodes:
+        values["success"] = [(episode.task.id, float(success)) for episode, success in successes_of_episodes]
 
     means: dict[str, float] = {}
     for name, values_with_tasks in sorted(values.items()):
-        if task_weights is None:
-            means[name] = sum(value for _, value in values_with_tasks) / len(values_with_tasks)
-            continue
-        by_task: dict[str, list[float]] = defaultdict(list)
-        for task, value in values_with_tasks:
-            by_task[task].append(value)
-        task_means = {task: sum(task_values) / len(task_values) for task, task_values in by_task.items()}
-        mean = mean_over_tasks(task_means, task_weights)
+        mean = _mean(values_with_tasks, task_weights)
         if mean is not None:
             means[name] = mean
     return means
+
+
+def _mean(values_with_tasks: Sequence[tuple[str, float]], task_weights: Mapping[str, float] | None) -> float | None:
+    """Return the mean of values, each of which comes with its task. With `task_weights` it is the weighted mean of the
+    tasks' means; None if no task has a weight."""
+    if task_weights is None:
+        return sum(value for _, value in values_with_tasks) / len(values_with_tasks)
+    values_of_task: dict[str, list[float]] = defaultdict(list)
+    for task, value in values_with_tasks:
+        values_of_task[task].append(value)
+    task_means = {task: sum(values) / len(values) for task, values in values_of_task.items()}
+    return mean_over_tasks(task_means, task_weights)
 
 
 def count_lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:
@@ -132,16 +143,24 @@ def reasons_for_staying(
     prepared: Prepared,
     frozen: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return the reason for each trained policy that has not moved. Policies in `frozen` do not train in this step."""
-    reasons: dict[str, str] = dict.fromkeys(collected.unrewarded, "no reward")
-    reasons.update(prepared.reached)
-    reasons.update(dict.fromkeys(frozen, "frozen step"))
+    """Return, for each trained policy that has not moved, the reason. Policies in `frozen` do not train in this
+    step."""
     moved_policies = policies_that_moved(updates)
-    reason_of: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, spec in policies.specs.items():
-        if spec.trained and name not in moved_policies:
-            reason_of[name] = "no gradient" if name in rows else reasons.get(name, "no sample")
-    return reason_of
+        if not spec.trained or name in moved_policies:
+            continue
+        if name in rows:
+            reasons[name] = "no gradient"
+        elif name in frozen:
+            reasons[name] = "frozen step"
+        elif name in prepared.reached:
+            reasons[name] = prepared.reached[name]
+        elif name in collected.unrewarded:
+            reasons[name] = "no reward"
+        else:
+            reasons[name] = "no sample"
+    return reasons
 
 
 def role_metrics(
@@ -153,48 +172,51 @@ def role_metrics(
 ) -> dict[str, dict[str, float]]:
     """Return the figures of each role.
 
-    These are reward, group spread, zero-variance share, `tokens_mean` (length of its candidates), `prompt_tokens_mean`,
-    and `entropy` (the sampler's mean -log pi). A role that was trained also has the figures of its policy's update
-    (clip share, entropy, gap). `rows` and `updates` are by policy. `policy_of_role` has the trained roles of the step.
-    Figures that are not defined in this step are left out.
+    These are the figures of `prepared` (rewards and groups) and of the role's samples. A role that was trained also has
+    the figures of its policy's update. `rows` and `updates` are by policy. `policy_of_role` has the trained roles of
+    the step. Figures that are not defined in this step are left out.
     """
-    roles: dict[str, dict[str, float]] = {}
-    for role, role_figures in prepared.roles.items():
-        roles[role] = msgspec.structs.asdict(role_figures)
-
-    # Figures of the samples.
     samples_of_role: dict[str, list[Sample]] = defaultdict(list)
     for sample in collected.samples:
         samples_of_role[sample.role].append(sample)
-    for role, figures in roles.items():
-        samples = samples_of_role[role]
-        tokens = sum(sample.tokens for sample in samples)
-        figures["tokens_mean"] = tokens / len(samples)
-        figures["entropy"] = sum(sample.entropy * sample.tokens for sample in samples) / tokens
-        figures["prompt_tokens_mean"] = sum(collected.calls[s.call].prompt_tokens for s in samples) / len(samples)
-        # The last turn of the role in each episode; turns count from 0.
-        turns: dict[str, int] = {}
-        for sample in samples:
-            call = collected.calls[sample.call]
-            turns[call.episode] = max(turns.get(call.episode, 0), call.turn + 1)
-        figures["turns"] = sum(turns.values()) / len(turns)
+    roles: dict[str, dict[str, float]] = {}
+    for role, role_figures in prepared.roles.items():
+        roles[role] = {**msgspec.structs.asdict(role_figures), **_sample_figures(collected, samples_of_role[role])}
 
-    # Figures of the update. A policy with several roles has them by role.
     update_figures = [name for name, metric in registry()["roles"].items() if metric.of == "update"]
     for policy, update in updates.items():
         trained_roles = sorted({row.role for row in rows[policy]})
         for role in trained_roles:
+            # An update of several roles has the figures by role.
             prefix = "" if len(trained_roles) == 1 else f"{role}/"
             for name in update_figures:
                 if prefix + name in update:
                     roles[role][name] = float(update[prefix + name])
-        if len(trained_roles) == 1 and update.get("grad_norm"):
-            # Only one role of the policy had something to learn from, so all of the gradient is its own.
-            sharing = [role for role, name in policy_of_role.items() if name == policy and role in roles]
-            for role in sharing if len(sharing) > 1 else ():
+
+        # If only one of several roles of a policy had something to learn from, the whole gradient is its own.
+        roles_of_policy = [role for role, name in policy_of_role.items() if name == policy and role in roles]
+        if len(trained_roles) == 1 and len(roles_of_policy) > 1 and update.get("grad_norm"):
+            for role in roles_of_policy:
                 roles[role]["gradient_share"] = float(role == trained_roles[0])
 
     finite: dict[str, dict[str, float]] = {}
     for role, figures in roles.items():
         finite[role] = {name: value for name, value in figures.items() if math.isfinite(value)}
     return finite
+
+
+def _sample_figures(collected: Collected, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean lengths, the entropy and the turns of a role's samples. The entropy is the sampler's mean
+    -log pi, over tokens."""
+    tokens = sum(sample.tokens for sample in samples)
+    prompt_tokens = sum(collected.calls[sample.call].prompt_tokens for sample in samples)
+    turns_of_episode: dict[str, int] = {}
+    for sample in samples:
+        call = collected.calls[sample.call]
+        turns_of_episode[call.episode] = max(turns_of_episode.get(call.episode, 0), call.turn + 1)  # turns count from 0
+    return {
+        "tokens_mean": tokens / len(samples),
+        "entropy": sum(sample.entropy * sample.tokens for sample in samples) / tokens,
+        "prompt_tokens_mean": prompt_tokens / len(samples),
+        "turns": sum(turns_of_episode.values()) / len(turns_of_episode),
+    }

@@ -30,10 +30,11 @@ async def profiling(run: Run, progress: Progress) -> AsyncIterator[None]:
     try:
         yield
     except Exception:
-        with contextlib.suppress(Exception):  # the error of the step counts, and its learner may be gone
+        # Only the error of the step is reported. Its learner may be gone.
+        with contextlib.suppress(Exception):
             run.learner.end_profile(None)
         raise
-    if run.state.steps < number:  # it was stopped
+    if run.state.steps < number:  # the step was stopped, so its trace is discarded
         file = None
     fault = fault or await _profiler_fault(run.learner.end_profile, file)
     if fault:
@@ -43,7 +44,7 @@ async def profiling(run: Run, progress: Progress) -> AsyncIterator[None]:
 
 
 async def _profiler_fault(method: Callable[..., None], *arguments: Any) -> str:
-    """Call a method of the learner. If its profiler fails, return the reason in one line, else an empty text."""
+    """Call a method of the learner. Returns the error of its profiler in one line; an empty text without one."""
     try:
         await asyncio.to_thread(method, *arguments)
     except (RuntimeError, OSError) as error:

@@ -24,9 +24,9 @@ from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
 
 CAUSES = 5
-"""Number of different causes of failed episodes that are shown in a run."""
+"""The number of different causes of failed episodes that a run shows."""
 SILENCE = 60.0
-"""Seconds without a line after which a line shows the progress, if no bar can be shown."""
+"""If no bar can be shown, a line shows the progress after this many seconds without a line."""
 
 FAULT_COUNTERS = (
     "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "out_of_memory", "restarts", "retried",
@@ -53,9 +53,11 @@ class Progress:
         )  # fmt: skip
         self._steps = self._bars.add_task("steps", total=steps)
         self._episodes = self._bars.add_task("episodes", total=None)
-        self._live = Live(self._bars, console=self.console, refresh_per_second=4) if self.console.is_terminal else None
-        self._shown: set[str] = set()
-        self._causes: set[str] = set()
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(self._bars, console=self.console, refresh_per_second=4)
+        self._shown: set[str] = set()  # lines and errors that are shown only once
+        self._causes: set[str] = set()  # causes of failed episodes that were shown
         self._total = steps
         self.activity = Activity(steps, folder)
         self._last_line = time.monotonic()
@@ -74,10 +76,12 @@ class Progress:
             self._live.stop()
 
     def _break_silence(self) -> None:
-        """Print the present phase whenever nothing was printed for `SILENCE` seconds; runs in a separate thread."""
-        while not self._over.wait(max(self._last_line + SILENCE - time.monotonic(), 0.01)):
+        """Print the present phase whenever nothing was printed for `SILENCE` seconds. Runs in a separate thread."""
+        is_over = False
+        while not is_over:
             if time.monotonic() - self._last_line >= SILENCE:
                 self.say(self.activity.text)
+            is_over = self._over.wait(max(self._last_line + SILENCE - time.monotonic(), 0.01))
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -116,9 +120,8 @@ class Progress:
         self.activity.advance("evaluate")
 
     def episode(self, episode: Episode) -> None:
-        """Count an ended episode for the progress line. Show the error of a failed one, up to `CAUSES` different
-        errors.
-        """
+        """Count an episode of the rollout that has ended. If it has failed, show its error, up to `CAUSES` different
+        errors in a run."""
         self._bars.advance(self._episodes)
         self.activity.advance("rollout")
         if self.loggers is not None:
@@ -133,16 +136,15 @@ class Progress:
             self._causes.add(cause)
 
     def scorer_errors(self, errors: Mapping[str, int]) -> None:
-        """Show each distinct error of a scorer once, with the number of candidates."""
+        """Show each error of a scorer once, with the number of candidates that it has left without a reward."""
         for text, count in errors.items():
             if text not in self._shown:
                 self._shown.add(text)
                 self.say(f"scorer failed on {plural(count, 'candidate')}, not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show the figures of a finished step, and how long the run will still take. A terminal gets bars and a table,
-        a log one line.
-        """
+        """Show the figures of a finished step, and the time to the end of the run. A terminal gets bars and a table, a
+        log one line."""
         if self.loggers is not None:
             self.loggers.step(metrics)
         self._bars.update(self._steps, completed=metrics.step + 1)
@@ -160,8 +162,8 @@ class Progress:
 
 @contextlib.contextmanager
 def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[..., None]]:
-    """Show a bar over episodes, or without a terminal a line every `SILENCE` seconds. Yields the function that advances
-    it, by one or by `count`."""
+    """Show a bar over episodes, or without a terminal a line every `SILENCE` seconds. Yields a function that counts one
+    more episode, or `count` more."""
     done = 0
     last_line = time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
@@ -179,18 +181,21 @@ def episode_bar(console: Console, total: int | None, name: str = "episodes") -> 
 
 
 def summary(metrics: StepMetrics) -> str:
-    """Return the step in one line."""
+    """Return the figures of a step in one line."""
+    # Rewards, what was learned from, and the time.
     seconds = ", ".join(f"{phase} {spent:.1f}s" for phase, spent in metrics.seconds.items() if spent >= 0.05)
-    left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
-    learned = loss_parts(metrics) or [f"groups {metrics.groups}"]
-    parts = [*reward_parts(metrics), *learned, f"rows {metrics.rows}", seconds]
-    if shares := shares_of(metrics.roles):
+    learned_from = loss_parts(metrics) or [f"groups {metrics.groups}"]
+    parts = [*reward_parts(metrics), *learned_from, f"rows {metrics.rows}", seconds]
+    shares = shares_of(metrics.roles)
+    if shares:
         parts.append("gradient: " + "  ".join(f"{role} {share:.0%}" for role, share in shares.items()))
+
+    # The rollout: forks, refill, faults and counters.
     if metrics.replay:
+        figures = metrics.replay
         parts.append(
-            "{forks} forks, {branches} branches, {diverged} diverged, {repeated} calls from the record".format(
-                **metrics.replay
-            )
+            f"{figures['forks']} forks, {figures['branches']} branches, {figures['diverged']} diverged, "
+            f"{figures['repeated']} calls from the record"
         )
     if metrics.refill.get("tasks"):
         parts.append(_refill_text(metrics))
@@ -199,11 +204,14 @@ def summary(metrics: StepMetrics) -> str:
     if metrics.staleness.keys() - {"0"}:
         lags = ", ".join(f"{lag}: {count}" for lag, count in metrics.staleness.items())
         parts.append(f"rows by staleness {lags}")
-    if faults := {name: count for name, count in metrics.counters.items() if name in FAULT_COUNTERS}:
-        parts.append(", ".join(f"{name} {count}" for name, count in faults.items()))
-    parts += _counter_parts(metrics.counters, "judge", JUDGE_COUNTERS)
-    parts += _counter_parts(metrics.counters, "teacher", TEACHER_COUNTERS)
-    if left_out:
+    faults = [f"{name} {count}" for name, count in metrics.counters.items() if name in FAULT_COUNTERS]
+    parts.append(", ".join(faults))
+    parts.append(_counters_text(metrics.counters, "judge", JUDGE_COUNTERS))
+    parts.append(_counters_text(metrics.counters, "teacher", TEACHER_COUNTERS))
+
+    # Candidates and policies that were not trained.
+    if metrics.left_out:
+        left_out = ", ".join(f"{reason} {count}" for reason, count in metrics.left_out.items())
         parts.append(f"left out: {left_out}")
     stayed = ", ".join(f"{policy} ({why})" for policy, why in metrics.stayed.items())
     if not metrics.updated:
@@ -219,12 +227,12 @@ def _refill_text(metrics: StepMetrics) -> str:
     text = f"refill: {plural(refill['tasks'], 'task')}"
     if refill["late_tasks"]:
         text += f", {plural(refill['late_tasks'], 'task')} late ({refill['late']} episodes)"
-    by_role: list[str] = []
+    role_texts: list[str] = []
     for role, figures in metrics.roles.items():
         if figures.get("refill_drawn"):
-            by_role.append(f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ")
-    if by_role:
-        text += f" ({', '.join(by_role)})"
+            role_texts.append(f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ")
+    if role_texts:
+        text += f" ({', '.join(role_texts)})"
     return text
 
 
@@ -239,8 +247,8 @@ def loss_parts(metrics: StepMetrics) -> list[str]:
 
 
 def reward_parts(metrics: StepMetrics) -> list[str]:
-    """Return the step's rewards: single samples on held-out tasks, all candidates by role, and the
-    outcomes of the step's episodes."""
+    """Return the rewards of a step as parts of its line: single samples on held-out tasks, all candidates by role, and
+    the outcomes of the step's episodes."""
     parts: list[str] = []
     if text := held_out_text(metrics.held_out):
         parts.append(f"held-out, single samples: {text}")
@@ -254,15 +262,16 @@ def reward_parts(metrics: StepMetrics) -> list[str]:
 
 
 def held_out_text(figures: Mapping[str, float]) -> str:
-    """Return success and rewards of an evaluation on held-out tasks, with their intervals and counts; an empty text
-    without any."""
+    """Return success and rewards of an evaluation on held-out tasks, with their intervals and numbers of tasks. Returns
+    an empty text without an evaluation."""
     episodes = figures.get("episodes", 0.0)
     failed = figures.get("failed", 0.0)
     parts: list[str] = []
     for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN)):
-        # An outcome that is a bool is the success, so it is shown once.
-        if name not in figures or (name == "outcome" and figures[name] == figures.get("success")):
+        if name not in figures:
             continue
+        if name == "outcome" and figures[name] == figures.get("success"):
+            continue  # an outcome that is a bool is the success, which is shown already
         tasks = figures.get(f"{name}_n", episodes)
         part = f"{title} {figures[name]:.3f}{_interval_text(figures, name)} on {tasks:.0f}"
         if f"base_{name}" in figures:
@@ -277,16 +286,22 @@ def held_out_text(figures: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _counter_parts(counters: Mapping[str, float], who: str, names: Iterable[str]) -> list[str]:
-    """Return the counters of a judge or a teacher as one part of the line; none if there are no counters."""
+def _counters_text(counters: Mapping[str, float], owner: str, names: Iterable[str]) -> str:
+    """Return these counters of the `owner` ("judge" or "teacher") as a part of the line; an empty text if it has
+    none."""
     texts: list[str] = []
     for name in names:
-        count = counters.get(f"{who}.{name}")
-        if count is not None:
-            texts.append(f"{name} {count:.6f}" if name == "cost" else f"{name.replace('_', ' ')} {count:.0f}")
-    return [f"{who}: {', '.join(texts)}"] if texts else []
+        count = counters.get(f"{owner}.{name}")
+        if count is None:
+            continue
+        if name == "cost":
+            texts.append(f"{name} {count:.6f}")
+        else:
+            texts.append(f"{name.replace('_', ' ')} {count:.0f}")
+    return f"{owner}: {', '.join(texts)}" if texts else ""
 
 
 def _interval_text(figures: Mapping[str, float], name: str) -> str:
+    """Return the interval of a figure in brackets; an empty text without one."""
     ends = [figures[end] for end in (f"{name}_low", f"{name}_high") if end in figures]
     return f" [{', '.join(f'{end:.3f}' for end in ends)}]" if ends else ""

@@ -32,7 +32,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     versions: Mapping[str, int]
     headline: Headline
-    """Its figures, the most telling first: held-out success of base and trained with the verdict, rewards by role."""
+    """The main figures, the most important first: held-out success of base and trained with the verdict, then rewards
+    by role."""
     calls: int
     candidates: int
     groups: int
@@ -46,9 +47,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Trained roles without a call in the last steps, each with the number of these steps: `SILENT_STEPS` or more, or
     all steps."""
     held_out: str = ""
-    """The file of held-out tasks of its evaluations, if any."""
+    """The file of the held-out tasks of evaluations, if there are any."""
     ended: str = ""
-    """The reason if its settings (patience, guard) ended it before its last step; then it is finished too."""
+    """The reason if settings of the run (patience, guard) ended it before its last step. Such a run is finished too."""
 
 
 def sum_up(
@@ -61,7 +62,7 @@ def sum_up(
     held_out: str = "",
     ended: str = "",
 ) -> RunSummary:
-    """Sum up the run in a folder."""
+    """Return the summary of the run in a folder, from its metrics and its `state`."""
     with OpenedRun(run) as opened:
         lines = opened.metrics
         headline = opened.headline
@@ -69,6 +70,7 @@ def sum_up(
     for line in lines:
         left_out.update(line["left_out"])
     silent: dict[str, int] = lines[-1].get("silent", {}) if lines else {}
+    most_silent = min(SILENT_STEPS, len(lines))
     return RunSummary(
         path=str(run),
         steps=state.steps,
@@ -82,7 +84,7 @@ def sum_up(
         lost_records=lost_records,
         seconds=seconds,
         stayed={name: why for name, why in stayed_reasons(lines).items() if name not in state.versions},
-        silent={role: steps for role, steps in silent.items() if steps >= min(SILENT_STEPS, len(lines))},
+        silent={role: steps for role, steps in silent.items() if steps >= most_silent},
         held_out=held_out,
         ended=ended,
     )

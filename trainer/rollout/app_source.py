@@ -33,7 +33,7 @@ PASSED_ON = (
     "*_PROXY",
     "*_proxy",
 )
-"""Environment variables that every worker gets from the driver."""
+"""Patterns of environment variables that every worker gets from the driver."""
 
 _REMEDY = 'Put it into a module of its own and pass "module:name", or path/to/file.py:name.'
 
@@ -84,17 +84,18 @@ def app_source(path: str, config: TrainConfig, prompts: Prompts | None = None) -
 
 def import_path(workflow: Workflow) -> str:
     """Return the module and name, or the file and name, under which `workflow` can be imported. Raises ConfigError."""
-    main = ""
+    name_in_main = ""
     for module, name in _names(workflow):
+        # Other processes cannot import "__main__" by this name, but its file.
         if module.__name__ != "__main__":
             return f"{module.__name__}:{name}"
         if file := getattr(module, "__file__", None):
             path = Path(file).resolve()
             if path.is_relative_to(Path.cwd()):
                 path = path.relative_to(Path.cwd())
-            main = f"{path}:{name}"
-    if main:
-        return main
+            name_in_main = f"{path}:{name}"
+    if name_in_main:
+        return name_in_main
     code = getattr(workflow.fn, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     raise ConfigError("workflow", f"{workflow.name}{where}", "cannot be imported by rollout workers", _REMEDY)
@@ -104,7 +105,7 @@ def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
     """Yield the modules that have the workflow, each with its name in that module."""
     home = getattr(workflow.fn, "__module__", "")
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    # The module that defines it comes first: others, for example an application's tests, may have imported it.
+    # The module that defines the workflow comes first. Other modules may have imported it, for example tests.
     for module in sorted(modules, key=lambda module: module.__name__ != home):
         for name, value in list(vars(module).items()):
             # type() instead of isinstance(): a module may have objects that pretend to have any attribute or class.
@@ -125,8 +126,8 @@ def _environment() -> dict[str, str]:
 
 
 def _import_paths(has_working_dir: bool) -> Iterator[str]:
-    """Yield the import paths of this process, absolute. If workers have a working folder of their own, it replaces the
-    folder of this process."""
+    """Yield the absolute import paths of this process. If workers have a working folder of their own, the folder of
+    this process is left out."""
     folder = Path.cwd()
     for entry in dict.fromkeys(str(Path(entry or ".").resolve()) for entry in sys.path):
         if not (has_working_dir and folder == Path(entry)):

@@ -1,4 +1,4 @@
-"""The episodes of a run: run by its present policies, or finished before an interruption and recorded."""
+"""Running the episodes of a run, and finding the ones that were finished before an interruption."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def run_episodes(
 ) -> list[Episode]:
     """Run a batch with the sampling, concurrency and limits of the run.
 
-    Without a plan every call gets one sample. `policies` has the policy of each role; by default these are the present
-    ones. `stream` names the random numbers; by default they are the ones of the phase.
+    Without a plan every call gets one sample. `policies` has the policy version of each role; by default these are the
+    present ones. `stream` names the random numbers; by default they follow from the phase.
     """
     responder = answering(run, plan, run.served() if policies is None else policies, stream)
-    batch = msgspec.structs.replace(
+    limited = msgspec.structs.replace(
         batch, concurrency=run.config.episodes_at_once, timeout=run.config.episode_timeout, max_calls=run.max_calls
     )
-    return await run.runner.run(batch, responder)
+    return await run.runner.run(limited, responder)
 
 
 def answering(
@@ -45,11 +45,12 @@ def answering(
     """Return how `policies` answer calls with the sampling of the run; see `run_episodes` for the arguments."""
     config = run.config
     names = {role: policy.name for role, policy in policies.items()}
-    # In an evaluation the untrained model plays a role with the sampling of the role's policy, so that both compare.
-    sampled_as = {
-        **run.state.policies.roles,
-        **{role: name for role, name in names.items() if config.policy_table(name)},
-    }
+    # The policy whose sampling settings each role has. In an evaluation of the untrained model, a role keeps the
+    # settings of its own policy, so that the two can be compared.
+    sampled_as = dict(run.state.policies.roles)
+    for role, name in names.items():
+        if config.policy_table(name):
+            sampled_as[role] = name
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
@@ -69,11 +70,11 @@ def answering(
 def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
     """Find the recorded episodes of `tasks` in a step that have ended, one for each rollout.
 
-    Returns them, and the number of episodes that lack records or rewards. These are marked as cancelled, so that they
-    are run again.
+    Returns them, and the number of episodes that lack records or rewards. The latter are marked as cancelled in the
+    store, so that they are run again.
     """
-    done: dict[tuple[str, int], Episode] = {}
-    incomplete = []
+    done: dict[tuple[str, int], Episode] = {}  # by task and rollout
+    incomplete: list[Episode] = []
     for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
         if not episode.is_outcome or episode.task.id not in tasks:
             continue
@@ -82,7 +83,7 @@ def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tupl
         else:
             incomplete.append(episode)
 
-    # If no finished episode has an outcome, the outcomes were lost. A judge gives them later, so it is not a sign then.
+    # If no finished episode has an outcome, the outcomes were lost, unless a judge gives them later.
     has_judge = run.workflow.episode_judge is not None
     without_error = ended_well(done.values())
     if learns_from_outcomes(run) and not has_judge:
@@ -109,5 +110,5 @@ def _is_complete(store: Store, episode: Episode) -> bool:
         for prompt in {call.prompt for call in calls if call.prompt is not None}:
             store.token_ids(prompt)
     except RecordError:
-        return False
+        return False  # a part of a prompt is missing
     return len(calls) == episode.calls

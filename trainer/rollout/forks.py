@@ -1,11 +1,11 @@
-"""The branches of the replay plan: each recorded episode of a step is forked at some of its calls and runs again from
+"""The branches of the replay plan: each recorded episode of a step is forked at some of its calls, and run again from
 there."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean, variance
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run.run import RolloutRun
 
 REMEMBERED_STEPS = 10
-"""Steps whose branches say which calls are decisive."""
+"""The number of earlier steps whose branches are used to find the decisive calls."""
 NONE_DECIDES = (
     'replay.forks = "decisive": in the last steps no place of an episode had an effect on the outcome, so the calls to '
     "fork are drawn at random"
@@ -39,102 +39,121 @@ NONE_DECIDES = (
 class Forks(NamedTuple):
     """The calls of an episode at which it is forked."""
 
-    calls: Sequence[CallRecord]
-    unrepeatable: int
-    """Further calls of trained roles, at which it could not be forked."""
-    budget: Budget
+    calls: Sequence[CallRecord] = ()
+    unrepeatable: int = 0
+    """The number of further calls of trained roles at which the episode cannot be forked."""
+    budget: Budget = Budget()
     """The calls that the branches make."""
     none_decides: bool = False
-    """Whether `replay.forks = "decisive"` knows all its calls and none has an effect, so that they are drawn at
-    random."""
+    """Whether the calls were drawn at random although `replay.forks = "decisive"`, because no call has an effect."""
 
 
 def forks_of(run: RolloutRun, trunk: Episode, effects: Mapping[Place, float]) -> Forks:
-    """Choose the calls at which an episode of a step is forked. `effects` are those of `effects_before` the step. The
-    choice is always the same for the same episode."""
+    """Choose the calls at which an episode of a step is forked. `effects` is the result of `effects_before` the step.
+    The choice is always the same for the same episode."""
     if not trunk.is_outcome:
-        return Forks((), 0, Budget())
-    calls = run.store.calls(trunk.id)
-    step = trunk.training_step
-    if step is None:
-        step = run.state.steps
+        return Forks()
+    step = run.state.steps if trunk.training_step is None else trunk.training_step
     frozen = run.frozen(step)  # a fork at a call of a frozen policy would train no policy
-    roles = {role: name for role, name in run.trained_roles(step).items() if name not in frozen}
-    trainable = [call for call in calls if _trainable(call, roles)]
+    learning_roles = {role: policy for role, policy in run.trained_roles(step).items() if policy not in frozen}
+    calls = run.store.calls(trunk.id)
+    trainable = [call for call in calls if _is_trainable(call, learning_roles)]
     forkable = [call for call in trainable if can_repeat_before(calls, call)]
-    config = run.config.replay
+
+    rule = fork_rule(run.config.replay.forks)
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
-    rule = fork_rule(config.forks)
-    chosen = choose_forks(forkable, rule, config.budget, seed, effects)
+    chosen = choose_forks(forkable, rule, run.config.replay.budget, seed, effects)
     plans = run.config.plans_of(run.plan, run.trained_roles(step))
-    at_random = rule.kind == "decisive" and none_decides(forkable, effects)
-    return Forks(chosen, len(trainable) - len(forkable), budget(calls, chosen, run.plan, plans), at_random)
+    return Forks(
+        calls=chosen,
+        unrepeatable=len(trainable) - len(forkable),
+        budget=budget(calls, chosen, run.plan, plans),
+        none_decides=rule.kind == "decisive" and none_decides(forkable, effects),
+    )
 
 
 def effects_before(run: RolloutRun, step: int) -> dict[Place, float]:
-    """How much the answers at each place decided in the steps before this one, by the branches that were forked there;
-    empty unless the plan is `replay` and the rule of forks is `decisive`.
+    """Return how much the answers at each place decided the outcome in the steps before this one. It is measured by the
+    branches that were forked there. Empty unless the plan is `replay` and the rule of forks is `decisive`.
 
     The outcome of a branch is the reward of its episode for the role of the fork, by the weights of its policy's
     recipe: in a game the roles have different rewards, whose plain sum may always be 0.
 
-    The outcomes of the branches of a fork differ by its own answers and by everything after them. So the effect of a
-    place is its spread (the variance of the outcomes of a fork, as a mean over the forks there) less the spread at the
-    next place. It is a figure of the last steps: a place that was not forked in them is unknown again.
+    The outcomes of the branches of a fork differ because of the answers at the fork, and because of everything after
+    them. So the effect of a place is its spread less the spread at the next place. The spread is the variance of the
+    outcomes of a fork, as a mean over the forks at the place. A place without forks in the last steps has no effect
+    here.
     """
     if run.plan.kind != "replay" or fork_rule(run.config.replay.forks).kind != "decisive":
         return {}
     # Rollouts that run ahead of training begin before the branches of the step before them have ended.
     newest = step - 1 if run.config.mode == "async" else step
-    branches_of: dict[str, dict[str, list[Episode]]] = {}
-    for earlier in range(max(0, newest - REMEMBERED_STEPS), newest):
-        for branch in run.store.episodes(EpisodeFilters(phase="train", training_step=earlier)):
-            if branch.fork is not None and branch.is_outcome:
-                branches_of.setdefault(branch.fork.trunk, {}).setdefault(branch.fork.call, []).append(branch)
-    forked: list[tuple[CallRecord, list[Episode]]] = []
-    for trunk, of_trunk in branches_of.items():
-        for call in run.store.calls(trunk, lean=True):
-            if len(of_trunk.get(call.id, [])) > 1:
-                forked.append((call, of_trunk[call.id]))
-    outcomes = _branch_outcomes(run, forked)
+    forks = _read_forks(run, range(max(0, newest - REMEMBERED_STEPS), newest))
+    outcomes = _branch_outcomes(run, forks)
 
-    spreads: dict[Place, list[float]] = {}
-    steps: dict[Place, list[int]] = {}
-    for call, branches in forked:
-        known = [outcomes[branch.id] for branch in branches if not math.isnan(outcomes[branch.id])]
+    variances: dict[Place, list[float]] = {}
+    call_steps: dict[Place, list[int]] = {}
+    for fork in forks:
+        known = [outcomes[branch.id] for branch in fork.branches if not math.isnan(outcomes[branch.id])]
         if len(known) > 1:
-            place = call.role, call.turn
-            spreads.setdefault(place, []).append(variance(known))
-            steps.setdefault(place, []).append(call.step)
+            place = fork.call.role, fork.call.turn
+            variances.setdefault(place, []).append(variance(known))
+            call_steps.setdefault(place, []).append(fork.call.step)
 
-    in_order = sorted(spreads, key=lambda place: fmean(steps[place]))
-    means = [fmean(spreads[place]) for place in in_order]
-    effects = {}
-    # After the last place nothing is left to differ.
-    for place, spread, following in zip(in_order, means, [*means[1:], 0.0], strict=False):
-        effects[place] = max(0.0, spread - following)
+    effects: dict[Place, float] = {}
+    in_order = sorted(variances, key=lambda place: fmean(call_steps[place]))
+    next_spread = 0.0  # nothing differs after the last place
+    for place in reversed(in_order):
+        spread = fmean(variances[place])
+        effects[place] = max(0.0, spread - next_spread)
+        next_spread = spread
     return effects
 
 
-def _branch_outcomes(run: RolloutRun, forked: Sequence[tuple[CallRecord, Sequence[Episode]]]) -> dict[str, float]:
-    """The outcome of each branch by its id, as the role of its fork is rewarded for it; NaN if it is not known.
+class _Fork(NamedTuple):
+    """A call of an earlier step, and the branches that were forked at it."""
 
-    `forked` are calls with the branches that were forked there.
-    """
-    rewards = run.store.rewards([branch.id for _, branches in forked for branch in branches])
+    call: CallRecord
+    branches: Sequence[Episode]
+
+
+def _read_forks(run: RolloutRun, steps: Iterable[int]) -> list[_Fork]:
+    """Read the forks of earlier steps that have several branches with an outcome."""
+    branches_of_trunk: dict[str, dict[str, list[Episode]]] = {}  # by the id of the trunk and of the forked call
+    for step in steps:
+        for branch in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
+            if branch.fork is not None and branch.is_outcome:
+                branches_of_call = branches_of_trunk.setdefault(branch.fork.trunk, {})
+                branches_of_call.setdefault(branch.fork.call, []).append(branch)
+    forks: list[_Fork] = []
+    for trunk, branches_of_call in branches_of_trunk.items():
+        for call in run.store.calls(trunk, lean=True):
+            branches = branches_of_call.get(call.id, [])
+            if len(branches) > 1:
+                forks.append(_Fork(call, branches))
+    return forks
+
+
+def _branch_outcomes(run: RolloutRun, forks: Sequence[_Fork]) -> dict[str, float]:
+    """Return the reward of each branch for the role of its fork, by the id of the branch; NaN if it is not known."""
+    branch_ids: list[str] = []
+    for fork in forks:
+        branch_ids += [branch.id for branch in fork.branches]
+    rewards = run.store.rewards(branch_ids)
     on_failure = failure_reward(run.config.on_failure)
-    # Each step is weighed by itself, as in training: a failure may get the lowest reward of its step.
-    samples: dict[tuple[str, int | None], list[Sample]] = {}
-    for call, branches in forked:
-        for branch in branches:
-            policy = run.trained_roles(branch.training_step or 0).get(call.role, "")
-            sample = _outcome_sample(branch, call, policy, rewards.get(branch.id) or {}, on_failure)
-            samples.setdefault((policy, branch.training_step), []).append(sample)
+
+    # The rewards of each step are weighed by themselves, as in training: a failure may get the lowest one of its step.
+    samples_of_step: dict[tuple[str, int | None], list[Sample]] = {}  # by policy and step
+    for fork in forks:
+        for branch in fork.branches:
+            policy = run.trained_roles(branch.training_step or 0).get(fork.call.role, "")
+            sample = _outcome_sample(branch, fork.call, policy, rewards.get(branch.id) or {}, on_failure)
+            samples_of_step.setdefault((policy, branch.training_step), []).append(sample)
     outcomes: dict[str, float] = {}
-    for (policy, _), samples_of_step in samples.items():
+    for (policy, _), samples in samples_of_step.items():
         attribution = run.recipes.of(policy).attribution
-        values = weigh_rewards(samples_of_step, attribution, (), own=False, outcome=True).outcome.tolist()
-        for sample, value in zip(samples_of_step, values, strict=True):
+        values = weigh_rewards(samples, attribution, (), own=False, outcome=True).outcome.tolist()
+        for sample, value in zip(samples, values, strict=True):
             outcomes[sample.rollout] = value
     return outcomes
 
@@ -151,25 +170,25 @@ async def run_forks(
 ) -> list[Episode]:
     """Run K branches of each fork of a step's episodes (`trunks`), and return all branches.
 
-    The rollouts from 1 on are the branches of the first fork, then those of the next one, so that a resumed run finds
-    them. `done` are branches from before an interruption, which are not run again. `effects` are those of
-    `effects_before` the step. `judged` learns how many episodes each task has. `say_once` prints a line, the first
-    time.
+    `done` are branches from before an interruption, which are not run again. `effects` is the result of
+    `effects_before` the step. `judged` gets the number of episodes of each task. `say_once` prints a line, the first
+    time that it is called with it.
     """
+    # The trunk of a task is its rollout 0. The branches of its first fork follow from 1 on, then the branches of the
+    # next one. The numbers are always the same, so that a resumed run finds the branches.
     plans = run.config.plans_of(run.plan, {role: policy.name for role, policy in policies.items()})
-    replays: dict[tuple[str, int], Replay] = {}
+    replays: dict[tuple[str, int], Replay] = {}  # by task and rollout
     for trunk in trunks:
-        chosen = forks_of(run, trunk, effects)
-        forks = chosen.calls
-        if not forks:
+        forks = forks_of(run, trunk, effects)
+        if not forks.calls:
             continue
-        if chosen.none_decides:
+        if forks.none_decides:
             say_once(NONE_DECIDES)
         script = read_script(run.store, trunk.id)
         rollout = 1
-        for fork in forks:
-            replay = Replay(script=script, fork=fork.id)
-            for _ in range(plans.get(fork.role, run.plan).k):
+        for call in forks.calls:
+            replay = Replay(script=script, fork=call.id)
+            for _ in range(plans.get(call.role, run.plan).k):
                 replays[trunk.task.id, rollout] = replay
                 rollout += 1
     finished = [episode for episode in done if _repeats(episode, replays.get((episode.task.id, episode.rollout)))]
@@ -187,8 +206,8 @@ async def run_forks(
 
 
 def replay_figures(run: RolloutRun, episodes: Sequence[Episode], effects: Mapping[Place, float]) -> dict[str, int]:
-    """Return the planned and the actual calls of the forks of a step; no figures under another plan. `effects` are
-    those by which the forks were chosen."""
+    """Return the numbers of forks, branches and calls of a step, planned and actual. Empty under another plan than
+    replay. `effects` must be the ones by which the forks were chosen."""
     if run.plan.kind != "replay":
         return {}
     trunks = [episode for episode in episodes if episode.rollout == 0]
@@ -211,8 +230,8 @@ def replay_figures(run: RolloutRun, episodes: Sequence[Episode], effects: Mappin
 
 
 def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str], plan: Plan, tasks: int) -> str:
-    """Return a sentence with the calls of a step, estimated from the episodes of the preflight. `trained` has the
-    policies of the trained roles.
+    """Return a sentence with the number of calls of a step, estimated from the episodes of the preflight. `trained` has
+    the trained roles with their policies.
 
     Raises ConfigError if the rule of forks names a role that is not trained.
     """
@@ -222,32 +241,35 @@ def expected_budget(config: TrainConfig, store: Store, trained: Mapping[str, str
         raise ConfigError(
             "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
         )
-    episodes = total_calls = total_forks = 0
+    n_episodes = n_calls = n_forks = 0
     total = Budget()
     for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
         answered = [call for call in calls if call.role in trained and call.status == "ok"]
         forkable = [call for call in answered if can_repeat_before(calls, call)]
-        forks = choose_forks(forkable, rule, config.replay.budget, 0)
-        episodes += 1
-        total_calls += len(calls)
-        total_forks += len(forks)
+        forks = choose_forks(forkable, rule, config.replay.budget, seed=0)
+        n_episodes += 1
+        n_calls += len(calls)
+        n_forks += len(forks)
         total += budget(calls, forks, plan, plans)
-    count = max(1, episodes)
-    mean_calls = total_calls / count
-    per_step = tasks * (mean_calls + total.sampled / count)
+
+    # Means over the episodes of the preflight.
+    divisor = max(1, n_episodes)
+    mean_calls = n_calls / divisor
+    calls_per_step = tasks * (mean_calls + total.sampled / divisor)
+    repeated_per_step = tasks * total.repeated / divisor
     return (
-        f"replay: an episode of {mean_calls:.1f} calls is forked at {total_forks / count:.1f} of "
-        f"them, which makes {total.branches / count:.1f} branches: about {per_step:.0f} calls to policies in a step of "
-        f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
-        "answered from the record"
+        f"replay: an episode of {mean_calls:.1f} calls is forked at {n_forks / divisor:.1f} of them, which makes "
+        f"{total.branches / divisor:.1f} branches: about {calls_per_step:.0f} calls to policies in a step of {tasks} "
+        f"tasks, {calls_per_step * config.steps:.0f} in the run; {repeated_per_step:.0f} a step are answered from the "
+        "record"
     )
 
 
 def _outcome_sample(
     branch: Episode, fork: CallRecord, policy: str, outcome: Mapping[str, float], on_failure: OnFailure
 ) -> Sample:
-    """A sample that stands for the outcome of a branch, as the role of its fork is rewarded for it."""
+    """Return a sample of the role of the fork that stands for the outcome of a branch, for `weigh_rewards`."""
     return Sample(
         id=f"{branch.id}.0", task=branch.task.id, rollout=branch.id, role=fork.role, turn=fork.turn, step=fork.step,
         branch=fork.id, prompt=fork.id, policy=PolicyRef(policy), tokens=0, outcome=outcome,
@@ -255,15 +277,18 @@ def _outcome_sample(
     )  # fmt: skip
 
 
-def _trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
-    """Return whether a fork at this call trains a policy: a complete answer that a policy of `roles` has sampled."""
+def _is_trainable(call: CallRecord, roles: Mapping[str, str]) -> bool:
+    """Return whether a fork at this call trains a policy: the policy of its role in `roles` has sampled a complete
+    answer."""
     if call.status != "ok" or call.chosen is None or call.prompt is None or call.redacted or call.policy is None:
         return False
-    answered = call.candidates[call.chosen].finish_reason in COMPLETE
-    return answered and roles.get(call.role) == call.policy.name and temperature(call) > 0.0
+    is_complete = call.candidates[call.chosen].finish_reason in COMPLETE
+    is_sampled = temperature(call) > 0.0
+    return is_complete and is_sampled and roles.get(call.role) == call.policy.name
 
 
 def _repeats(branch: Episode, replay: Replay | None) -> bool:
-    """Return whether a branch from before an interruption is the planned one: of this trunk, at this call."""
-    fork = branch.fork
-    return replay is not None and fork is not None and (fork.trunk, fork.call) == (replay.script.episode, replay.fork)
+    """Return whether a branch from before an interruption is the planned one: of the same trunk, at the same call."""
+    if replay is None or branch.fork is None:
+        return False
+    return branch.fork.trunk == replay.script.episode and branch.fork.call == replay.fork

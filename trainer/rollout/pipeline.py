@@ -12,17 +12,20 @@ Rolled = TypeVar("Rolled")
 
 
 class RolloutPipeline(Generic[Rolled]):
-    """Rolls out one step after the other; the present step may be trained meanwhile.
+    """Rolls out one step after the other, while training uses the results.
 
-    `roll_out` takes the number of a step, and an event that is set once training waits for it. It returns the samples
-    of the step. Step s + `ahead` starts at the earliest when training asks for step s, so its policies are at most
-    `ahead` updates behind the policies that train on it.
+    Step s + `ahead` starts at the earliest when training asks for step s. So its samples are drawn by policies that are
+    at most `ahead` updates behind the ones that train on them.
     """
 
     def __init__(
         self, roll_out: Callable[[int, asyncio.Event], Awaitable[Rolled]], *, steps: int, ahead: int = 0
     ) -> None:
-        """Prepare the pipeline for `steps` steps. Nothing runs before `episodes_of`."""
+        """Prepare the pipeline for `steps` steps. Nothing runs before `episodes_of`.
+
+        `roll_out` takes the number of a step, and an event that is set once training waits for this step. It returns
+        the samples of the step.
+        """
         self._roll_out = roll_out
         self._steps = steps
         self._ahead = ahead
@@ -43,16 +46,16 @@ class RolloutPipeline(Generic[Rolled]):
         for next_step in range(step, min(step + self._ahead + 1, self._steps)):
             if next_step not in self._tasks:
                 previous = self._tasks.get(next_step - 1)
-                self._tasks[next_step] = asyncio.create_task(self._after(previous, next_step))
+                self._tasks[next_step] = asyncio.create_task(self._roll_out_after(previous, next_step))
         try:
             return await self._tasks[step]
         finally:
-            # This step stays until the next is asked for, which starts after it.
+            # The task of this step stays, because the rollout of the next step waits for it.
             self._tasks.pop(step - 1, None)
             self._needed.pop(step - 1, None)
 
     async def cancel(self) -> None:
-        """Stop all rollouts that run; episodes that have finished stay recorded."""
+        """Cancel all running rollouts. Finished episodes stay recorded."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         self._needed.clear()
@@ -60,7 +63,8 @@ class RolloutPipeline(Generic[Rolled]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _after(self, before: asyncio.Task[Rolled] | None, step: int) -> Rolled:
-        if before is not None:
-            await before
+    async def _roll_out_after(self, previous: asyncio.Task[Rolled] | None, step: int) -> Rolled:
+        """Roll out a step when the previous one has ended."""
+        if previous is not None:
+            await previous
         return await self._roll_out(step, self._needed[step])

@@ -23,55 +23,61 @@ T = TypeVar("T")
 _WORKER = "cotune.trainer.rollout.worker:RolloutWorker"
 _HEARTBEAT_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
-"""Between attempts to start a worker, in seconds."""
+"""The longest pause between attempts to start a worker, in seconds."""
 _SLACK_SECONDS = 1.0
-"""An episode that exceeds its time-out by this much was not stopped by its own event loop."""
+"""If an episode exceeds its time-out by this, its own event loop has not stopped it."""
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker is given up. Times in seconds."""
+    """The limits after which a worker is replaced, or the rollout ends. Times are in seconds."""
 
     heartbeat: float = 60.0
-    """Without an answer for this long, a worker counts as hung."""
+    """A worker that does not answer for this long counts as hung."""
     start: float = 600.0
-    """To find a place, make the runtime environment, and import the application."""
+    """The time to find a machine, make the runtime environment, and import the application."""
     stop: float = 10.0
-    """To end an episode that was cancelled."""
+    """The time to end an episode that was cancelled."""
     deaths: int = 20
-    """The rollout stops after this many lost workers in a row without a finished episode."""
+    """The rollout ends after this many lost workers in a row without a finished episode."""
 
 
 class _Worker:
+    """A worker of the pool, from its start to its loss."""
+
     def __init__(self, number: int, process: RayProcess) -> None:
-        """Track an open process as worker `number`."""
+        """`process` must be started."""
         self.number = number
         self.process = process
         self.running: dict[str, Job] = {}
-        """By the id of the request."""
+        """The jobs that it runs, by the id of the request."""
         self.exclusive = False
-        """Whether it runs one episode alone and takes no other until that has ended."""
+        """Whether it runs a job that must run alone. It takes no other job until that has ended."""
         self.overdue = 0
-        """Number of episodes that have ended while their code still runs. If there are any, the worker takes no further
-        episode."""
-        self.gone: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+        """The number of episodes that have ended while their code still runs. If there are any, the worker takes no
+        further episode."""
+        self.loss: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
+        """Set when the worker is lost, or must be replaced."""
 
     @property
     def free(self) -> bool:
-        return not (self.exclusive or self.overdue or self.gone.done())
+        """Whether the worker can take a job."""
+        return not (self.exclusive or self.overdue or self.loss.done())
 
     def lose(self, loss: Loss) -> None:
-        if not self.gone.done():
-            self.gone.set_result(loss)
+        """Mark the worker as lost. Only the first loss counts."""
+        if not self.loss.done():
+            self.loss.set_result(loss)
 
     def replace_if_idle(self) -> None:
+        """Mark the worker as lost if code of ended episodes still runs in it, and no other episode does."""
         if self.overdue and not self.running:
             self.lose(Loss(f"code of {self.overdue} episodes that have ended still runs in it", fault=False))
 
 
 class WorkerPool:
-    """Keeps the configured number of processes up. Everything here happens on the event loop that opened it.
+    """Keeps the configured number of workers running, and gives episodes to the worker with the fewest.
 
-    Episodes go to the worker with the fewest.
+    All methods run on the event loop that opened the pool.
     """
 
     def __init__(
@@ -83,8 +89,8 @@ class WorkerPool:
         check: Callable[[Started], None],
         on_loss: Callable[[str], None],
     ) -> None:
-        """`check` raises if a worker has not imported the same workflow. `on_loss` gets a message for every worker that
-        is lost or replaced: the reason, and the episodes ("task/rollout") that run again or failed."""
+        """`check` raises an error if a worker has not imported the same workflow. `on_loss` gets a message for every
+        worker that is lost or replaced: the reason, and the episodes ("task/rollout") that run again or have failed."""
         self.counters: Counter[str] = Counter()
         self._setup = setup
         self._config = config
@@ -93,9 +99,9 @@ class WorkerPool:
         self._on_loss = on_loss
         self._workers: list[_Worker] = []
         self._queue = JobQueue()
-        self._deaths = 0
-        self._failure: CotuneError | None = None
-        self._open: set[Job] = set()
+        self._deaths = 0  # workers lost in a row without a finished episode
+        self._failure: CotuneError | None = None  # the error that has ended the rollout
+        self._open: set[Job] = set()  # the jobs that have not ended
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
@@ -108,7 +114,7 @@ class WorkerPool:
             await asyncio.gather(*(process.kill() for process in processes))
             raise self._not_started(errors[0])
         for number, process in enumerate(processes):
-            self._spawn(self._keep(number, process))
+            self._spawn(self._keep_running(number, process))
 
     def submit(self, request: EpisodeRequest) -> Job:
         """Run an episode as soon as a worker is free."""
@@ -123,25 +129,29 @@ class WorkerPool:
         return job
 
     async def cancel(self, job: Job) -> EpisodeResult | None:
-        """Cancel a job. Returns its records, if it had begun. A worker that does not stop it in time is replaced."""
+        """Cancel a job. Returns its records, or None if it had not begun or its worker is lost. A worker that does not
+        stop the job in time is replaced."""
         job.cancelled = True
-        worker = next((w for w in self._workers if job.request.id in w.running), None)
+        worker = next((worker for worker in self._workers if job.request.id in worker.running), None)
         if worker is None:
             job.ended.cancel()
-        else:
-            try:
-                async with asyncio.timeout(self._limits.stop):
-                    await worker.process.call("cancel", job.request.id)
-                    await asyncio.wait({job.ended})
-            except TimeoutError:
-                worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
-            except ProcessGone as gone:
-                worker.lose(Loss(gone.cause))
-            await asyncio.wait({job.ended})
-        return None if job.ended.cancelled() or job.ended.exception() else job.ended.result()
+            return None
+        try:
+            async with asyncio.timeout(self._limits.stop):
+                await worker.process.call("cancel", job.request.id)
+                await asyncio.wait({job.ended})
+        except TimeoutError:
+            worker.lose(Loss(f"{job.name} did not stop within {self._limits.stop:g} s of being cancelled"))
+        except ProcessGone as gone:
+            worker.lose(Loss(gone.cause))
+        # If the worker is lost, `_settle` ends the job.
+        await asyncio.wait({job.ended})
+        if job.ended.cancelled() or job.ended.exception():
+            return None
+        return job.ended.result()
 
     async def aclose(self) -> None:
-        """End all workers; jobs still open are cancelled."""
+        """End all workers. Jobs that have not ended are cancelled."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -150,42 +160,50 @@ class WorkerPool:
         for job in self._open:
             job.ended.cancel()
 
-    async def _keep(self, number: int, process: RayProcess) -> None:
+    async def _keep_running(self, number: int, process: RayProcess) -> None:
+        """Keep a worker with this number running, until the rollout has failed. `process` is its first process, and
+        whenever it is lost, the next one is started."""
+        next_process: RayProcess | None = process
         try:
-            await self._run_workers(number, process)
+            while next_process is not None:
+                await self._run_worker(number, next_process)
+                next_process = await self._start_successor(number)
         except CotuneError as error:
-            self._give_up(error)
+            self._fail(error)
         except Exception as error:  # noqa: BLE001
-            self._give_up(WorkflowError(f"Rollout worker {number} cannot be kept up: {error!r}.", "Report this."))
+            self._fail(WorkflowError(f"Rollout worker {number} cannot be kept running: {error!r}.", "Report this."))
 
-    async def _run_workers(self, number: int, process: RayProcess | None) -> None:
-        """Keep one worker with this number running: start the next when it is lost, until the pool gives up."""
+    async def _run_worker(self, number: int, process: RayProcess) -> None:
+        """Give jobs to a worker until it is lost, and then settle its jobs."""
+        worker = _Worker(number, process)
+        self._workers.append(worker)
+        self._dispatch()
+        loss = await self._watch(worker)
+        await worker.process.kill()
+        self._workers.remove(worker)
+        self._settle(worker, loss)
+
+    async def _start_successor(self, number: int) -> RayProcess | None:
+        """Start the process that replaces a lost worker. Attempts are repeated, with longer and longer pauses. Returns
+        None if the rollout has failed."""
         failures = 0
         while self._failure is None:
             try:
-                worker = _Worker(number, process or await self._start())
+                return await self._start()
             except (ProcessGone, TimeoutError) as error:
-                process = None
                 cause = f"its successor did not start: {error or f'not within {self._limits.start:g} s'}"
                 self._on_loss(f"rollout worker {number} was not replaced yet: {cause}")
-                self._died(cause)
+                self._count_death(cause)
                 await asyncio.sleep(min(2.0**failures, _LONGEST_PAUSE))
                 failures += 1
-                continue
-            process = None
-            failures = 0
-            self._workers.append(worker)
-            self._dispatch()
-            loss = await self._watch(worker)
-            await worker.process.kill()
-            self._workers.remove(worker)
-            self._settle(worker, loss)
+        return None
 
     async def _start(self) -> RayProcess:
         """Start a worker. Raises ProcessGone, TimeoutError, and the errors of the application's import."""
-        environment = self._config.runtime_env
-        environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}}
-        process = RayProcess(_WORKER, cpus=CPUS, runtime_env=environment)
+        configured = self._config.runtime_env
+        # The reaper finds the processes of a worker by the mark.
+        variables = {**configured.get("env_vars", {}), MARK: uuid.uuid4().hex}
+        process = RayProcess(_WORKER, cpus=CPUS, runtime_env={**configured, "env_vars": variables})
         try:
             async with asyncio.timeout(self._limits.start):
                 await process.start()
@@ -219,64 +237,70 @@ class WorkerPool:
         return error
 
     async def _watch(self, worker: _Worker) -> Loss:
-        """Wait until the worker is gone, hung, held up past an episode's time-out, or to be replaced."""
+        """Wait until the worker is lost, does not answer, is blocked for too long, or must be replaced. Returns the
+        reason."""
         while True:
-            await asyncio.wait({worker.gone}, timeout=min(_HEARTBEAT_SECONDS, self._limits.heartbeat / 4))
-            if worker.gone.done():
-                return worker.gone.result()
-            call = self._spawn(worker.process.call("heartbeat"))
-            # Retrieve its error even if nobody waits for it any more: asyncio would log it.
-            call.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.wait({call, worker.gone}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
-            if worker.gone.done():
-                return worker.gone.result()
-            if not call.done():
+            await asyncio.wait({worker.loss}, timeout=min(_HEARTBEAT_SECONDS, self._limits.heartbeat / 4))
+            if worker.loss.done():
+                return worker.loss.result()
+            answer = self._spawn(worker.process.call("heartbeat"))
+            # Retrieve its error even if nobody waits for it any more. Otherwise asyncio logs it.
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait({answer, worker.loss}, timeout=self._limits.heartbeat, return_when="FIRST_COMPLETED")
+            if worker.loss.done():
+                return worker.loss.result()
+            if not answer.done():
                 return Loss(f"it did not answer for {self._limits.heartbeat:g} s")
-            if (error := call.exception()) is not None:
+            if (error := answer.exception()) is not None:
                 return Loss(error.cause if isinstance(error, CotuneError) else str(error))
-            heartbeat: Heartbeat = call.result()
-            if (stuck := self._stuck(worker, heartbeat)) is not None:
-                return stuck
+            heartbeat: Heartbeat = answer.result()
+            blocked = self._loss_by_blocking(worker, heartbeat)
+            if blocked is not None:
+                return blocked
             worker.overdue = max(worker.overdue, heartbeat.overdue)
             worker.replace_if_idle()
 
-    def _stuck(self, worker: _Worker, heartbeat: Heartbeat) -> Loss | None:
+    def _loss_by_blocking(self, worker: _Worker, heartbeat: Heartbeat) -> Loss | None:
         """Return a loss if code blocks the event loop of a worker for longer than the time-out of its episode."""
         if not heartbeat.blocked:
             return None
         text = f"its event loop was blocked for {heartbeat.blocked:.0f} s at {heartbeat.where}"
-        limit: float | None
         culprit = worker.running.get(heartbeat.culprit or "")
-        if culprit is not None:
-            limit = culprit.request.options.timeout
-            seconds = time.monotonic() - culprit.started
-            text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
-        else:  # the blocking code is not known: the shortest time-out of all its episodes counts
-            limits = [job.request.options.timeout for job in worker.running.values()]
-            limit = min(filter(None, limits), default=None if worker.running else self._limits.heartbeat)
-            seconds = heartbeat.blocked
-        if limit is None or seconds <= limit + _SLACK_SECONDS:
+        if culprit is None:
+            limit = self._shortest_timeout(worker)
+            if limit is None or heartbeat.blocked <= limit + _SLACK_SECONDS:
+                return None
+            return Loss(text)
+        limit = culprit.request.options.timeout
+        if limit is None or time.monotonic() - culprit.started <= limit + _SLACK_SECONDS:
             return None
-        return Loss(text, None if culprit is None else culprit.request.id)
+        text += f", by the episode {culprit.name}, which has a time-out of {limit} s"
+        return Loss(text, culprit.request.id)
+
+    def _shortest_timeout(self, worker: _Worker) -> float | None:
+        """Return the shortest time-out of the episodes of a worker, one of which blocks it; None if they have none. A
+        worker without an episode may be blocked for as long as it may be silent."""
+        if not worker.running:
+            return self._limits.heartbeat
+        timeouts = [job.request.options.timeout for job in worker.running.values()]
+        return min((timeout for timeout in timeouts if timeout), default=None)
 
     def _dispatch(self) -> None:
-        """Give waiting jobs to free workers until either runs out."""
+        """Give waiting jobs to free workers, until there is no job or no free worker."""
         while free := [worker for worker in self._workers if worker.free]:
             # The worker with the fewest episodes. Only an idle one gets an episode that must run alone.
             worker = min(free, key=lambda worker: len(worker.running))
-            if (job := self._queue.next(idle=not worker.running)) is None:
+            job = self._queue.next(idle=not worker.running)
+            if job is None:
                 return
             worker.exclusive = job.alone
-            self._begin(worker, job)
-
-    def _begin(self, worker: _Worker, job: Job) -> None:
-        job.started = time.monotonic()
-        worker.running[job.request.id] = job
-        self._spawn(self._run(worker, job))
+            worker.running[job.request.id] = job
+            job.started = time.monotonic()
+            self._spawn(self._run(worker, job))
 
     async def _run(self, worker: _Worker, job: Job) -> None:
-        """Run a job on a worker and deliver its result. If the process is gone, the worker is lost, and its jobs are
-        settled by the caller that watches it."""
+        """Run a job on a worker and deliver its result. If the process is gone, mark the worker as lost: `_run_worker`
+        then settles its jobs."""
         try:
             result: EpisodeResult | EpisodeLost = await worker.process.call("run", job.request)
         except ProcessGone as gone:
@@ -288,10 +312,10 @@ class WorkerPool:
         self.deliver(worker, job, result)
 
     def deliver(self, worker: _Worker, job: Job, result: EpisodeResult | EpisodeLost) -> None:
-        """Take the result of a worker. A second result for the same job is dropped, as is a result from a worker that
-        was given up.
-        """
-        if worker.gone.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
+        """Take the result of a job from a worker. A second result of the same job is dropped, and so is the result of a
+        lost worker, whose jobs are run again."""
+        # A lost worker keeps its jobs in `running`, for `_settle`.
+        if worker.loss.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
             self.counters["results_dropped"] += 1
             return
         if isinstance(result, EpisodeLost):
@@ -326,15 +350,15 @@ class WorkerPool:
             report.append(f"failed: {', '.join(job.name for job in failed)}")
         self._on_loss("; ".join(report))
         if loss.fault:
-            self._died(loss.cause)
+            self._count_death(loss.cause)
         self._dispatch()
 
-    def _died(self, cause: str) -> None:
+    def _count_death(self, cause: str) -> None:
         """Count a lost worker. End the rollout if too many are lost in a row without a finished episode."""
         # `deliver` sets this back to 0 whenever an episode finishes.
         self._deaths += 1
         if self._deaths >= self._limits.deaths:
-            self._give_up(
+            self._fail(
                 WorkflowError(
                     f"{self._deaths} rollout workers were lost one after another, and no episode finished; the last: "
                     f"{cause}.",
@@ -342,7 +366,8 @@ class WorkerPool:
                 )
             )
 
-    def _give_up(self, error: CotuneError) -> None:
+    def _fail(self, error: CotuneError) -> None:
+        """End the rollout: all jobs that have not ended, and all later ones, get the error."""
         self._failure = error
         for job in self._open:
             if not job.ended.done():  # a job that has just ended is removed from `_open` a moment later
@@ -350,6 +375,7 @@ class WorkerPool:
         self._queue.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that `aclose` cancels. asyncio itself keeps no reference to tasks."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

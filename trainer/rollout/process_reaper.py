@@ -33,16 +33,18 @@ def start_reaper() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs. A process that has ended and was not yet waited for does not."""
+    """Return whether a process of this machine runs. A zombie, which has ended but was not waited for, does not."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
+        return False  # there is no such process
+    # The state comes after the name of the program, which is in parentheses and may contain any character.
+    state = stat.rpartition(")")[2].split()[0]
     return state not in "ZX"
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the ids of the living processes that have the mark."""
+    """Return the ids of the running processes that have the mark in their environment."""
     variable = f"{MARK}={mark}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -56,16 +58,17 @@ def _main() -> None:
     """Wait for the worker in the arguments to end, then kill every process with its mark."""
     worker = int(sys.argv[1])
     mark = sys.argv[2]
-    # Detach from the worker: in a session of its own, and orphaned by the end of its parent, this process gets no
-    # signal of the terminal and is not among the children that Ray kills.
+    # Detach from the worker. In a session of its own, this process gets no signals of the terminal. When its parent has
+    # ended, it is not a descendant of the worker any more, so Ray does not kill it.
     os.setsid()
-    if os.fork():
+    is_parent = os.fork() != 0
+    if is_parent:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while is_alive(worker):
         time.sleep(_POLL_SECONDS)
-    for _ in range(_ROUNDS):  # again and again, as a process may start others before it is killed
+    for _ in range(_ROUNDS):  # several times, because a process may start others before it is killed
         for pid in _marked(mark):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The queue of episodes for rollout workers, and the decision which episodes of a lost worker run again."""
+"""The queue of episodes for rollout workers. It decides which episodes of a lost worker run again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cotune.records.failure_cause import FailureCause
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
 RETRIES = 1
-"""Number of times that an episode that was alone in a lost worker is run again before it counts as failed."""
+"""The number of times that an episode is run again after it was the only one in a lost worker. Then it has failed."""
 
 
 class EpisodeLost(CotuneError):
-    """An episode took its worker with it, more often than it may be run again, or could not be run at all."""
+    """An episode could not be run, or its worker was lost too often. `blame` is the cause that its record gets."""
 
     def __init__(self, cause: str, remedy: str = "", *, blame: FailureCause = "infrastructure") -> None:
         self.blame = blame
@@ -25,40 +25,44 @@ class EpisodeLost(CotuneError):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """The reason why a worker is gone. `culprit` is the id of the request that caused it, if that is known: it is not
-    run again. `fault` is False for a worker that is only replaced."""
+    """Why a worker is lost."""
 
     cause: str
     culprit: str | None = None
+    """The id of the request that caused the loss, if it is known. Its episode is not run again."""
     fault: bool = True
+    """Whether the worker died or hung. False for a worker that is replaced as a precaution."""
 
 
 class Job:
-    """An episode on its way. `ended` gets its result, or EpisodeLost."""
+    """An episode to be run by a worker."""
 
     def __init__(self, request: EpisodeRequest) -> None:
         self.request = request
         self.ended: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
+        """Gets the result of the episode, or EpisodeLost."""
         self.losses = 0
-        """Workers that were lost while it ran."""
+        """The number of workers that were lost while the episode ran."""
         self.started = 0.0
         self.cancelled = False
 
     @property
     def alone(self) -> bool:
-        """Whether it runs on a worker that has nothing else."""
+        """Whether the episode must be the only one of its worker."""
         return self.losses > 1
 
     @property
     def name(self) -> str:
+        """The task and the rollout, for messages."""
         return f"{self.request.task.id}/{self.request.options.rollout}"
 
 
 class JobQueue:
     """Jobs that wait for a worker.
 
-    An episode whose worker is lost runs again together with others; after its second loss it runs alone. Only an
-    episode that ran alone is certain to be the cause, so an episode that crashes never makes another one fail.
+    An episode whose worker is lost runs again together with others. After its second loss it runs alone. An episode
+    fails only if it ran alone, because then it is the cause of the loss. So an episode that crashes its worker never
+    makes another episode fail.
     """
 
     def __init__(self) -> None:
@@ -68,27 +72,29 @@ class JobQueue:
         self._jobs.append(job)
 
     def next(self, *, idle: bool) -> Job | None:
-        """The next job for a worker that has others, or is `idle` and may run one alone; none that was cancelled."""
+        """Remove the next job for a worker from the queue, and return it. A worker that is not `idle` gets no job that
+        must run alone. Cancelled jobs are dropped."""
         self._jobs = deque(job for job in self._jobs if not job.ended.done())
-        job = next((job for job in self._jobs if idle or not job.alone), None)
-        if job is not None:
-            self._jobs.remove(job)
-        return job
+        for job in self._jobs:
+            if idle or not job.alone:
+                self._jobs.remove(job)
+                return job
+        return None
 
     def clear(self) -> None:
         self._jobs.clear()
 
     def after_loss(self, jobs: Sequence[Job], culprit: str | None) -> tuple[list[Job], list[Job]]:
-        """Decide about the jobs of a worker that has died. Returns the jobs that are queued again, before all others,
+        """Decide about the jobs of a lost worker. Returns the jobs that run again, which are queued before all others,
         and the jobs that have failed.
 
-        A job that is known to have ended the worker (`culprit`) fails at once. A job that ran alone fails when its
-        worker was lost more than `RETRIES` times: it is probably the cause.
+        The job that has caused the loss fails at once, if it is known (the request `culprit`). Otherwise a job that ran
+        alone fails if its worker was lost more than `RETRIES` times.
         """
         failed = [job for job in jobs if job.request.id == culprit]
         rerun = [job for job in jobs if job not in failed]
-        for job in rerun:
-            if not failed:  # the cause is unknown: it may be this job
+        if not failed:
+            for job in rerun:  # each of them may be the cause
                 job.losses += 1
         if len(jobs) == 1 and jobs[0].losses > RETRIES:
             return [], list(jobs)

@@ -17,9 +17,10 @@ from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.refill import Refill, why_no_refill
 
 RunTasks = Callable[[Collection[str]], Awaitable[list[Episode]]]
-"""Runs tasks in a step, and returns all of their episodes in the step, with those that are on record."""
+"""A function that runs tasks in a step, by their ids. It returns all of their episodes in the step, also recorded
+ones."""
 Compare = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
-"""The groups of episodes that have ended, and whether their rewards differ."""
+"""A function that groups episodes that have ended, and says of each group whether its rewards differ."""
 
 
 class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +29,13 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     episodes: Sequence[Episode]
     refill: Refill | None = None
     refilled: int = 0
-    """Episodes that the refill has added."""
+    """The number of episodes that the refill has added."""
     late: int = 0
-    """Episodes that the refill has begun, and did not wait for."""
+    """The number of episodes that the refill has begun and did not wait for."""
     late_tasks: Sequence[str] = ()
-    """The tasks of these episodes."""
+    """The ids of the tasks of late episodes."""
     fork_effects: Mapping[Place, float] = {}
-    """The effects of places by which the calls to fork were chosen."""
+    """The effects of places, by which the calls to fork were chosen."""
 
 
 async def refill_step(
@@ -49,7 +50,8 @@ async def refill_step(
     """Add further tasks to a step until enough groups have different rewards or the budget is spent. Returns the
     episodes of the step's first tasks (`first_episodes`) and of the added ones.
 
-    In mode async, late tasks are waited for until the step is `needed`. Their episodes are counted as late.
+    In mode async, the refill waits for running tasks only until training waits for the step (`needed`). The episodes of
+    tasks that then still run are counted as late.
     """
     config = run.config
     episodes_per_task = run.plan.episodes_per_task
@@ -61,7 +63,9 @@ async def refill_step(
         progress.further(len(task_ids) * episodes_per_task)
         return await run_tasks(task_ids)
 
-    at_once = max(1, config.episodes_at_once // config.largest_k) if config.mode == "async" else None
+    at_once: int | None = None
+    if config.mode == "async":
+        at_once = max(1, config.episodes_at_once // config.largest_k)
     added, late_tasks = await run_refill(refill, first_episodes, run_drawn, compare, at_once, needed)
     run.store.flush()
 
@@ -69,7 +73,8 @@ async def refill_step(
     if late_tasks:
         ended = {episode.id for episode in (*first_episodes, *added)}
         for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
-            n_late += episode.task.id in late_tasks and episode.id not in ended
+            if episode.task.id in late_tasks and episode.id not in ended:
+                n_late += 1
     return RolledOut(
         episodes=[*first_episodes, *added],
         refill=refill,
@@ -90,17 +95,16 @@ async def run_refill(
     """Draw tasks until every role has enough groups with different rewards or the budget is spent. Returns the new
     episodes, and the ids of the tasks that did not end in time, whose episodes are cancelled.
 
-    `first_episodes` are the episodes of the step's first tasks. `compare` groups ended episodes, and says which groups
-    differ.
+    `first_episodes` are the episodes of the step's first tasks.
 
-    Without `at_once`, all drawn tasks are waited for before more are drawn, so the draws do not depend on time. With
-    it, at most `at_once` tasks run at the same time, and the end of each may end the refill. Until training waits for
-    this step (`needed`), the refill also waits for running tasks that it no longer requires. Otherwise slow tasks would
-    be missing more often than others.
+    Without `at_once`, all drawn tasks must end before more are drawn, so the draws do not depend on time. With it, at
+    most `at_once` tasks run at the same time, and the refill may be complete whenever one of them ends. Until training
+    waits for this step (`needed`), the refill also waits for running tasks that it no longer needs. Otherwise slow
+    tasks would be missing more often than others.
     """
     known_ids = {episode.id for episode in first_episodes}
     added: list[Episode] = []
-    running: dict[asyncio.Task[list[Episode]], list[str]] = {}  # the ids of the tasks that each of them runs
+    running: dict[asyncio.Task[list[Episode]], list[str]] = {}  # jobs, with the ids of the tasks that each runs
     needed = needed or asyncio.Event()
     waiting_for_need = asyncio.ensure_future(needed.wait())
 
@@ -118,19 +122,20 @@ async def run_refill(
         while refill.missing:
             running_count = sum(len(task_ids) for task_ids in running.values())
             drawn = refill.more(running_count, at_once)
-            # A job of its own for each task, so that the first one to end is seen at once; or one job for all.
-            parts = [[task_id] for task_id in drawn] if at_once else [drawn]
-            for part in parts:
-                if part:
-                    running[asyncio.ensure_future(run_drawn(part))] = part
+            # One job for all tasks, or with `at_once` a job for each task, to see at once when it ends.
+            parts = [drawn] if drawn else []
+            if at_once:
+                parts = [[task_id] for task_id in drawn]
+            for task_ids in parts:
+                running[asyncio.ensure_future(run_drawn(task_ids))] = task_ids
             if not running:
                 break  # the budget is spent
             ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             await take(ended)
 
         while running and not needed.is_set():
-            either: set[asyncio.Task[Any]] = {*running, waiting_for_need}
-            ended, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Task[Any]] = {*running, waiting_for_need}
+            ended, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             await take(ended & running.keys())
         late = [task_id for task_ids in running.values() for task_id in task_ids]
         return added, late

@@ -1,4 +1,4 @@
-"""The episodes of one step: the ones to run, the ones that an interrupted run has finished, and their faults."""
+"""The episodes of one step: episodes to run, episodes that an interrupted run has finished, and faults."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cotune.trainer.run.run import RolloutRun
 
 
 class StepEpisodes:
-    """Knows the episodes of a step that are on record, by task and rollout, and makes batches of the others."""
+    """Has the recorded episodes of a step, and makes batches of the episodes that are still to be run."""
 
     def __init__(self, run: RolloutRun, step: int, progress: Progress) -> None:
-        """Read the episodes of `step` that are on record."""
+        """Read the recorded episodes of `step`."""
         self._run = run
         self._step = step
         drawn = run.state.drawn[step]
         self._tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
-        self._recorded: dict[tuple[str, int], Episode] = {}
+        self._recorded: dict[tuple[str, int], Episode] = {}  # by task and rollout
 
         finished, incomplete = finished_episodes(run, step, self._tasks)
         self.add(finished)
@@ -35,10 +35,10 @@ class StepEpisodes:
             self._recorded[episode.task.id, episode.rollout] = episode
 
     def batch(self, task_ids: Collection[str], on_episode: Callable[[Episode], None]) -> EpisodeBatch:
-        """The episodes of these tasks, without branches."""
+        """Return a batch of the episodes of these tasks, without branches. Recorded episodes in it are not run."""
         run = self._run
         done = [episode for episode in self._recorded.values() if episode.task.id in task_ids and episode.fork is None]
-        replayed = run.plan.kind == "replay"
+        is_replayed = run.plan.kind == "replay"  # branches repeat the episode
         return EpisodeBatch(
             tasks=[self._tasks[task_id] for task_id in task_ids],
             sink=run.store,
@@ -47,8 +47,8 @@ class StepEpisodes:
             rollouts=run.plan.episodes_per_task,
             done=done,
             on_episode=on_episode,
-            record_tools=replayed and run.config.replay.tools != "run",
-            freeze=replayed and run.config.replay.tools == "frozen",
+            record_tools=is_replayed and run.config.replay.tools != "run",
+            freeze=is_replayed and run.config.replay.tools == "frozen",
         )
 
     def branches(self, task_ids: Collection[str]) -> list[Episode]:

@@ -29,7 +29,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that is ready, and the workflow that it has imported."""
+    """The answer of a worker that is ready: facts of the workflow that it has imported."""
 
     workflow: str
     scorers: tuple[str, ...]
@@ -37,7 +37,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode to run; with a `replay` it repeats a recorded one."""
+    """One episode to run. With a `replay` it repeats a recorded episode."""
 
     id: str
     task: Task

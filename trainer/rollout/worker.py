@@ -46,10 +46,11 @@ class RolloutWorker:
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run_loop, name="cotune-episodes", daemon=True)
         self._episodes: dict[str, asyncio.Future[Outcome]] = {}
-        """By the id of the request; used on the episodes' loop."""
-        self._inside: set[LiveEpisode] = set()
-        """Episodes whose workflow is a plain function that runs. After a time-out it still runs in its thread."""
-        self._ticked = time.monotonic()
+        """The running episodes by the id of the request. Used only on the episodes' loop."""
+        self._in_plain_functions: set[LiveEpisode] = set()
+        """Episodes whose workflow is a plain function that is running. It runs on in its thread after a time-out."""
+        self._last_tick = time.monotonic()
+        """When the episodes' loop last ran `_tick`."""
         self._workflow: Workflow
         self._sampler: Sampler
         self._chats: ChatFormats
@@ -60,7 +61,7 @@ class RolloutWorker:
         return await asyncio.to_thread(self._start, setup)
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
-        """Run one episode to its end. An episode that fails or is cancelled has records too."""
+        """Run one episode to its end, and return its records, also if it fails or is cancelled."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._episode(request), self._loop))
 
     async def cancel(self, request_id: str) -> None:
@@ -69,21 +70,23 @@ class RolloutWorker:
 
     async def heartbeat(self) -> Heartbeat:
         """Return the state of this process. Only code that holds the interpreter lock can delay the answer."""
-        blocked = time.monotonic() - self._ticked - _TICK_SECONDS
-        overdue = sum(live.ended for live in list(self._inside))
+        blocked = time.monotonic() - self._last_tick - _TICK_SECONDS
+        overdue = sum(live.ended for live in list(self._in_plain_functions))
         if blocked < _BLOCKED_SECONDS:
             return Heartbeat(overdue=overdue)
+        # The stack of the loop's thread shows which episode blocks it.
         frame = sys._current_frames().get(self._thread.ident or 0)
         context = running_context(frame)
         culprit = context.get(current_run, RunContext()).request if context else None
         return Heartbeat(blocked=blocked, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
-        """Import the application, load the chat formats and start the thread of episodes. Returns facts by which the
-        caller checks that it is the same application."""
+        """Import the application, load the chat formats and start the thread of episodes. Returns the facts by which
+        the driver checks that its own workflow is the same."""
         start_reaper()  # first: the import of the application may start processes
         workflow = setup.app.load()
-        for activate in hooks.activators:  # now, so that their imports do not count as time of an episode
+        # Activate integrations now: their imports take time, which would count as the time of the first episode.
+        for activate in hooks.activators:
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._tracked(workflow.fn))
         if setup.sampler is not None:
@@ -93,31 +96,34 @@ class RolloutWorker:
             with without_torch(setup.tool_formats):
                 self._chats = load_formats(setup.bases, setup.tool_formats)
         self._run_folder = Path(setup.run_folder) if setup.run_folder else None
-        self._ticked = time.monotonic()  # the import above is not counted as time in which the loop was blocked
+        self._last_tick = time.monotonic()  # the imports above have not blocked the loop, which starts now
         self._thread.start()
         return Started(
             workflow=workflow.name, scorers=tuple(sorted(workflow.scorers)), redactors=len(workflow.redactors)
         )
 
     def _run_loop(self) -> None:
-        """Run the event loop of episodes, and run it again if the application stops it by SystemExit or
-        KeyboardInterrupt."""
+        """Run the event loop of episodes in its thread. If the application stops it by SystemExit or KeyboardInterrupt,
+        run it again."""
         asyncio.set_event_loop(self._loop)
         ticking = self._loop.create_task(self._tick())
         while not ticking.done():
             try:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:
-                # A task of the application raised it. Whoever awaits that task gets the error too.
+                # A task of the application raised it. The code that awaits this task gets the error too.
                 log.warning("The application raised %r; its worker continues.", error)
 
     async def _tick(self) -> None:
+        """Note again and again that the loop is not blocked."""
         while True:
-            self._ticked = time.monotonic()
+            self._last_tick = time.monotonic()
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _cancel(self, request_id: str) -> None:
-        if (episode := self._episodes.get(request_id)) is not None:
+        """Cancel an episode on its loop, if it has not ended."""
+        episode = self._episodes.get(request_id)
+        if episode is not None:
             episode.cancel()
 
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
@@ -125,20 +131,22 @@ class RolloutWorker:
         current_run.set(RunContext(folder=self._run_folder, request=request.id))
         sink = _Records()
         policy_responder = None
-        if request.responder is not None:  # a responder for this episode alone, so that its counts are too
+        if request.responder is not None:
+            # Each episode has its own responder, so that it has its own counts.
             policy_responder = request.responder.responder(self._sampler, self._chats, self._workflow)
         workflow: Workflow = self._workflow
         responder: Responder | None = policy_responder
         if request.replay is not None:
             workflow, responder = repeat_episode(workflow, request.replay, policy_responder)
-        episode = self._episodes[request.id] = asyncio.ensure_future(
+        episode = asyncio.ensure_future(
             run_episode(workflow, request.task, sink=sink, responder=responder, options=request.options)
         )
-        # Unlike `await episode`, this does not raise if the episode is cancelled: its records are returned too.
+        self._episodes[request.id] = episode
+        # Unlike `await episode`, this raises nothing if the episode is cancelled: its records are returned too.
         await asyncio.wait({episode})
         del self._episodes[request.id]
         if not episode.cancelled():
-            episode.result()  # raises the errors of cotune; errors of the application are in the records
+            episode.result()  # raises errors of cotune; errors of the application are in the records
         records, lost = pack(sink)
         return EpisodeResult(
             records=records,
@@ -148,8 +156,8 @@ class RolloutWorker:
         )
 
     def _tracked(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a plain function so that its episode is in `_inside` while it runs. Coroutine functions stay as they
-        are."""
+        """Return a plain function so that its episode is in `_in_plain_functions` while it runs. A coroutine function
+        is returned as it is."""
         if inspect.iscoroutinefunction(fn):
             return fn
 
@@ -157,11 +165,11 @@ class RolloutWorker:
             """Run the function as part of its episode."""
             live = current_episode.get()
             assert live is not None
-            self._inside.add(live)
+            self._in_plain_functions.add(live)
             try:
                 return fn(task)
             finally:
-                self._inside.discard(live)
+                self._in_plain_functions.discard(live)
 
         return call
 

@@ -71,18 +71,19 @@ class RolloutWorkers:
                 "starts training when its module is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
+        run_folder = current_run.get().folder
         setup = Setup(
             app=app_source(path, config, workflow.prompts),
             sampler=sampler,
-            bases={_place(model): names for model, names in config.bases.items()},
-            tool_formats={_place(model): format for model, format in config.tool_formats.items()},
-            run_folder=str(folder) if (folder := current_run.get().folder) else None,
+            bases={_absolute_model(model): names for model, names in config.bases.items()},
+            tool_formats={_absolute_model(model): format for model, format in config.tool_formats.items()},
+            run_folder=str(run_folder) if run_folder else None,
         )
         pool = WorkerPool(
             setup,
             config.cluster,
             limits=limits or WorkerLimits(),
-            check=lambda started: _check_same(workflow, path, started),
+            check=lambda started: _check_same_workflow(workflow, path, started),
             on_loss=on_loss,
         )
         await pool.open()
@@ -90,14 +91,14 @@ class RolloutWorkers:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Workers lost and replaced, episodes run again and lost, results dropped, records lost."""
+        """The numbers of workers lost and replaced, episodes run again and lost, results dropped, and records lost."""
         return self._pool.counters
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
         """Run a batch: see `EpisodeRunner`. The same seed gives the same episodes as in this process.
 
-        An episode whose worker is lost is run again (see `JobQueue`), and finally recorded as failed. Raises
-        WorkflowError if workers are lost again and again without a finished episode.
+        An episode whose worker is lost is run again. If that happens too often (see `JobQueue`), it is recorded as
+        failed. Raises WorkflowError if workers are lost again and again without a finished episode.
         """
 
         async def run_one(task: Task, number: int) -> Episode:
@@ -118,20 +119,24 @@ class RolloutWorkers:
         await self._pool.aclose()
 
     async def _episode(self, request: EpisodeRequest, sink: Sink) -> Episode:
-        """Run one episode on the pool and store its records. An episode whose worker is lost is recorded as failed;
-        after a cancellation its records are stored too."""
+        """Run one episode on the pool and store its records, also after a cancellation. An episode that the pool has
+        lost is recorded as failed."""
         job = self._pool.submit(request)
         try:
             # Shielded, because the pool settles the job and still takes its records after a cancellation.
             result = await asyncio.shield(job.ended)
         except EpisodeLost as lost:
-            return self._failed(request, sink, str(lost), lost.blame)
+            return self._record_failure(request, sink, str(lost), lost.blame)
         except asyncio.CancelledError:
-            if (recorded := await self._pool.cancel(job)) is not None:
-                self._store(recorded, sink)
+            cancelled_result = await self._pool.cancel(job)
+            if cancelled_result is not None:
+                self._store(cancelled_result, sink)
             raise
         episode = self._store(result, sink)
-        return episode or self._failed(request, sink, "It came back from its worker without an end.", "infrastructure")
+        if episode is None:
+            cause = "It came back from its worker without an end."
+            return self._record_failure(request, sink, cause, "infrastructure")
+        return episode
 
     def _store(self, result: EpisodeResult, sink: Sink) -> Episode | None:
         """Store the records of a result, and add its counts. Returns the episode, if the records contain its end."""
@@ -152,18 +157,19 @@ class RolloutWorkers:
         last = records[-1] if records else None
         return last if isinstance(last, Episode) else None
 
-    def _failed(self, request: EpisodeRequest, sink: Sink, cause: str, blame: FailureCause) -> Episode:
-        """Record an episode as failed that no worker has run to its end."""
+    def _record_failure(self, request: EpisodeRequest, sink: Sink, cause: str, blame: FailureCause) -> Episode:
+        """Record an episode that no worker has run to its end as failed."""
         live = live_episode(self._workflow, request.task, sink, request.options)
         return live.end("error", error=cause, blame=blame)
 
 
-def _place(model: str) -> str:
-    """Return a model folder with its absolute path: a worker may have another working directory."""
+def _absolute_model(model: str) -> str:
+    """Return the absolute path of a model folder, because a worker may have another working directory. The id of a
+    model is returned as it is."""
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
-def _check_same(workflow: Workflow, path: str, started: Started) -> None:
+def _check_same_workflow(workflow: Workflow, path: str, started: Started) -> None:
     """Raise ConfigError unless a worker has imported the same workflow as this process."""
     expected = (workflow.name, sorted(workflow.scorers), len(workflow.redactors))
     imported = (started.workflow, list(started.scorers), started.redactors)

@@ -211,6 +211,7 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
                 engine = "vllm"
     with_engine = msgspec.structs.replace(config, engine=engine)
 
+    cluster: ClusterConfig
     if shares_gpu:
         cluster = config.cluster.divided(engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
     else:
@@ -347,7 +348,8 @@ def _gpus_for_weights(config: TrainConfig, resources: Resources, *, most: int) -
     count = 1
     while weight_bytes > WEIGHTS_PART * resources.gpu_bytes * count:
         count *= 2
-    return min(count, 2 ** int(math.log2(most)))
+    most_power_of_two: int = 2 ** int(math.log2(most))
+    return min(count, most_power_of_two)
 
 
 def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) -> int:

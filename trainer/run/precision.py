@@ -137,7 +137,7 @@ async def largest_gap(run: RolloutRun) -> float:
     return float(max(gaps))
 
 
-def _render_prompts(run: RolloutRun, policy: str) -> list[tuple[int, ...]]:
+def _render_prompts(run: RolloutRun, policy: str) -> list[list[int]]:
     """Return the token ids of `PROMPTS` in the chat format of a policy."""
     chat = run.chats.of(policy)
     return [chat.render([{"role": "user", "content": text}], tools=None) for text in PROMPTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from cotune.algorithms.method import Method
@@ -40,13 +40,14 @@ class Refill:
         """Number of useful groups that the step needs, by role."""
 
         self._add_groups(signals)
-        groups_by_task = {role: Counter(group.task for group in self._groups(role)) for role in sorted(roles)}
-        # Half of the first tasks, or fewer if no role acts that often: each role gets a target that acts in as many.
-        most = max((len(by_task) for by_task in groups_by_task.values()), default=0)
-        least = min(len(tasks.own) / 2, most)
-        for role, by_task in groups_by_task.items():
-            if by_task and len(by_task) >= least:
-                self.targets[role] = by_task.total()
+        groups_of_role = {role: self._groups(role) for role in sorted(roles)}
+        tasks_of_role = {role: {group.task for group in groups} for role, groups in groups_of_role.items()}
+        # A role gets a target if it acts in half of the first tasks, or in as many as any role does.
+        most_tasks = max(map(len, tasks_of_role.values()), default=0)
+        least_tasks = min(len(tasks.own) / 2, most_tasks)
+        for role, groups in groups_of_role.items():
+            if groups and len(tasks_of_role[role]) >= least_tasks:
+                self.targets[role] = len(groups)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -61,8 +62,8 @@ class Refill:
     def more(self, running: int = 0, most: int | None = None) -> list[str]:
         """Draw the tasks to run now, while `running` tasks are running and at most `most` may run at the same time.
 
-        Their number is the one that is expected to bring the missing useful groups, at the rate of the tasks so far.
-        One group and two tasks are added to that rate, so that it is never 0.
+        So many are drawn that they are expected to bring the missing useful groups, at the rate of the ended tasks. One
+        group and two tasks are added to these, so that the rate is never 0.
         """
         ended = self._first_tasks + self.tasks - running
         needed = 0.0
@@ -79,7 +80,8 @@ class Refill:
         return drawn
 
     def ended(self, tasks: Iterable[str], episodes: Iterable[str], signals: Iterable[GroupSignal]) -> None:
-        """Note that drawn tasks have ended, with their new episodes and all groups that these tasks have now."""
+        """Store that drawn tasks have ended. `episodes` are the ids of their new episodes, and `signals` all groups
+        that these tasks have now."""
         for name in tasks:
             self._signals.pop(name, None)
         self._new_episodes.update(episodes)
@@ -102,6 +104,7 @@ class Refill:
             self._signals.setdefault(signal.task, []).append(signal)
 
     def _groups(self, role: str) -> list[GroupSignal]:
+        """Return the groups of a role in all tasks of the step so far."""
         groups: list[GroupSignal] = []
         for signals in self._signals.values():
             groups += [signal for signal in signals if role in signal.roles]
@@ -113,7 +116,7 @@ class Refill:
 
 
 def why_no_refill(recipe: Method) -> str:
-    """Say why a refill has no effect for the roles of this recipe; an empty text if it has one."""
+    """Return the reason why a refill has no effect for the roles of this recipe; an empty text if it has one."""
     if not recipe.takes_rewards or not recipe.compares:
         return f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
     if not {"task", "branch", "prompt", "rollout"} & set(recipe.group_by):
@@ -124,5 +127,6 @@ def why_no_refill(recipe: Method) -> str:
 def check_refill(config: TrainConfig, recipes: Sequence[Method]) -> None:
     """Raise ConfigError for a refill that has no effect with any of the policies' recipes."""
     budget = config.refill.budget
-    if budget and all(faults := [why_no_refill(recipe) for recipe in recipes]):
+    faults = [why_no_refill(recipe) for recipe in recipes]
+    if budget and all(faults):
         raise ConfigError("refill.budget", budget, faults[0], "Leave it out.")

@@ -17,12 +17,13 @@ def check_routing(routing: RoutingConfig, policies: Policies) -> None:
             trained = ", ".join(sorted(policies.learning))
             raise ConfigError("routing.swap", role, f"is not a trained role: {trained}")
     if routing.swap and len({policies.roles[role] for role in routing.swap}) < len(routing.swap):
-        remedy = "Use --policies lora or full, or give each a [[policy]]."
+        remedy = "Use --policies lora or full, or give each of these roles a [[policy]] table."
         raise ConfigError("routing.swap", list(routing.swap), "are roles that share a policy", remedy)
 
 
 def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
-    """`policies` with the roles of `swap` moved on in a step of training (`swapped_roles`)."""
+    """Return `policies` with the roles that they play in a step of training. Policies of the roles in `routing.swap`
+    take turns with these roles (`swapped_roles`)."""
     if not routing.swap:
         return policies
     return Policies(policies.specs, swapped_roles(policies.roles, routing.swap, step))
@@ -30,8 +31,8 @@ def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:
 
 def players(policies: Policies, versions: Mapping[str, int]) -> dict[str, PolicyRef]:
     """Return the present version of each role's policy. Roles of a provider have none."""
-    players: dict[str, PolicyRef] = {}
+    policy_of_role: dict[str, PolicyRef] = {}
     for role, name in policies.roles.items():
         if policies.specs[name].kind != "provider":
-            players[role] = PolicyRef(name, versions.get(name, 0))
-    return players
+            policy_of_role[role] = PolicyRef(name, versions.get(name, 0))
+    return policy_of_role

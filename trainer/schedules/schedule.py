@@ -30,23 +30,25 @@ class Schedule(Levels, Protocol[Item]):
 
 
 class TaskSchedule(Generic[Item]):
-    """The tasks (or recorded episodes) of each step (from 0): passes over all, each in a new random order.
+    """The tasks (or recorded episodes) of each step (from 0): passes over all tasks, each in a new random order.
 
     Every task comes once in every pass, and at most once in a step. A step at the border of two passes takes the last
     tasks of one pass, then the first tasks of the next pass that it does not have yet. A step that needs all tasks, or
-    more than there are, takes all once, in their original order.
-
-    `counts` has the number of tasks of a step, as (first step with this number, number).
+    more than there are, takes each once, in their original order.
     """
 
     def __init__(self, tasks: Sequence[Item], seed: int, counts: Sequence[tuple[int, int]]) -> None:
-        """Schedule `tasks` in an order that depends on `seed` only."""
+        """Schedule `tasks` in an order that depends on `seed` only.
+
+        `counts` has the numbers of tasks per step, each with the first step from which it holds: (step, tasks).
+        """
         self._tasks = tasks
         self._seed = seed
         self._counts = sorted(counts)
         self._drawn: list[list[int]] = []
-        """The places of the tasks of each step."""
+        """The indices of the tasks of each step so far."""
         self._rest_of_pass: list[int] = []
+        """The indices of the tasks that the present pass still has to give, in its order."""
         self._passes = 0
 
     def of(self, step: int) -> list[Item]:
@@ -63,24 +65,24 @@ class TaskSchedule(Generic[Item]):
         return 0
 
     def _draw(self, count: int) -> list[int]:
-        """Draw the indices of the next `count` tasks from the present pass over all tasks. At its end, a new pass
-        begins with tasks that this draw does not have yet.
-        """
-        # All tasks once, in their original order; the pass is left as it is.
+        """Draw the indices of the next `count` tasks from the present pass, and if it ends, from a new pass."""
+        # All tasks once, in their original order. The pass does not go on.
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
         drawn = self._rest_of_pass[:count]
         self._rest_of_pass = self._rest_of_pass[count:]
-        if len(drawn) < count:
-            # The pass is over: begin the next one with tasks that this step does not have yet.
-            order = np.random.default_rng([self._seed, self._passes]).permutation(len(self._tasks)).tolist()
-            self._passes += 1
-            old = set(drawn)
-            new = [index for index in order if index not in old][: count - len(drawn)]
-            drawn = [*drawn, *new]
-            used = set(new)
-            self._rest_of_pass = [index for index in order if index not in used]
-        return drawn
+        if len(drawn) == count:
+            return drawn
+
+        # Begin the next pass with tasks that this step does not have yet.
+        order = np.random.default_rng([self._seed, self._passes]).permutation(len(self._tasks)).tolist()
+        self._passes += 1
+        of_old_pass = set(drawn)
+        others = [index for index in order if index not in of_old_pass]
+        of_new_pass = others[: count - len(drawn)]
+        used = set(of_new_pass)
+        self._rest_of_pass = [index for index in order if index not in used]
+        return drawn + of_new_pass
 
 
 def lr_scale(schedule: ScheduleConfig, step: int, steps: int) -> float:

@@ -14,30 +14,32 @@ from cotune.config.rollouts import CurriculumConfig
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
 from cotune.trainer.schedules.curriculum import schedule_of
+from cotune.trainer.schedules.schedule import Schedule
 
 
 class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
-    """The ids of a step's first tasks (`own`), and of the tasks for its refill, in the order in which it takes them."""
+    """The ids of the tasks that were drawn for a step."""
 
     own: tuple[str, ...]
+    """The step's first tasks."""
     reserve: tuple[str, ...] = ()
+    """The tasks for its refill, in the order in which it takes them."""
     weights: tuple[float, ...] = ()
     """One over the chance of each task in `own` of being drawn; empty if all chances were equal."""
 
     @property
     def task_weights(self) -> dict[str, float]:
-        """The weight of each task in `own` in the mean reward of the step: with them, this mean is an estimate of the
-        mean over all tasks. Tasks of a refill have none, because their number depends on rewards."""
+        """The weight of each task in `own` in the mean reward of the step. With these weights, it estimates the mean
+        over all tasks. Tasks of a refill have none, because their number depends on rewards."""
         return dict(zip(self.own, self.weights or [1.0] * len(self.own), strict=True))
 
 
 class TaskPool:
-    """Draws the tasks of each step (from 0): even, by `schedule_of`, or adaptive, by `task_chances`.
+    """Draws the tasks of each step (from 0): evenly, by `schedule_of`, or in an adaptive pool by `task_chances`.
 
     A draw depends on the tasks, the seed and the step. In an adaptive pool it also depends on the results of the tasks
-    so far, so the run stores it until the step is done. `counts` has the number of tasks of a step, as (first step with
-    this number, number). `steps` is the length of the run, and `budget` the share of a step's tasks that a refill may
-    draw. A step has no task twice. If it needs all tasks, they come in their original order.
+    so far, so the run stores it until the step is done. A step has no task twice. If it needs all tasks, they come in
+    their original order.
     """
 
     def __init__(
@@ -49,7 +51,11 @@ class TaskPool:
         counts: Sequence[tuple[int, int]],
         steps: int,
     ) -> None:
-        """Prepare the even schedules of the first tasks and of the reserve, from which a refill draws."""
+        """Prepare the even schedules of the first tasks, and of the reserve, from which a refill draws.
+
+        `budget` is the share of a step's tasks that a refill may draw, and `steps` the length of the run. `counts` has
+        the numbers of tasks per step, each with the first step from which it holds: (step, tasks).
+        """
         self._tasks = tasks
         self._ids = [task.id for task in tasks]
         self._places = {name: i for i, name in enumerate(self._ids)}
@@ -57,8 +63,11 @@ class TaskPool:
         self._budget = budget
         self._seed = seed
         self._even = schedule_of(tasks, config, steps, seed, counts)
-        with_reserve = [(first, count + extra_tasks(budget, count)) for first, count in counts]
-        self._reserve = schedule_of(tasks, config, steps, seed_of(seed, "refill"), with_reserve) if budget else None
+        self._reserve: Schedule[Task] | None = None
+        if budget:
+            # Large enough for a refill, even if all first tasks of the step are in it.
+            counts_with_refill = [(first, count + extra_tasks(budget, count)) for first, count in counts]
+            self._reserve = schedule_of(tasks, config, steps, seed_of(seed, "refill"), counts_with_refill)
         self._counts = sorted(counts)
 
     def draw(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
@@ -69,28 +78,31 @@ class TaskPool:
         if self._reserve is None:
             return DrawnTasks(first_ids)
         others = [task.id for task in self._reserve.of(step) if task.id not in first_ids]
-        # If step and reserve together need all tasks, these come in the order of the file: draw among them at random.
+        # A schedule that needs all tasks has them in the order of the file, so draw among them at random.
         order = np.random.default_rng([seed_of(self._seed, "refill"), step]).permutation(len(others))
-        reserve = [others[i] for i in order[: extra_tasks(self._budget, len(first_ids))].tolist()]
+        most = extra_tasks(self._budget, len(first_ids))
+        reserve = [others[index] for index in order[:most].tolist()]
         return DrawnTasks(first_ids, tuple(reserve))
 
     def _draw_adaptive(self, step: int, facts: Mapping[str, TaskFacts], roles: Collection[str]) -> DrawnTasks:
         """Draw tasks at random, with higher chances for tasks whose rewards still differ (`task_chances`).
 
-        Each task is weighed by one over its chance of being drawn.
+        The weight of a task is one over its chance of being drawn.
         """
         count = [count for first, count in self._counts if first <= step][-1]
-        # The step takes all tasks: none is left for a refill, and each has the chance 1, so none needs a weight.
+        # The step takes all tasks. None is left for a refill, and each has the chance 1, so none needs a weight.
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))
-        chance = task_chances(self._places, facts, roles, EVEN_SHARE)
-        times = arrivals(chance, [self._seed, step])
+        relative_chances = task_chances(self._places, facts, roles, EVEN_SHARE)  # [tasks], as all arrays here
+        times = arrivals(relative_chances, [self._seed, step])
         order = np.argsort(times, kind="stable")
-        drawn = [self._ids[i] for i in order[: count + extra_tasks(self._budget, count)].tolist()]
-        # A task is drawn if it arrives before the first task that is not drawn. Given the time of that one, this is
+        drawn = [self._ids[index] for index in order[: count + extra_tasks(self._budget, count)].tolist()]
+        # A task is drawn if it arrives before the first task that is not drawn. Given the time of the latter, this is
         # its chance (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
-        included = -np.expm1(-chance[order[:count]] * times[order[count]])
-        return DrawnTasks(tuple(drawn[:count]), tuple(drawn[count:]), tuple((1.0 / included).tolist()))
+        time_of_first_other = times[order[count]]
+        chances = -np.expm1(-relative_chances[order[:count]] * time_of_first_other)
+        weights = 1.0 / chances
+        return DrawnTasks(tuple(drawn[:count]), tuple(drawn[count:]), tuple(weights.tolist()))
 
     def named(self, ids: Iterable[str]) -> list[Task]:
         """Return the tasks with these ids."""

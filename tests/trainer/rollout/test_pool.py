@@ -61,7 +61,7 @@ def worker(*jobs: tuple[str, float | None, float]) -> _Worker:
 )
 def test_stuck(jobs: list[Any], heartbeat: dict[str, Any], culprit: str | None) -> None:
     async def look() -> None:
-        loss = pool()._stuck(worker(*jobs), Heartbeat(**heartbeat))
+        loss = pool()._loss_by_blocking(worker(*jobs), Heartbeat(**heartbeat))
         assert (loss.culprit if loss else "nobody") == culprit
 
     asyncio.run(look())
@@ -73,9 +73,9 @@ def test_a_worker_whose_thread_runs_on_is_replaced_when_it_is_idle() -> None:
         for one, overdue in ((idle, 2), (busy, 1), (sound, 0)):
             one.overdue = overdue
             one.replace_if_idle()
-        assert idle.gone.result().cause == "code of 2 episodes that have ended still runs in it"
-        assert not idle.gone.result().fault
-        assert [one.gone.done() for one in (busy, sound)] == [False, False]
+        assert idle.loss.result().cause == "code of 2 episodes that have ended still runs in it"
+        assert not idle.loss.result().fault
+        assert [one.loss.done() for one in (busy, sound)] == [False, False]
         assert [one.free for one in (idle, busy, sound)] == [False, False, True]
 
     asyncio.run(look())
@@ -112,7 +112,7 @@ def test_a_lost_episode_is_redacted() -> None:
         return {**message, "content": str(message["content"]).replace("hidden", "[x]")}
 
     flow = dataclasses.replace(workflow_of(trouble_app.trouble), redactors=[hide])
-    episode = RolloutWorkers(flow, pool())._failed(request("a"), Sink(), "lost, and hidden", "policy")
+    episode = RolloutWorkers(flow, pool())._record_failure(request("a"), Sink(), "lost, and hidden", "policy")
     assert written == [episode]
     assert isinstance(episode, Episode)
     assert "hidden" not in repr(episode)

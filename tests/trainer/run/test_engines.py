@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def test_one_engine_beside_a_learner_has_one_base() -> None:
 
 
 def test_each_base_needs_a_server() -> None:
-    with pytest.raises(ConfigError, match=r"'http://h:1' names 1 server for 2 base models: m, n. Name one server for each base model."):
+    fault = "'http://h:1' names 1 server for 2 base models: m, n. Name one server for each base model."
+    with pytest.raises(ConfigError, match=re.escape(fault)):
         config = convert({"model": "m", "policy": TEAM[:2], "engine": "http://h:1"})
         asyncio.run(server_urls(config))
     with pytest.raises(ConfigError, match="is not a list of addresses"):
