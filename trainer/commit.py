@@ -1,4 +1,4 @@
-"""Committing a step: a checkpoint of the run, written when one is due."""
+"""Committing a step: writing a checkpoint of the run when one is due."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from cotune.trainer.run.run import Run
 
 
 async def commit(run: Run, *, due: bool = False) -> None:
-    """Write a checkpoint if one is due: every `checkpoint_every` steps, after the last one, and before new roles get
-    their policies. With `due` it is written in any case, unless the newest checkpoint already has all steps.
+    """Write a checkpoint if one is due: every `checkpoint_every` steps, after the last step, and before new roles get
+    their policies. With `due` it is written in any case. Nothing is written if the newest checkpoint has all steps.
 
-    Raises RunError if it cannot be written.
+    Raises RunError if the checkpoint cannot be written.
     """
     state = run.state
     config = run.config
-    due = due or bool(state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
-    if state.steps == run.committed or not due:
+    if state.steps == run.committed:
+        return
+    at_interval = state.steps % config.checkpoint_every == 0
+    is_last = state.steps == config.steps
+    if not (due or at_interval or is_last or state.new_roles):
         return
 
     described = read_run(run.folder.path)
     state.run = described.id
     state.prompts = described.prompts
-    # The guard's way back from a collapse starts from this checkpoint, so it is kept.
-    safe = safe_checkpoint(run, state.steps)
+    # Keep the checkpoint from which the guard would start again after a collapse.
+    safe = safe_checkpoint(run, pending=state.steps)
     best = run.best if config.evaluation.keep_best else None
     try:
         await asyncio.to_thread(

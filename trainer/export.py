@@ -78,29 +78,47 @@ def export(
         check_repository(push)
     if isinstance(run, Mapping):
         manifest = _export_team(run, out, prompts, any_prompts, say, **form)
-        if push:
-            _push(out, push, private, say)
-        return manifest
-    chosen = prompts_for(run, prompts, any_prompts=any_prompts)
+    else:
+        manifest = _export_run(run, out, prompts, any_prompts, say, **form)
+    if push:
+        _push(out, push, private, say)
+    return manifest
+
+
+def _export_run(
+    run: str | Path,
+    out: str | Path,
+    prompts: str | Path | None,
+    any_prompts: bool,
+    say: Callable[[str], None],
+    **form: Unpack[ExportForm],
+) -> Manifest:
+    """Export the policies of a run, and send them to the run's loggers. `say` receives what the user should know of
+    them."""
+    chosen_prompts = prompts_for(run, prompts, any_prompts=any_prompts)
     gguf = form.get("gguf")
     step = form.get("step")
     if form.get("merge") or gguf:
         _say_size(whole_models_size(run, gguf, form.get("model")), out, say)
-    manifest = export_run(run, out, prompts=chosen, **form)
+    manifest = export_run(run, out, prompts=chosen_prompts, **form)
+
     trained = sorted(entry.role for entry in manifest.roles if manifest.policy(entry.role).kind in TRAINED)
-    say(f"exported {', '.join(trained)} to {out}{f', with {prompts_text(chosen)}' if chosen else ''}")
+    with_prompts = f", with {prompts_text(chosen_prompts)}" if chosen_prompts else ""
+    say(f"exported {', '.join(trained)} to {out}{with_prompts}")
     _say_version(manifest, out, say)
     _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
+    # The best checkpoints of the policies may be of different steps. The run has evaluated each with the others of its
+    # own step.
     steps = {policy.step for policy in manifest.policies if policy.folder}
     if len(steps) > 1 and form.get("evaluation") is None:
         command = evaluation_command(read_run(run).workflow or "", out)
         say(f"this combination was not evaluated: {command}")
     _say_untrained(manifest, say)
-    if loggers := (read_run_json(run).get("config") or {}).get("loggers"):
+    config = read_run_json(run).get("config") or {}
+    loggers = config.get("loggers")
+    if loggers:
         say(f"sending the export to {', '.join(loggers)} ...")
         send_export(Path(run), Path(out), say)
-    if push:
-        _push(out, push, private, say)
     return manifest
 
 
@@ -112,13 +130,15 @@ def _export_team(
     say: Callable[[str], None],
     **form: Unpack[ExportForm],
 ) -> Manifest:
-    """Export the policies of a team, each from a run, an export or a model."""
+    """Export the policies of a team, each from a run, an export or a model. `uses` has the source of each role."""
     if form.get("step") is not None:
         remedy = "Write ROLE=RUN#STEP for a step."
         raise ConfigError("step", form.get("step"), "cannot be used for a team", remedy)
     if form.get("evaluation") is not None:
         remedy = "Leave it out, and evaluate the exported team."
         raise ConfigError("evaluation", str(form.get("evaluation")), "cannot be used for a team", remedy)
+
+    # Open the policies, and the prompts that go with them.
     sources = read_sources(uses, "use")
     opened = open_team(sources, form.get("model"))
     if opened.note:
@@ -130,24 +150,26 @@ def _export_team(
             name=UNTRAINED.name, kind="frozen", version=0, roles=(), model=team.model, tool_format=team.tool_format
         )
     distinct = list(dict.fromkeys(sources.values()))
-    together = prompts_together(distinct, prompts, any_prompts=any_prompts)
-    trained = {trained_with(source.place) for source in distinct if source.kind != "model"}
+    chosen_prompts = prompts_together(distinct, prompts, any_prompts=any_prompts)
+    prompts_of_training = {trained_with(source.place) for source in distinct if source.kind != "model"}
+    same_prompts = prompts_of_training.pop() if len(prompts_of_training) == 1 else ""
     manifest = write_export(
         out,
         team.policies,
-        origin=Origin(trained_with=trained.pop() if len(trained) == 1 else ""),
+        origin=Origin(trained_with=same_prompts),
         others=others,
         merge=form.get("merge", False),
         gguf=form.get("gguf"),
-        prompts=together,
+        prompts=chosen_prompts,
     )
+
     for policy in team.policies:
         role = policy.roles[0]
         source = sources.get(role, sources.get(REST))
         assert source is not None, "a policy plays a role that a source was named for"
         say(f"{', '.join(policy.roles)}: {policy.name}@{policy.version} of {source.text}")
-    said = f", with {prompts_text(together)}" if together else ""
-    say(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {out}{said}")
+    with_prompts = f", with {prompts_text(chosen_prompts)}" if chosen_prompts else ""
+    say(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {out}{with_prompts}")
     _say_version(manifest, out, say)
     _say_untrained(manifest, say)
     command = evaluation_command("", out)
@@ -156,6 +178,7 @@ def _export_team(
 
 
 def _push(out: str | Path, repository: str, private: bool, say: Callable[[str], None]) -> None:
+    """Upload an export to the Hugging Face Hub. If the user interrupts it, say how to repeat it."""
     try:
         say(f"pushed to {push_folder(Path(out), repository, private=private, without=VERSIONS)}")
     except KeyboardInterrupt:
@@ -189,7 +212,8 @@ def _say_untrained(manifest: Manifest, say: Callable[[str], None]) -> None:
 def _say_checkpoint(
     run: RunLayout, step: int | Literal["best"] | None, policies: set[str], say: Callable[[str], None]
 ) -> None:
-    """Say which checkpoint was exported, if it is not the last one of a finished run."""
+    """Say which checkpoint was exported, unless it is the last one of a finished run. `step` is what the user asked
+    for, and `policies` are the exported ones."""
     if step == "best":
         best = read_best(run.checkpoints)
         texts = [f"{name} of {best[name].checkpoint} ({best[name].figure:.3f})" for name in sorted(best)]

@@ -19,56 +19,56 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=2, seed=0)
-"""Sampling of the probe: not truncated, so that the trainer's log-probabilities are of the same distribution. The first
-token comes from the pass over the prompt, the second from a decode step. Further steps would cost more than further
-candidates."""
+"""The sampling of the probe. It is not truncated, so that the trainer's log-probabilities are of the same distribution.
+The first token comes from the pass over the prompt, the second from a decode step. Further steps would cost more than
+further candidates."""
 LONGER = msgspec.structs.replace(PROBE, max_tokens=16, seed=1)
-"""A longer probe, which decides if the first one is above the bound: in bfloat16 a few unlikely tokens may cause most
-of a gap."""
+"""The sampling of a longer probe, which decides if the gap of the first one is above the bound. In bfloat16, a few
+unlikely tokens may cause most of a gap."""
 PROBE_CANDIDATES = 16
 PROBE_PROMPTS = 4
 PROBE_PROMPT = 32
-"""Most tokens of a prompt of the probe. Any text shows whether weights differ, and nothing is cached for a new version:
-the probe takes longer than the rest of a publication."""
+"""The most tokens of a prompt of the probe. Any text shows whether weights differ. Nothing is cached for a new version,
+so the probe takes longer than the rest of a publication."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence that a version is served.
-
-    `weights_norm` is the L2 norm of all weights, `norm_moved` its change since the previous version (0 for the first).
-    The probe gap is |log pi_sampler - log pi_train| in nats over `probe_tokens` sampled tokens.
-    """
+    """Evidence that a version is served. The probe gap is |log pi_sampler - log pi_train| of a token, in nats."""
 
     policy: PolicyRef
     fingerprint: str
     norm: float
+    """The L2 norm of all weights."""
     norm_moved: float = 0.0
+    """The change of the norm since the previous version; 0 for the first version."""
     probe_gap_mean: float = 0.0
     probe_gap_max: float = 0.0
     probe_tokens: int = 0
+    """The number of sampled tokens over which the gap is measured."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts (token ids) that a version is sampled with, at least `PROBE_CANDIDATES` times in all, the trainer's
-    log-probabilities of rows, and the largest mean gap between both, in nats.
-
-    `remedy` says how to reduce a gap from rounding. It is empty if sampler and trainer both compute in float32.
-    """
+    """A comparison of the sampler with the trainer, on a few answers of a version."""
 
     prompts: Sequence[Sequence[int]]
+    """Token ids of prompts. At least `PROBE_CANDIDATES` answers to them are sampled in all."""
     logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]]
+    """The trainer's function for the log-probabilities of each row's response tokens."""
     bound: float = 1e-2
+    """The largest allowed mean gap, in nats a token."""
     remedy: str = ""
+    """How to reduce a gap from rounding. Empty if sampler and trainer both compute in float32."""
 
 
 def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return a few different beginnings of prompts."""
-    return list(dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts))[:PROBE_PROMPTS]
+    beginnings = dict.fromkeys(tuple(ids[:PROBE_PROMPT]) for ids in prompts)
+    return list(beginnings)[:PROBE_PROMPTS]
 
 
 def weights_norm(weights: Weights) -> float:
-    """L2 norm over all tensors, summed in double precision."""
+    """Return the L2 norm of all tensors together, summed in double precision."""
     return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in weights.values()))
 
 
@@ -82,10 +82,10 @@ async def prove_publish(
     probe: Probe | None = None,
     retire: Sequence[PolicyRef] = (),
 ) -> Proof:
-    """Publish a version, prove that it is served, then retire older ones.
+    """Publish a version, prove that it is served, then retire the versions in `retire`.
 
-    Checks, in order: the weights differ from the `previous` proof; the fingerprint of the weights that arrived; the
-    mean gap of the `probe`. Raises SyncError with the figures.
+    The proof has three parts: the weights differ from the version of the `previous` proof, the weights that arrived
+    have their fingerprint, and the mean gap of the `probe` is within its bound. Raises SyncError with the figures.
     """
     proof = _prove_moved(policy, weights, previous)
     await publish_verified(sampler, policy, weights, lora, proof.fingerprint)
@@ -97,9 +97,8 @@ async def prove_publish(
 
 
 def _prove_moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof:
-    """The proof that an update changed the weights: their fingerprint and norm, and how far the norm moved. Raises
-    SyncError if the weights are not finite, or equal to the `previous` ones.
-    """
+    """Return the proof that an update has changed the weights, with their fingerprint, their norm and its change.
+    Raises SyncError if the weights are not finite, or equal to the weights of the `previous` proof."""
     proof = Proof(policy=policy, fingerprint=fingerprint(weights), norm=weights_norm(weights))
     if not math.isfinite(proof.norm):
         raise SyncError(f"The weights of {policy} are not finite (norm {proof.norm}).", "Lower the learning rate.")
@@ -120,47 +119,50 @@ async def sampled_gaps(
     """Return |log pi_sampler - log pi_train| of each token that a policy samples for the probe, in nats. Raises
     SyncError if it samples none."""
     rows = await probe_rows(sampler, policy, probe.prompts, params)
-    trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
-    gaps: npt.NDArray[np.float64] = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+    of_trainer = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
+    of_sampler = np.concatenate([row.logprobs for row in rows])
+    gaps: npt.NDArray[np.float64] = np.abs(of_trainer - of_sampler)
     return gaps
 
 
 async def probe_rows(
     sampler: Sampler, policy: PolicyRef, prompts: Sequence[Sequence[int]], params: SamplingParams = PROBE
 ) -> list[TrainRow]:
-    """Return the answers that a policy samples for these prompts, as rows. Raises SyncError if all are empty."""
-    each = -(-PROBE_CANDIDATES // len(prompts))  # rounded up
-    completions_of_prompts = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in prompts))
+    """Return the answers that a policy samples for these prompts, as rows. Empty answers are left out. Raises SyncError
+    if all are empty."""
+    per_prompt = math.ceil(PROBE_CANDIDATES / len(prompts))
+    requests = [sampler.sample(prompt_ids, per_prompt, params, policy) for prompt_ids in prompts]
+    completions_of_prompts = await asyncio.gather(*requests)
     rows: list[TrainRow] = []
-    number = 0
     for prompt_ids, completions in zip(prompts, completions_of_prompts, strict=True):
         for completion in completions:
-            if completion.token_ids:
-                row = TrainRow(
-                    id=f"probe.{number}",
-                    role="",
-                    prompt_ids=tuple(prompt_ids),
-                    response_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    advantage=0.0,
-                    version=policy.version,
-                )
-                rows.append(row)
-            number += 1
+            if not completion.token_ids:
+                continue
+            row = TrainRow(
+                id=f"probe.{len(rows)}",
+                role="",
+                prompt_ids=tuple(prompt_ids),
+                response_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                advantage=0.0,
+                version=policy.version,
+            )
+            rows.append(row)
     if not rows:
         raise SyncError(f"The probe of {policy} came back empty.", "Probe with other prompts.")
     return rows
 
 
 async def _prove_gap(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
-    """Compare the log-probabilities of sampler and trainer on samples of the probe, and add their gap to the proof.
-    Raises GapError if the mean is above the bound."""
-    gap = await sampled_gaps(sampler, proof.policy, probe)
-    # `not <=` rather than `>`, so that NaN fails. A few tokens may exceed the bound by chance: ask for more before
-    # the error.
-    if not gap.mean() <= probe.bound:
-        gap = await sampled_gaps(sampler, proof.policy, probe, LONGER)
-    mean, worst = float(gap.mean()), float(gap.max())
+    """Compare the log-probabilities of sampler and trainer on samples of the probe, and return the proof with their
+    gap. Raises GapError if the mean gap is above the bound."""
+    gaps = await sampled_gaps(sampler, proof.policy, probe)
+    # A few tokens may exceed the bound by chance, so sample more before the error. `not <=` rather than `>`, so that
+    # NaN fails.
+    if not gaps.mean() <= probe.bound:
+        gaps = await sampled_gaps(sampler, proof.policy, probe, LONGER)
+    mean = float(gaps.mean())
+    largest = float(gaps.max())
     if not mean <= probe.bound:
         remedy = "The sampler does not serve the weights that were sent. Check its engine."
         if probe.remedy:
@@ -170,8 +172,8 @@ async def _prove_gap(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
             )
         raise GapError(
             mean,
-            f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
-            f"{gap.size} tokens; the bound is {probe.bound:g}.",
+            f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {largest:.3g}) "
+            f"over {gaps.size} tokens; the bound is {probe.bound:g}.",
             remedy,
         )
-    return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=worst, probe_tokens=int(gap.size))
+    return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=largest, probe_tokens=int(gaps.size))

@@ -37,7 +37,7 @@ from cotune.trainer.updates import keep_figures, publish, sampler_asleep, update
 
 
 async def train_on_rollouts(run: RolloutRun, progress: Progress) -> None:
-    """Train from the run's next step to its last, or until it has ended or is stopped."""
+    """Train from the run's next step to its last one, or until the run has ended or is stopped."""
     report = RolloutReport(run, progress)
     with report.phase("checkpoint"):
         await commit(run)
@@ -63,7 +63,7 @@ async def make_step(run: RolloutRun, rollouts: RolloutPipeline[RolledOut], repor
     """Make the next step of a run. If the run is stopped during its rollout, nothing is trained."""
     progress = report.progress
 
-    # Draw tasks for this step, and in mode async for those that roll out meanwhile.
+    # Draw tasks for this step, and in mode async for the steps that are rolled out ahead.
     run.draw_tasks()
 
     # Roll out: run the workflow on the tasks and have its episodes judged, see `roll_out`.
@@ -72,7 +72,7 @@ async def make_step(run: RolloutRun, rollouts: RolloutPipeline[RolledOut], repor
     if rolled_out is None:
         return
 
-    # Collect a sample for each candidate. Group those that are compared, and weigh each by its advantage.
+    # Collect a sample for each candidate, group the samples that are compared, and weigh each by its advantage.
     with report.phase("group"):
         collected = collect_samples(run, rolled_out.episodes)
         collected, hints = with_teacher_hints(run, rolled_out.episodes, collected)
@@ -111,8 +111,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     """Run the workflow on the tasks of a step, and have its episodes judged.
 
     Episodes that an interrupted run has finished are not run again. `needed` is set once training waits for the step.
-    If this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
-    gone, and RunError when records were lost: the step is not trained on then, because it lacks episodes.
+    If this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError if the sampler is gone,
+    and RunError if records were lost: such a step lacks episodes, so it is not trained on.
     """
     plan = run.plan
     drawn = run.state.drawn[step]
@@ -120,20 +120,18 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
     effects = effects_before(run, step)  # read once, for all forks of the step
     step_episodes = StepEpisodes(run, step, progress)
     responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
-    bench = judge_bench(run, step, responder)  # whose judge may be a role, which these policies play
+    bench = judge_bench(run, step, responder)  # the judge may be a role, which these policies play
     async with JudgedStep(bench) as judged:
 
-        def ended(episode: Episode) -> None:
+        def on_episode(episode: Episode) -> None:
             progress.episode(episode)
-            judged.ended(episode)  # with the last episode of a task its judging begins, while other tasks still run
+            judged.ended(episode)  # after the last episode of a task, it is judged while other tasks still run
 
         async def run_tasks(task_ids: Collection[str]) -> list[Episode]:
-            """Run these tasks in this step. Episodes that are on record from before an interruption are not
-            run again.
-            """
+            """Run these tasks in this step, and return all their episodes. Recorded episodes are not run again."""
             # Tree: one episode a task, with K candidates at each call. Independent: K episodes a task. Replay: one
-            # episode a task, which then runs again from some of its calls on, K times from each.
-            batch = step_episodes.batch(task_ids, ended)
+            # episode a task, which is then run again from some of its calls, K times from each.
+            batch = step_episodes.batch(task_ids, on_episode)
             judged.already(batch.done)
             if plan.kind != "replay":
                 judged.expect(dict.fromkeys(task_ids, plan.episodes_per_task))
@@ -147,7 +145,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
             return episodes
 
         async def compare(episodes: Sequence[Episode]) -> list[GroupSignal]:
-            """Return the groups of these episodes, and whether their rewards differ."""
+            """Return the groups of these episodes, each with whether its rewards differ."""
             await judged.finish()
             return group_signals(collect_samples(run, episodes, step), run.recipes)
 

@@ -35,7 +35,7 @@ from cotune.trainer.schedules.schedule import lr_scale
 
 
 class StepReport:
-    """The phases of one step after the other, and their lines in metrics.jsonl and on the screen."""
+    """Measures the phases of each step, and writes the line of the step to metrics.jsonl and to the screen."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.progress = progress
@@ -43,12 +43,13 @@ class StepReport:
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
-        """Count the seconds within the block for a phase of the step; `of` names its object."""
+        """Count the seconds within the block for a phase of the step. `of` is the object of the phase, for example the
+        names of policies."""
         with self.progress.activity.phase(name, of):
             yield
 
     def restart(self) -> None:
-        """Forget the seconds of a step that is done again."""
+        """Drop the seconds so far, because the step is repeated."""
         self.progress.activity.clear()
 
     def write(self, metrics: StepMetrics) -> None:
@@ -59,16 +60,16 @@ class StepReport:
 
 
 class RolloutReport(StepReport):
-    """Gathers the figures of steps with rollouts."""
+    """Computes the figures of steps with rollouts."""
 
     def __init__(self, run: RolloutRun, progress: Progress) -> None:
         super().__init__(run, progress)
         self._run = run
         self._counters: dict[str, float] = {}
-        """Counts of sampler, rollout workers and store when the last step ended."""
+        """The counts of sampler, rollout workers, judges, teachers and store when the last step ended."""
 
     async def begin(self) -> None:
-        """Leave out counts from before the first step."""
+        """Read the counts from before the first step, so that they are not in its figures."""
         await self._new_counts()
 
     async def metrics(
@@ -81,23 +82,27 @@ class RolloutReport(StepReport):
         state = self._run.state
         collected = batch.collected
         prepared = batch.prepared
-        calls = collected.calls.values()
-        silent = run.silent(collected)
+        seconds = dict(self.progress.activity.seconds)
+
+        # Figures of the rollout.
         episodes = [episode for episode in batch.episodes if episode.phase != JUDGING]
         # The branches of a replay plan are not single samples of whole episodes.
-        whole = [episode for episode in episodes if run.plan.kind != "replay" or episode.rollout == 0]
-        tokens = 0
+        whole_episodes = [episode for episode in episodes if run.plan.kind != "replay" or episode.rollout == 0]
+        calls = collected.calls.values()
+        sampled_tokens = 0
         for call in calls:
-            tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
-        unmoved = reasons_for_staying(
-            state.policies, updates, batch.rows, collected, prepared, frozen=run.frozen(state.steps)
-        )
+            sampled_tokens += sum(len(candidate.token_ids) for candidate in call.candidates)
         trained_roles = run.trained_roles(state.steps)
         plans = config.plans_of(run.plan, trained_roles)
+
+        # Figures by role, and the reasons for policies and roles without training.
         roles = role_metrics(prepared, collected, batch.rows, updates, trained_roles)
         if rolled.refill:
             for role in roles:
                 roles[role] |= rolled.refill.figures(role)
+        frozen = run.frozen(state.steps)
+        stayed = reasons_for_staying(state.policies, updates, batch.rows, collected, prepared, frozen=frozen)
+        silent = run.silent(collected)
         return StepMetrics(
             step=state.steps,
             episodes=len(episodes),
@@ -109,7 +114,7 @@ class RolloutReport(StepReport):
             rows=len(prepared.trained),
             path=outcome_path([plans.get(role, run.plan) for role in trained_roles] or [run.plan]),
             outcome=outcome_means(
-                whole,
+                whole_episodes,
                 collected.outcomes,
                 failed=failure_reward(config.on_failure),
                 task_weights=run.task_weights,
@@ -117,15 +122,15 @@ class RolloutReport(StepReport):
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
             roles=roles,
-            policies={name: self._policy(name, updates) for name in updates},
+            policies={name: self._policy_figures(name, updates) for name in updates},
             left_out=dict(batch.left_out),
             staleness=count_lags(prepared.trained, batch.versions),
             counters=counters,
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
-            seconds=dict(self.progress.activity.seconds),
-            **throughput_fields(updates, self.progress.activity.seconds, tokens),
+            seconds=seconds,
+            **throughput_fields(updates, seconds, sampled_tokens),
             updated=bool(policies_that_moved(updates)),
-            stayed=unmoved,
+            stayed=stayed,
             silent=silent,
             refill=_refill_figures(rolled),
             replay=replay_figures(run, batch.episodes, rolled.fork_effects),
@@ -133,7 +138,7 @@ class RolloutReport(StepReport):
                 *prepared.warnings,
                 *replaced(calls),
                 *_rounded_away(updates),
-                *self._policy_notes(batch, unmoved),
+                *self._policy_notes(batch, stayed),
                 *self._gradient_notes(roles, trained_roles),
                 *_outcome_notes(run, batch),
                 *_refill_notes(rolled),
@@ -141,32 +146,36 @@ class RolloutReport(StepReport):
             ),
         )
 
-    def _policy_notes(self, batch: Batch, unmoved: Mapping[str, str]) -> list[str]:
-        """Return notes on policies without an update: no signal since the run began, or no feedback for a teacher."""
+    def _policy_notes(self, batch: Batch, stayed: Mapping[str, str]) -> list[str]:
+        """Return notes on policies without an update: no signal since the run began, or no feedback for a teacher.
+        `stayed` has the reason for each policy that has not moved."""
         notes: list[str] = []
-        if not self._run.state.versions and "no signal" in unmoved.values():
+        if not self._run.state.versions and "no signal" in stayed.values():
             notes.append(NO_SIGNAL)
-        if without_hints := _without_hints(self._run, batch, unmoved):
+        without_hints = _without_hints(self._run, batch, stayed)
+        if without_hints:
             notes.append(NO_FEEDBACK.format(policies=", ".join(without_hints)))
         return notes
 
     def _gradient_notes(self, roles: Mapping[str, Mapping[str, float]], policy_of: Mapping[str, str]) -> list[str]:
-        """Return a note for each role that has held most of the gradient of its policy over the last steps."""
+        """Return a note for each role that has had most of the gradient of its policy over the last steps. `roles` has
+        the figures of this step by role, and `policy_of` the trained roles with their policies."""
         shares = shares_of(roles)
         if not shares:
             return []
-        # The earlier steps come from metrics.jsonl, so that a run that was interrupted in between still counts them.
-        window = [shares]
+        # The earlier steps come from metrics.jsonl, so that they count also if the run was interrupted in between.
+        shares_of_steps = [shares]
         for line in reversed(read_metrics(self._folder.path)):
-            if len(window) == WINDOW:
+            if len(shares_of_steps) == WINDOW:
                 break
-            if earlier := shares_of(line["roles"]):
-                window.append(earlier)
-        dominant = dominant_roles(window)
+            earlier_shares = shares_of(line["roles"])
+            if earlier_shares:
+                shares_of_steps.append(earlier_shares)
+        dominant = dominant_roles(shares_of_steps)
         return [CAPTURED.format(role=role, policy=policy_of[role]) for role in dominant if role in policy_of]
 
-    def _policy(self, name: str, updates: Updates) -> dict[str, float]:
-        """Return the figures of a policy's update. If it has moved, the proof of its publication is included."""
+    def _policy_figures(self, name: str, updates: Updates) -> dict[str, float]:
+        """Return the figures of a policy's update, and of the proof of its publication if it has moved."""
         figures = {key: float(value) for key, value in updates[name].items() if "/" not in key}
         if name not in policies_that_moved(updates):
             return figures
@@ -180,46 +189,53 @@ class RolloutReport(StepReport):
         }
 
     async def _new_counts(self) -> dict[str, float]:
-        """Return the counts of sampler, workers, judges, teacher and store since the last call, without zeros."""
+        """Return the counts of sampler, workers, judges, teachers and store since the last call, without zeros."""
         run = self._run
+        totals: dict[str, float] = dict((await run.sampler.info()).counters)
+        totals |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
+        totals |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
+        of_teachers = Counter[str]()
+        for teacher in run.teachers.values():
+            of_teachers += Counter(teacher.counters)
+        totals |= {f"teacher.{name}": count for name, count in of_teachers.items()}
+        totals["late_rewards_refused"] = run.store.health.refused
+
         before = self._counters
-        counters: dict[str, float] = dict((await run.sampler.info()).counters)
-        counters |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
-        counters |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
-        of_teachers = sum((Counter(teacher.counters) for teacher in run.teachers.values()), Counter[str]())
-        counters |= {f"teacher.{name}": count for name, count in of_teachers.items()}
-        counters["late_rewards_refused"] = run.store.health.refused
-        self._counters = counters
+        self._counters = totals
         new_counts: dict[str, float] = {}
-        for name, count in counters.items():
-            if count != before.get(name, 0):
-                new_counts[name] = count - before.get(name, 0)
+        for name, total in totals.items():
+            increase = total - before.get(name, 0)
+            if increase:
+                new_counts[name] = increase
         return new_counts
 
 
-def _without_hints(run: RolloutRun, batch: Batch, unmoved: Mapping[str, str]) -> list[str]:
+def _without_hints(run: RolloutRun, batch: Batch, stayed: Mapping[str, str]) -> list[str]:
     """Return the policies that have no sample because there was no feedback for their teacher."""
     if not batch.left_out["no_hint"]:
         return []
-    return [name for name, why in unmoved.items() if why == "no sample" and run.recipes.of(name).loss.teacher_sees]
+    return [name for name, reason in stayed.items() if reason == "no sample" and run.recipes.of(name).loss.teacher_sees]
 
 
 def _outcome_notes(run: RolloutRun, batch: Batch) -> list[str]:
+    """Return a note if the step would learn from outcomes, but no episode has one."""
     if not misses_outcomes(run, batch):
         return []
     return [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.name)}."]
 
 
 def _refill_notes(rolled: RolledOut) -> list[str]:
-    missing = rolled.refill.missing if rolled.refill else ()
-    notes = [FLAT.format(role=role) for role in missing]
+    """Return a note for each role that lacks groups after the refill, and one if tasks of the refill were late."""
+    notes: list[str] = []
+    if rolled.refill:
+        notes += [FLAT.format(role=role) for role in rolled.refill.missing]
     if rolled.late_tasks:
         notes.append(LATE)
     return notes
 
 
 def _refill_figures(rolled: RolledOut) -> dict[str, int]:
-    """The figures of a step's refill for metrics.jsonl; empty without a refill."""
+    """Return the figures of a step's refill for metrics.jsonl; empty without a refill."""
     if not rolled.refill:
         return {}
     return {
@@ -231,16 +247,18 @@ def _refill_figures(rolled: RolledOut) -> dict[str, int]:
 
 
 def _rounded_away(updates: Updates) -> list[str]:
-    """Notes on tensors whose steps are lost to rounding; the learner reports each tensor once."""
-    notes = []
+    """Return notes on tensors whose steps are lost to rounding. The learner reports each tensor once."""
+    kinds = (("lost/", "lost_share", _LOST), ("lost_bfloat16/", "lost_share_bfloat16", _UNSEEN))
+    notes: list[str] = []
     for policy, figures in updates.items():
-        for kind, text in (("lost", _LOST), ("lost_bfloat16", _UNSEEN)):
-            sizes = {n.partition("/")[2]: size for n, size in figures.items() if n.startswith(f"{kind}/")}
-            if sizes:
-                some = ", ".join(f"{name} {size:.2g}" for name, size in sorted(sizes.items())[:3])
-                share = figures[kind.replace("lost", "lost_share")]
-                more = ", ..." if len(sizes) > 3 else ""
-                notes.append(text.format(policy=policy, count=len(sizes), some=some + more, share=share))
+        for prefix, share, text in kinds:
+            sizes = {name.removeprefix(prefix): size for name, size in figures.items() if name.startswith(prefix)}
+            if not sizes:
+                continue
+            examples = ", ".join(f"{tensor} {size:.2g}" for tensor, size in sorted(sizes.items())[:3])
+            if len(sizes) > 3:
+                examples += ", ..."
+            notes.append(text.format(policy=policy, count=len(sizes), some=examples, share=figures[share]))
     return notes
 
 

@@ -80,12 +80,12 @@ def train(
     profile: bool = False,
     **settings: Any,
 ) -> RunSummary:
-    """Train the policies of `workflow` on `tasks`; blocks until done or stopped.
+    """Train the policies of `workflow` on `tasks`. This returns when training is done or stopped.
 
-    `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values, None with recipes
-    that learn from records; `config` and `settings` are fields of TrainConfig. `out` is the new run folder, by default
-    runs/DATE-TIME. `profile` writes a trace of one step, see docs/how-to/profile.md. Raises CotuneError subclasses
-    before work starts for bad input.
+    `workflow` is a decorated function or "module:attribute". `tasks` is a JSON-lines file or a list of values, and None
+    for recipes that learn from records. `config` and `settings` are fields of TrainConfig. `out` is the new run folder,
+    by default runs/DATE-TIME. `profile` writes a trace of one step, see docs/how-to/profile.md. Raises CotuneError
+    subclasses before work starts for bad input.
 
     ```python
     summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", out="runs/r1", steps=100, plan={"k": 8})
@@ -96,17 +96,19 @@ def train(
     flow = workflow_of(workflow)
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     chosen = convert({**table, **settings})
+
+    # Check everything that does not need the models, before the run folder is made.
     if chosen.from_records and tasks is not None:
         fault = f"cannot be used with recipe {chosen.recipe}, whose tasks are the recorded ones"
         raise ConfigError("tasks", tasks, fault, "Leave them out.")
     if tasks is None and not chosen.from_records:
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
-    listed = [] if tasks is None else as_tasks(tasks)
+    all_tasks = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
         _, recipes, _ = resolve_plan(chosen, list(flow.scorers), flow.name)
-        check_curriculum(chosen.curriculum, listed)
+        check_curriculum(chosen.curriculum, all_tasks)
         check_refill(chosen, recipes.every)
-        check_privileged(recipes, listed)
+        check_privileged(recipes, all_tasks)
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     flow = flow.prompted(chosen.prompts_file)
@@ -114,16 +116,18 @@ def train(
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
         check_hardware(chosen.learner)
-    split = split_tasks(listed, chosen)
+    split = split_tasks(all_tasks, chosen)
     check_source(chosen.init)
     check_tools(chosen.loggers)
+
+    # Make the run folder, and train. "held" has what a resumed run must not change.
     path = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
         chosen,
         workflow=whole_address(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
-        held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.chosen_ids)},
+        held={"tasks": tasks_digest(all_tasks), "count": len(all_tasks), "held_out": list(split.chosen_ids)},
         **({} if flow.prompts is None else {"prompts": flow.prompts.id}),
     )
     try:
@@ -144,12 +148,12 @@ def resume(
     console: Console | None = None,
     profile: bool = False,
 ) -> RunSummary:
-    """Continue a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
+    """Continue a run from its newest checkpoint, with its own configuration and `changes`, which are recorded.
 
-    `changes` are fields of TrainConfig, nested or by dotted names; some may not change (docs/reference/run-folder.md).
+    `changes` are fields of TrainConfig, nested or by dotted names. Some may not change (docs/reference/run-folder.md).
     `workflow` and `tasks` are only needed if the run was started from Python with objects instead of names. `profile`
-    writes a trace of one future step. Raises ConfigError or RunError, before work starts, for a change that would make
-    it another run.
+    writes a trace of one step. Raises ConfigError or RunError, before work starts, for a change that would make it
+    another run.
 
     ```python
     summary = cotune.resume("runs/r1", workflow=solve, changes={"steps": 200})
@@ -164,19 +168,18 @@ def resume(
         if workflow is not None:
             from_user.add("workflow")
         folder.trusted = open_run_code(folder.path, from_user)
-        flow, listed = _resumed_app(folder, described, workflow, tasks)
-        check_tasks(described, listed)
+        flow, all_tasks = _resumed_app(folder, described, workflow, tasks)
+        check_tasks(described, all_tasks)
+
+        # Read the newest checkpoint, and apply the changes to the configuration of the run.
         tidy_checkpoints(folder.checkpoints)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        table = with_values(read_config(folder.path), changes or {})
-        for fields in (table, *table.get("policy", ()), table.get("distill", {}), table.get("records", {})):
-            for name in ("model", "teacher", "path"):
-                if fields.get(name):
-                    fields[name] = relocated(fields[name], described, folder.path)
-        old_config = convert(table)
+        old_config = _resumed_config(folder, described, changes or {})
         check_files(folder, done, old_config)
         config, changed = apply_changes(old_config, changes or {}, done=done)
+
+        # Write the changes to run.json. Values of environment variables never stay there.
         description = without_values(described)
         if changed:
             all_changes = [*described.get("changes", ()), {"step": done, "changed": changed}]
@@ -185,13 +188,14 @@ def resume(
             )
         if description != described:
             folder.describe_as(description)
+
         check_tools(config.loggers)
         for model, policies in config.bases.items():
             locate_base(model, of="" if model == config.model else policies[0])
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         flow = flow.prompted(prompts_of(folder.path))
-        stack.pop_all()
-    split = split_again(listed, config, described)
+        stack.pop_all()  # from here on, `_train` closes the folder
+    split = split_again(all_tasks, config, described)
     notes: list[str] = []
     for name, (old, new) in changed.items():
         notes.append(f"changed: {name}" if is_withheld(name) else f"changed: {name} = {new!r}, was {old!r}")
@@ -200,15 +204,27 @@ def resume(
     return run_sync(_train(folder, config, flow, split, console, notes, profile=profile))
 
 
+def _resumed_config(folder: RunFolder, described: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a run before the changes, with the values of environment variables that it needs.
+    Models, teachers and records that were moved together with the run folder are found at their new places."""
+    table = with_values(read_config(folder.path), changes)
+    for fields in (table, *table.get("policy", ()), table.get("distill", {}), table.get("records", {})):
+        for name in ("model", "teacher", "path"):
+            if fields.get(name):
+                fields[name] = relocated(fields[name], described, folder.path)
+    return convert(table)
+
+
 def _resumed_app(
     folder: RunFolder,
     described: Mapping[str, Any],
     workflow: WorkflowSource | None,
     tasks: str | Path | Iterable[Any] | None,
 ) -> tuple[Workflow, list[Task]]:
-    """Return workflow and tasks: the ones passed, else the ones that run.json names.
+    """Return the workflow and the tasks of a run to resume: the ones that the user has passed, else the ones that
+    run.json names.
 
-    Raises ConfigError if neither names them, or if the run was started with another workflow.
+    Raises ConfigError if run.json does not name them either, or if the run was started with another workflow.
     """
     started_with = described["workflow"]
     if isinstance(workflow, str) and started_with is not None and not _same_name(workflow, started_with):
@@ -227,7 +243,7 @@ def _resumed_app(
 
 
 def _same_name(workflow: str, other: str) -> bool:
-    """Return whether two addresses end in the same attribute: a module may be named in several ways."""
+    """Return whether two addresses end in the same attribute. Their modules may be named in several ways."""
     return workflow.rpartition(":")[2] == other.rpartition(":")[2]
 
 
@@ -279,13 +295,15 @@ async def _train(
     """Open the run in `folder`, train it to its end or until it is stopped, and sum it up. `notes` are printed first.
     With `profile`, one step is traced."""
     started = time.perf_counter()
-    go_on_with = f"Continue with: cotune train --resume {folder.path}"
-    current_run.set(RunContext(folder=folder.path, go_on=go_on_with))
+    how_to_continue = f"Continue with: cotune train --resume {folder.path}"
+    current_run.set(RunContext(folder=folder.path, go_on=how_to_continue))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(folder.noting_errors())
         progress = Progress(config.steps, console, folder.path)
         stack.callback(progress.activity.close)
+
+        # Open the run. The phase "load" ends before the first step.
         loading = stack.enter_context(contextlib.ExitStack())
         loading.enter_context(progress.activity.phase("load"))
         for note in notes:
@@ -294,8 +312,9 @@ async def _train(
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
         run = await _open_and_check(folder, config, flow, split, progress, stack)
-        if gpu := unused_gpu() or untried_gpu():
-            progress.say(f"warning: {gpu}")
+        gpu_warning = unused_gpu() or untried_gpu()
+        if gpu_warning:
+            progress.say(f"warning: {gpu_warning}")
         progress.say(where_it_runs(run.config))
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
         stack.callback(progress.loggers.close)
@@ -305,8 +324,10 @@ async def _train(
             # The first step of a process also loads and compiles, so the second one is traced if there is one.
             run.profile_step = min(run.state.steps + 2, config.steps)
 
+        # Train, until the run ends or a signal stops it.
         def stop() -> None:
-            if run.stop():
+            finishes_step = run.stop()
+            if finishes_step:
                 progress.say("finishing and saving the step under way first")
 
         with stop_by(stop), progress:
@@ -320,9 +341,9 @@ async def _train(
                     await train_on_rollouts(run, progress)
             except (CotuneError, OSError):
                 if folder.latest.exists():
-                    progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
+                    progress.say(f"failed in step {run.state.steps + 1}. {how_to_continue}")
                 raise
-            _report_end(run, folder, progress, go_on_with)
+            _report_end(run, folder, progress, how_to_continue)
         run.store.flush()
         if run.store.health.lost:
             progress.say(f"{run.store.health.lost} records could not be stored and are lost")
@@ -367,15 +388,16 @@ async def _open_and_check(
     return run
 
 
-def _report_end(run: RolloutRun | RecordsRun, folder: RunFolder, progress: Progress, go_on_with: str) -> None:
-    """Print and store why a run ended before its last step, if it did. `go_on_with` is the command to continue."""
+def _report_end(run: RolloutRun | RecordsRun, folder: RunFolder, progress: Progress, how_to_continue: str) -> None:
+    """If a run has ended before its last step, print why, and write it to the run folder. `how_to_continue` is a
+    sentence with the command."""
     if run.ended:
         progress.say(f"ended after step {run.state.steps}: {run.ended}")
         if run.way_back:
             progress.say(run.way_back)
         folder.note_end("ended", run.ended, run.way_back)
     elif run.stopping and not run.finished:
-        progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
+        progress.say(f"stopped after step {run.state.steps}; saved. {how_to_continue}")
         folder.note_end("stopped", "It was stopped.")
     if (run.profile_step or 0) > run.state.steps:
         progress.say(f"step {run.profile_step} has no profile: it was not reached")

@@ -1,13 +1,16 @@
-"""The updates of a step: each policy trains on the rows of its roles, and its new version goes to the sampler."""
+"""The updates of a step: each policy is trained on the rows of its roles, and its new version is published."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Literal, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
@@ -22,11 +25,12 @@ from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.step_report import StepReport
 
 ENOUGH_TOKENS = 16384
-"""Passes of so many tokens keep a GPU busy. Larger ones would gain less than it costs to move the engine's weights."""
+"""Passes of this number of tokens keep a GPU busy. Larger passes save less time than it takes to move the engine's
+weights."""
 
 
 TeacherOf = Callable[[str], Teacher | Literal["self"] | None]
-"""The teacher of a policy, None for one that learns from rewards."""
+"""A function that returns the teacher of a policy; None if the policy learns from rewards."""
 
 
 async def update_policies(
@@ -35,10 +39,10 @@ async def update_policies(
     scales: Mapping[str, float],
     teacher_of: TeacherOf = lambda policy: None,
 ) -> Updates:
-    """Update policies on their rows, once their teachers have scored these.
+    """Update policies on their rows, after their teachers have scored the rows. Returns the metrics of each update.
 
-    The learner trains one policy after the other; meanwhile a teacher scores the rows of the next. If updates fail, the
-    first error is raised when all are done, because a thread cannot be left.
+    The learner trains one policy after the other. Meanwhile teachers score the rows of the other policies. If updates
+    fail, the first error is raised when all have ended, because a thread cannot be stopped.
     """
 
     def update(policy: str) -> Mapping[str, float]:
@@ -46,31 +50,35 @@ async def update_policies(
         if teacher is None:
             return learner.update(policy, rows[policy], lr_scale=scales[policy])
         scored = scored_rows(learner, teacher, policy, rows[policy])
-        figures = learner.update(policy, scored, lr_scale=scales[policy])
-        return {**figures, "unscored": float(len(rows[policy]) - len(scored))}
+        metrics = learner.update(policy, scored, lr_scale=scales[policy])
+        return {**metrics, "unscored": float(len(rows[policy]) - len(scored))}
 
-    work = (asyncio.to_thread(update, policy) for policy in rows)
+    threads = (asyncio.to_thread(update, policy) for policy in rows)
+    results = await asyncio.gather(*threads, return_exceptions=True)
     updates: dict[str, Mapping[str, float]] = {}
-    for policy, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):
-        if isinstance(figures, BaseException):
-            raise figures
-        updates[policy] = figures
+    for policy, result in zip(rows, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        updates[policy] = result
     return updates
 
 
 def scored_rows(
     learner: Learner, teacher: Teacher | Literal["self"], policy: str, rows: Sequence[TrainRow]
 ) -> list[TrainRow]:
-    """Add to rows the log-probabilities that a teacher gives their tokens. Rows that the teacher could not score are
-    left out.
+    """Return rows with the log-probabilities that a teacher gives their tokens (`TrainRow.reference`). Rows that the
+    teacher could not score are left out.
 
     The teacher reads the prompt with the hint (`TrainRow.hinted`), if there is one. A policy that is its own teacher
     (`"self"`) scores its rows with the weights from before the update.
     """
-    read = [msgspec.structs.replace(row, prompt_ids=row.hinted or row.prompt_ids) for row in rows]
-    scores = learner.logprobs(policy, read) if teacher == SELF else teacher.logprobs(read)
-    scored = []
-    for row, logprobs in zip(rows, scores, strict=True):
+    rows_of_teacher = [msgspec.structs.replace(row, prompt_ids=row.hinted or row.prompt_ids) for row in rows]
+    if teacher == SELF:
+        logprobs_of_rows: Sequence[npt.NDArray[np.float32] | None] = learner.logprobs(policy, rows_of_teacher)
+    else:
+        logprobs_of_rows = teacher.logprobs(rows_of_teacher)
+    scored: list[TrainRow] = []
+    for row, logprobs in zip(rows, logprobs_of_rows, strict=True):
         if logprobs is not None:
             scored.append(msgspec.structs.replace(row, reference=tuple(logprobs.tolist()), hinted=()))
     return scored
@@ -80,7 +88,7 @@ def scored_rows(
 async def sampler_asleep(
     run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], report: StepReport
 ) -> AsyncIterator[None]:
-    """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure.
+    """Let an engine that shares its GPU with the learner sleep within the block. It is woken also after a failure.
 
     Its weights stay on the GPU if passes that are large enough for these rows fit next to them.
     """
@@ -100,13 +108,15 @@ async def sampler_asleep(
 
 
 def tokens_wanted(rows: Mapping[str, Sequence[TrainRow]]) -> int:
-    """Tokens of a pass that would train on these rows without loss of speed."""
-    longest = most = 0
-    for of_policy in rows.values():
-        lengths = [len(row.prompt_ids) + len(row.response_ids) for row in of_policy]
-        longest = max(longest, *lengths, 0)
-        most = max(most, sum(lengths))
-    return max(longest, min(most, ENOUGH_TOKENS))
+    """Return the number of tokens of a pass that trains on these rows at full speed. It must hold the longest row, and
+    need not hold more than all rows of a policy."""
+    longest_row = 0
+    most_of_policy = 0
+    for rows_of_policy in rows.values():
+        lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows_of_policy]
+        longest_row = max(longest_row, *lengths, 0)
+        most_of_policy = max(most_of_policy, sum(lengths))
+    return max(longest_row, min(most_of_policy, ENOUGH_TOKENS))
 
 
 def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> None:
@@ -126,23 +136,26 @@ async def publish(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], updat
 
 async def publish_version(run: RolloutRun, policy: str, version: int, *, probe: Sequence[Sequence[int]] = ()) -> None:
     """Publish the learner's present weights of a policy, prove that they are served, and retire the versions that no
-    rollout uses any more. `probe` are prompts as token ids. Raises SyncError."""
+    rollout uses any more. `probe` has the prompts of the proof, as token ids. Raises SyncError."""
     spec = run.state.policies.specs[policy]
     served = run.published.setdefault(policy, [])
-    lora = spec.lora if spec.kind == "lora" else None
-    oldest = version - run.config.ahead  # rollouts that run ahead may still ask for this one
-    outdated = [proof for proof in served if proof.policy.version < oldest]
+    oldest_used = version - run.config.ahead  # a rollout that runs ahead may still ask for this version
+    outdated = [proof for proof in served if proof.policy.version < oldest_used]
+    still_used = [proof for proof in served if proof.policy.version >= oldest_used]
     weights = await asyncio.to_thread(run.learner.weights, policy)
     proof = await prove_publish(
         run.sampler,
         PolicyRef(policy, version),
         weights,
-        lora,
+        spec.lora if spec.kind == "lora" else None,
         previous=served[-1] if served else None,
         probe=Probe(
-            probe, lambda rows: run.learner.logprobs(policy, rows), run.config.probe_bound, gap_remedy(run.config)
+            prompts=probe,
+            logprobs=functools.partial(run.learner.logprobs, policy),
+            bound=run.config.probe_bound,
+            remedy=gap_remedy(run.config),
         ),
         retire=[old.policy for old in outdated],
     )
-    run.published[policy] = [*(old for old in served if old not in outdated), proof]
+    run.published[policy] = [*still_used, proof]
     run.state.versions[policy] = version
