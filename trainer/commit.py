@@ -30,7 +30,7 @@ async def commit(run: Run, *, due: bool = False) -> None:
     described = read_run(run.folder.path)
     state.run = described.id
     state.prompts = described.prompts
-    # Keep the checkpoint from which the guard would start again after a collapse.
+    # Keep the checkpoint that the guard would name after a collapse.
     safe = safe_checkpoint(run, pending=state.steps)
     best = run.best if config.evaluation.keep_best else None
     try:

@@ -180,7 +180,7 @@ def _describe_fall(series: Sequence[float]) -> str | None:
     best = float(means.max())
     last = float(means[-1])
     gain = max(best - float(means[0]), abs(best) / 2)
-    # The noise of one step, from the differences between neighbours, to which a slow rise hardly adds. A difference of
+    # The noise of one step, from the differences between neighbours. A slow rise hardly adds to it. A difference of
     # two steps has twice the variance of one.
     variance_of_step = float(np.mean(np.diff(series) ** 2)) / 2
     standard_error = math.sqrt(variance_of_step * 2 / WINDOW)  # of the difference of two windows

@@ -74,8 +74,8 @@ def with_hints(
     """Build the prompts that the teachers of policies with `teacher_sees` read instead of the policies' prompts.
 
     A candidate is left out, and counted as `no_hint`, if it has no hint, or if the prompt with the hint does not fit
-    into the context of its policy. `context` returns the number of tokens of a policy's context. The reward of such a
-    candidate still counts for samples of other policies. Raises GroupError for a function that fails.
+    into the context of its policy. `context` returns the number of tokens of a policy's context. Its reward
+    still counts for samples of other policies. Raises GroupError for a function that fails.
     """
     teacher_sees: dict[str, str] = {}
     for sample in collected.samples:

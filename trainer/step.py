@@ -112,7 +112,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
 
     Episodes that an interrupted run has finished are not run again. `needed` is set once training waits for the step.
     If this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError if the sampler is gone,
-    and RunError if records were lost: such a step lacks episodes, so it is not trained on.
+    and RunError if records were lost: the step lacks episodes then, so it is not trained on.
     """
     plan = run.plan
     drawn = run.state.drawn[step]

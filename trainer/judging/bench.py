@@ -39,7 +39,7 @@ class Bench:
     """Lets the judge of `workflow` compare episodes.
 
     If the judge is a role, each task is judged `attempts` times, and the mean counts. Each attempt is an episode of its
-    own, and is added to `episodes`. If the judge's role has a scorer, the outcome of such an episode is the mean of the
+    own, and is added to `episodes`. If the judge's role has a scorer, its outcome is the mean of the
     rewards that the scorer gives to the answers in it.
     """
 
@@ -55,7 +55,7 @@ class Bench:
 
     @property
     def ask(self) -> AskJudge:
-        """The function with which `judge_episodes` asks the judge."""
+        """The function that `judge_episodes` calls to ask the judge."""
         return self._ask_in_episodes if judging_role(self.workflow) else ask_judge
 
     async def _ask_in_episodes(self, judge: EpisodeJudge, finished: Sequence[FinishedEpisode], task: Task) -> Opinion:

@@ -1,4 +1,4 @@
-"""A trial on the GPU, before the first update, of the two ways in which a network can attend over token trees.
+"""A trial on the GPU, before the first update, of two kinds of attention over token trees.
 
 Which one is faster depends on the GPU and the versions of torch and Triton, so it is measured. The two round
 differently, so the verdict is stored in the state folder: a run that is resumed or repeated on this machine attends in
@@ -36,7 +36,7 @@ KIND = "attention_trials"
 SCALE = 128
 """The timed tree has 32 times as many tokens: 4,096, about a pass of a few episodes."""
 ROUNDS = 5
-"""The number of timed rounds, of which the fastest counts. One more round before them compiles and warms up."""
+"""The number of timed rounds. Only the fastest counts. One more round before them compiles and warms up."""
 CLEARLY_FASTER = 0.9
 """FlexAttention must take at most this share of the time of blocks. It compiles kernels for half a minute or more,
 which a small gain does not pay for, and repeated measurements differ by some percent."""
@@ -178,7 +178,7 @@ def one_block() -> list[list[int]]:
 
 
 def two_turns(scale: int) -> list[list[int]]:
-    """A prompt with eight answers, one of which a second turn continues with eight answers of its own.
+    """A prompt with eight answers. A second turn continues one of them, with eight answers of its own.
 
     The tree has 32 times `scale` tokens.
     """

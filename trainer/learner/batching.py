@@ -51,7 +51,7 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     by_conversation = conversation_numbers(rows)
     by_prompt = _number_keys([(row.prompt_ids, row.images) for row in rows])
     by_row = list(range(len(rows)))
-    # Each of these lists has the number of the unit to which each row belongs. Try the largest units first.
+    # Each of these lists has the number of each row's unit. Try the largest units first.
     for unit_of_row in (by_conversation, by_prompt, by_row):
         batches = _distribute_units(unit_of_row, steps, generator)
         if all(0 < len(batch) <= size for batch in batches):
@@ -75,7 +75,7 @@ def _distribute_units(unit_of_row: Sequence[int], steps: int, generator: torch.G
 
 
 def _number_keys(keys: Sequence[Hashable]) -> list[int]:
-    """Number the keys in the order in which they first occur, from 0. Equal keys have the same number."""
+    """Number the keys from 0, in order of their first occurrence. Equal keys have the same number."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
@@ -197,7 +197,7 @@ class PassPlan:
         if self._shared:
             return cuts_within(self._lengths, self._common, budget)
         cuts = [0]
-        # Lengths rise, so the row at `place` is the longest of its pass, to which all its rows are padded.
+        # Lengths rise, so the row at `place` is the longest of its pass, and the others are padded to it.
         for place, length in enumerate(self._lengths.tolist()):
             if place > cuts[-1] and (place - cuts[-1] + 1) * length > budget:
                 cuts.append(place)

@@ -162,7 +162,7 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
 
 
 def _built_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which modules are made without weights if `device` is the meta device."""
+    """Return a context that makes modules without weights if `device` is the meta device."""
     return device if device.type == "meta" else contextlib.nullcontext()
 
 
@@ -230,7 +230,7 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
 
     names = [name for name, _ in network.named_modules()]
     missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    # The default targets have the layers of several architectures, of which a network has only some.
+    # The default targets name layers of several architectures. A network has only some of them.
     uses_default = lora.targets == ALL_LINEAR
     if missing and (not uses_default or len(missing) == len(lora.targets)):
         fault = f"of policy {spec.name!r} are not layers of its base, {network.config.name_or_path}"

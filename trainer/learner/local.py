@@ -63,7 +63,7 @@ CPU_THREADS = torch.get_num_threads()
 
 
 def use_threads_for(models: Mapping[str, PolicyModel], settings: LearnerSettings) -> None:
-    """Set the number of threads with which torch computes on the CPU, unless the settings name it.
+    """Set the number of threads of torch on the CPU, as the settings or the size of the models say.
 
     Small models get one thread, because their passes are too short to divide. Others get all threads, also after a run
     in this process whose models were small.
@@ -530,7 +530,7 @@ class LocalLearner:
         """Take one optimizer step with the present gradients, and clear them. Returns their norm before clipping.
 
         Gradients that are not finite are not applied. Gradients of zero are not applied either, so that momentum alone
-        moves no weight. `moves` says whether any row of the mini-batch has an advantage: only such a step must change
+        moves no weight. `moves` says whether any row of the mini-batch has an advantage: only then must the step change
         the weights.
         """
         model = self._policies[policy]

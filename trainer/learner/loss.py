@@ -190,7 +190,7 @@ def _clipped_gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor
     if spec.style == "cispo":
         return ratio.detach().clamp(low, high) * advantage * tokens.new, below | above
 
-    # PPO clips a token only in the direction in which its advantage pushes it.
+    # PPO clips a token only in the direction of its advantage.
     clipped = ((advantage > 0) & above) | ((advantage < 0) & below)
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if spec.dual_clip is not None:

@@ -121,7 +121,7 @@ class UpdateTokens:
         return weight
 
     def _role_factors(self, weight: Tensor) -> Tensor:
-        """Return a factor for the weight of each row, [R], with which the gradients of all roles have the same length.
+        """Return factors for the weights of rows, [R], that give the gradients of all roles the same length.
 
         `weight` [R] has the weights without the factors. A role without an advantage keeps its weight.
         """

@@ -71,7 +71,7 @@ def choose_episodes(folder: RunFolder, settings: RecordsConfig, store: Store) ->
 def _last_run(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
     """Find the last finished run next to this one that learned from the same episodes of the same store.
 
-    Returns the position in the store up to which it has learned, and its name; None without such a run. Runs that
+    Returns the position in the store up to which it has learned, and its name; None if no run has. Runs that
     failed or were stopped do not count, because their episodes are still to be learned.
     """
     finished_runs: list[tuple[Marks, str]] = []

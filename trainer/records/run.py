@@ -345,7 +345,7 @@ def _policies_with_rows(config: TrainConfig, recorded: Recorded) -> tuple[Polici
     """Return the policies, and a note on configured roles that recipe sweet_rl does not train.
 
     The critic has checked that these roles are recorded. Their candidates give no pair, so their policies are frozen.
-    Other recipes refuse such roles.
+    Other recipes refuse these roles.
     """
     if config.recipe != "sweet_rl":
         return _policies(config, recorded), ""

@@ -251,7 +251,7 @@ def count_turns(
 
 
 def policies_with_choice(turns: Recorded, players: Mapping[str, str]) -> set[str]:
-    """Return the policies that have two different candidates for some prompt of a task, of which one can be better."""
+    """Return the policies that have two different candidates for some prompt of a task, so that one can be better."""
     # The first answer to each prompt. Hashes stand for both, because there may be many long prompts.
     first_answers: dict[int, int] = {}
     policies: set[str] = set()

@@ -55,7 +55,7 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
     for role, turn in sorted(first_step, key=first_step.__getitem__):
         old_call, *new_calls = (calls.get((role, turn)) for calls in calls_of_column)
         row = [old_call, *new_calls]
-        # Leave out rows in which all repetitions got the recorded answer.
+        # Leave out rows where all repetitions got the recorded answer.
         any_answered_anew = any(call is not None and call.replayed is None for call in new_calls)
         if any_answered_anew or None in row:
             step = next(call.step for call in row if call is not None)

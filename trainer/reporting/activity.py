@@ -115,7 +115,7 @@ class Activity:
         self._seconds_added_at = time_now
 
     def _seconds_left(self, steps: int) -> float | None:
-        """Estimate the seconds of the remaining `steps`, of which the present one is the first, from the mean of the
+        """Estimate the seconds of the remaining `steps`, with the present one, from the mean of the
         steps of this process. None before its first step is done."""
         if not self._steps_timed:
             return None

@@ -118,7 +118,7 @@ def outcome_means(
 
 
 def _mean(values_with_tasks: Sequence[tuple[str, float]], task_weights: Mapping[str, float] | None) -> float | None:
-    """Return the mean of values, each of which comes with its task. With `task_weights` it is the weighted mean of the
+    """Return the mean of values that come with their task. With `task_weights` it is the weighted mean of the
     tasks' means; None if no task has a weight."""
     if task_weights is None:
         return sum(value for _, value in values_with_tasks) / len(values_with_tasks)

@@ -49,7 +49,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     held_out: str = ""
     """The file of the held-out tasks of evaluations, if there are any."""
     ended: str = ""
-    """The reason if settings of the run (patience, guard) ended it before its last step. Such a run is finished too."""
+    """The reason if settings of the run (patience, guard) ended it before its last step. It counts as finished then."""
 
 
 def sum_up(

@@ -207,7 +207,7 @@ async def run_forks(
 
 def replay_figures(run: RolloutRun, episodes: Sequence[Episode], effects: Mapping[Place, float]) -> dict[str, int]:
     """Return the numbers of forks, branches and calls of a step, planned and actual. Empty under another plan than
-    replay. `effects` must be the ones by which the forks were chosen."""
+    replay. `effects` must be the ones that were used to choose the forks."""
     if run.plan.kind != "replay":
         return {}
     trunks = [episode for episode in episodes if episode.rollout == 0]

@@ -278,7 +278,7 @@ class WorkerPool:
         return Loss(text, culprit.request.id)
 
     def _shortest_timeout(self, worker: _Worker) -> float | None:
-        """Return the shortest time-out of the episodes of a worker, one of which blocks it; None if they have none. A
+        """Return the shortest time-out of the episodes of a blocked worker; None if they have none. A
         worker without an episode may be blocked for as long as it may be silent."""
         if not worker.running:
             return self._limits.heartbeat

@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False  # there is no such process
+        return False  # the process does not exist
     # The state comes after the name of the program, which is in parentheses and may contain any character.
     state = stat.rpartition(")")[2].split()[0]
     return state not in "ZX"

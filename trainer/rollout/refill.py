@@ -1,4 +1,4 @@
-"""Refill: further episodes for a step in which the rewards of some groups do not differ."""
+"""Refill: further episodes for a step if the rewards of some groups do not differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     late_tasks: Sequence[str] = ()
     """The ids of the tasks of late episodes."""
     fork_effects: Mapping[Place, float] = {}
-    """The effects of places, by which the calls to fork were chosen."""
+    """The effects of places that were used to choose the calls to fork."""
 
 
 async def refill_step(

@@ -14,7 +14,7 @@ from cotune.trainer.run.episode_runner import ResponderConfig
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The application and the models with which a worker starts."""
+    """The application and the models of a worker."""
 
     app: AppSource
     sampler: Any = None

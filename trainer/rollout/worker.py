@@ -81,8 +81,8 @@ class RolloutWorker:
         return Heartbeat(blocked=blocked, culprit=culprit or None, where=thread_place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
-        """Import the application, load the chat formats and start the thread of episodes. Returns the facts by which
-        the driver checks that its own workflow is the same."""
+        """Import the application, load the chat formats and start the thread of episodes. Returns facts of the
+        workflow, so that the driver can compare it with its own."""
         start_reaper()  # first: the import of the application may start processes
         workflow = setup.app.load()
         # Activate integrations now: their imports take time, which would count as the time of the first episode.

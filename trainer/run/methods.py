@@ -1,4 +1,4 @@
-"""The training settings and losses of each policy, with which a learner is opened."""
+"""The training settings and the loss of each policy, for opening a learner."""
 
 from __future__ import annotations
 

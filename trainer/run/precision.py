@@ -75,7 +75,7 @@ DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 
 def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
-    """Return the kind of device on which the learner of a run computes."""
+    """Return the kind of device of a run's learner."""
     if config.cluster.on_ray:
         return "cuda" if config.cluster.gpus_per_learner else "cpu"
     return usual_device()

@@ -178,7 +178,7 @@ class RolloutRun(Run):
         state.steps += 1
 
     def silent(self, collected: Collected) -> dict[str, int]:
-        """Return the trained roles that made no call in this step, each with its number of such steps in a row."""
+        """Return the trained roles that made no call in this step, each with the number of these steps in a row."""
         silent_steps = self.state.silent
         return {role: silent_steps.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
 

@@ -24,7 +24,7 @@ class Curriculum:
     ) -> None:
         """Group `tasks` by their difficulty, the number in their field `by`.
 
-        `counts` has the numbers of tasks per step, each with the first step from which it holds: (step, tasks).
+        `counts` has the numbers of tasks per step, each with the first step that it holds for: (step, tasks).
         """
         tasks_of_difficulty: dict[float, list[Task]] = {}
         for task in tasks:

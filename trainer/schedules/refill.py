@@ -1,4 +1,4 @@
-"""The choice of further tasks for a step in which the rewards of some groups do not differ."""
+"""The choice of further tasks for a step if the rewards of some groups do not differ."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class TaskSchedule(Generic[Item]):
     def __init__(self, tasks: Sequence[Item], seed: int, counts: Sequence[tuple[int, int]]) -> None:
         """Schedule `tasks` in an order that depends on `seed` only.
 
-        `counts` has the numbers of tasks per step, each with the first step from which it holds: (step, tasks).
+        `counts` has the numbers of tasks per step, each with the first step that it holds for: (step, tasks).
         """
         self._tasks = tasks
         self._seed = seed

@@ -23,7 +23,7 @@ class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
     own: tuple[str, ...]
     """The step's first tasks."""
     reserve: tuple[str, ...] = ()
-    """The tasks for its refill, in the order in which it takes them."""
+    """The tasks for its refill, in their order."""
     weights: tuple[float, ...] = ()
     """One over the chance of each task in `own` of being drawn; empty if all chances were equal."""
 
@@ -51,10 +51,10 @@ class TaskPool:
         counts: Sequence[tuple[int, int]],
         steps: int,
     ) -> None:
-        """Prepare the even schedules of the first tasks, and of the reserve, from which a refill draws.
+        """Prepare the even schedules of the first tasks, and of the reserve for refills.
 
         `budget` is the share of a step's tasks that a refill may draw, and `steps` the length of the run. `counts` has
-        the numbers of tasks per step, each with the first step from which it holds: (step, tasks).
+        the numbers of tasks per step, each with the first step that it holds for: (step, tasks).
         """
         self._tasks = tasks
         self._ids = [task.id for task in tasks]

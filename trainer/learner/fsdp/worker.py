@@ -117,7 +117,7 @@ class FsdpWorker:
         self._store: dist.TCPStore | None = None
 
     def listen(self, host: str, seconds: float) -> int:
-        """Serve the store in which ranks find each other, on a free port of rank 0. Returns the port; 0 on other
+        """Serve the store that lets ranks find each other, on a free port of rank 0. Returns the port; 0 on other
         ranks, which serve nothing."""
         if self._rank:
             return 0

@@ -46,7 +46,7 @@ class AdapterCopies:
 
 
 def active_adapter(layer: Any) -> str | None:
-    """Return the name of the adapter with which a layer of PEFT computes; None if it computes with its base only."""
+    """Return the name of the active adapter of a layer of PEFT; None if the layer computes with its base only."""
     if layer.disable_adapters:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
