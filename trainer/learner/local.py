@@ -254,9 +254,9 @@ class LocalLearner:
         with giving_back(model):
             self._seen[policy] = {}
             # Divide the rows into mini-batches, and choose the rows that go through the model.
-            rows = model.without_forced_tokens(rows)
-            split = mini_batches(rows, settings.mini_batch, self._order[policy])
-            tokens = UpdateTokens(rows, loss, advantages)
+            trained_rows = model.without_forced_tokens(rows)
+            split = mini_batches(trained_rows, settings.mini_batch, self._order[policy])
+            tokens = UpdateTokens(trained_rows, loss, advantages)
             passed = [loss.moves_alone or moves for moves in tokens.moves]
             halved_before = size.halved
 
@@ -269,7 +269,7 @@ class LocalLearner:
                 return {**row_metrics, "steps": 0.0, "skipped_steps": 0.0, "idle_steps": 0.0}
 
             # Take one optimizer step for each mini-batch.
-            sums = MetricSums([row.role for row in rows])
+            sums = MetricSums([row.role for row in trained_rows])
             update = Update(model, tokens, passed, tokens.weights(batches), sums)
             steps = self._take_steps(policy, update, batches, lr_scale)
 
@@ -280,7 +280,7 @@ class LocalLearner:
             token_metrics = sums.metrics(self._group)
             seconds = time.perf_counter() - started
             computed_here = int(token_metrics["computed_tokens"]) // self._group.size
-            total_tokens = sum(len(tokens_of(rows[i])) for i in itertools.chain(*batches) if passed[i])
+            passed_rows = [trained_rows[i] for i in itertools.chain(*batches) if passed[i]]
             return {
                 **token_metrics,
                 **model_utilization(model, computed_here, seconds),
@@ -290,7 +290,7 @@ class LocalLearner:
                 "loss": loss_mean,
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(size.tokens),
-                "total_tokens": float(total_tokens),
+                "total_tokens": float(sum(len(tokens_of(row)) for row in passed_rows)),
                 "unshared_rows": 0.0 if model.logprob_model.shares else row_metrics["rows"],
                 "halved_passes": float(size.halved - halved_before),
                 "lr": learning_rate(model, settings) * lr_scale,
