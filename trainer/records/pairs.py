@@ -140,7 +140,7 @@ def _answers_by_prompt(
                 elif labels is not None:
                     left_out["no_label"] += 1
                 elif not is_chosen:
-                    left_out["not_chosen"] += 1  # the episode went on with another candidate
+                    left_out["not_chosen"] += 1  # the episode continued with another candidate
                 elif shared_reward is None:
                     left_out["no_reward"] += 1
                 else:

@@ -97,7 +97,7 @@ class _Plan(NamedTuple):
 
     old: EpisodeWithCalls
     replay: Replay | None
-    """How calls are answered from the record; None to answer all calls anew."""
+    """How calls are answered from the record; None to answer no call from it."""
 
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Episode], None]]]

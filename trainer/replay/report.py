@@ -56,8 +56,8 @@ def _one_episode(repetition: Repetition, who: str) -> Iterable[RenderableType]:
         old_call, *new_calls = (calls.get((role, turn)) for calls in calls_of_column)
         row = [old_call, *new_calls]
         # Leave out rows where all repetitions got the recorded answer.
-        any_answered_anew = any(call is not None and call.replayed is None for call in new_calls)
-        if any_answered_anew or None in row:
+        any_new_answer = any(call is not None and call.replayed is None for call in new_calls)
+        if any_new_answer or None in row:
             step = next(call.step for call in row if call is not None)
             table.add_row(*cells((step, role, turn)), *(_answer_cell(call) for call in row))
     if table.row_count:

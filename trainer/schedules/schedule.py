@@ -66,7 +66,7 @@ class TaskSchedule(Generic[Item]):
 
     def _draw(self, count: int) -> list[int]:
         """Draw the indices of the next `count` tasks from the present pass, and if it ends, from a new pass."""
-        # All tasks once, in their original order. The pass does not go on.
+        # All tasks once, in their original order. The pass stays where it is.
         if count >= len(self._tasks):
             return list(range(len(self._tasks)))
         drawn = self._rest_of_pass[:count]
