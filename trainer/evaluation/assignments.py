@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, WorkflowError
+from cotune.intervals import Interval
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, RoleEffect
 from cotune.recording.recorder import Nowhere
 from cotune.records.prices import Prices, money
@@ -28,7 +29,7 @@ from cotune.trainer.evaluation.modes import Contest, Mode, OtherPlayers, Side, T
 from cotune.trainer.evaluation.run import evaluate_episodes
 from cotune.trainer.evaluation.statistics import paired_difference
 
-PROBED = 3
+PROBE_TASKS = 3
 """Number of tasks on which the application runs first, to find its roles and the tokens of an episode."""
 
 Assignment = Mapping[str, str]
@@ -52,9 +53,9 @@ async def probe_roles(
 
     Nothing of this is stored. Raises WorkflowError if every episode failed, or if the application called no role.
     """
-    player = dataclasses.replace(responder, policies={}, others=PolicyRef(first), provider_roles=())
-    first_tasks = replace(batch, tasks=batch.tasks[:PROBED], rollouts=1, sink=Nowhere(), phase="eval-probe")
-    probe = await evaluate_episodes(workflow, first_tasks, player, label=first)
+    first_in_every_role = dataclasses.replace(responder, policies={}, others=PolicyRef(first), provider_roles=())
+    first_tasks = replace(batch, tasks=batch.tasks[:PROBE_TASKS], rollouts=1, sink=Nowhere(), phase="eval-probe")
+    probe = await evaluate_episodes(workflow, first_tasks, first_in_every_role, label=first)
     if cause := probe.all_failed:
         raise WorkflowError(
             f"With {first} in every role the application failed on the first {plural(probe.episodes, 'task')}: {cause}",
@@ -90,7 +91,8 @@ def kind_of(assignment: Assignment) -> str:
 
 def estimate(models: Sequence[str], uses: Mapping[str, RoleUse], episodes: int, prices: Prices) -> str:
     """Return a sentence that estimates the calls, tokens and cost of all assignments, with `episodes` for each."""
-    assignments = len(models) ** len(uses)  # counted, not listed: three models and fifteen roles have 14 million
+    # Assignments are counted, not listed: three models and fifteen roles have 14 million.
+    assignments = len(models) ** len(uses)
     total = assignments * episodes
     calls = total * sum(use.calls for use in uses.values())
     tokens = total * sum(use.prompt_tokens + use.completion_tokens for use in uses.values())
@@ -155,35 +157,47 @@ def role_effects(evaluations: Mapping[str, EvaluatedMode], assignments: Mapping[
     """
     sound = [label for label in assignments if evaluations[label].all_failed is None]
     has_success = bool(sound) and all(evaluations[label].successes for label in sound)
-    scores: dict[str, dict[str, float]] = {}
-    label_of: dict[tuple[tuple[str, str], ...], str] = {}
+    roles = list(next(iter(assignments.values())))
+    scores_by_players: dict[tuple[str, ...], Mapping[str, float]] = {}
     for label in sound:
         evaluation = evaluations[label]
-        scores[label] = evaluation.successes if has_success else evaluation.rewards
-        label_of[tuple(sorted(assignments[label].items()))] = label
-    roles = list(next(iter(assignments.values())))
+        players = tuple(assignments[label][role] for role in roles)
+        scores_by_players[players] = evaluation.successes if has_success else evaluation.rewards
     models = list(dict.fromkeys(itertools.chain.from_iterable(each.values() for each in assignments.values())))
 
     effects: list[RoleEffect] = []
-    for role, model in itertools.product(roles, models[1:]):
-        with_model: dict[str, list[float]] = {}
-        with_first: dict[str, list[float]] = {}
-        for label in sound:
-            if assignments[label][role] != model:
-                continue
-            # The counterpart has the first model in this role, and the same models in all other roles.
-            counterpart = label_of.get(tuple(sorted({**assignments[label], role: models[0]}.items())))
-            if counterpart is None:
-                continue
-            for task in scores[label].keys() & scores[counterpart].keys():
-                with_model.setdefault(task, []).append(scores[label][task])
-                with_first.setdefault(task, []).append(scores[counterpart][task])
-        difference = paired_difference(
-            {task: fmean(values) for task, values in with_model.items()},
-            {task: fmean(values) for task, values in with_first.items()},
-        )
-        if difference is not None:
-            effects.append(
-                RoleEffect(role=role, model=model, against=models[0], difference=difference, of_success=has_success)
-            )
+    for index, role in enumerate(roles):
+        for model in models[1:]:
+            difference = _model_difference(scores_by_players, index, model, models[0])
+            if difference is not None:
+                effects.append(
+                    RoleEffect(role=role, model=model, against=models[0], difference=difference, of_success=has_success)
+                )
     return effects
+
+
+def _model_difference(
+    scores_by_players: Mapping[tuple[str, ...], Mapping[str, float]], index: int, model: str, first: str
+) -> Interval | None:
+    """Return the difference between `model` and `first` in the role with this index, as the mean over all assignments
+    of the other roles; None if no task ran with both.
+
+    `scores_by_players` has the scores of each assignment by task. Its keys are the models of all roles, in one order.
+    """
+    with_model: dict[str, list[float]] = {}
+    with_first: dict[str, list[float]] = {}
+    for players, scores in scores_by_players.items():
+        if players[index] != model:
+            continue
+        # The counterpart has the first model in this role, and the same models in all other roles.
+        counterpart = (*players[:index], first, *players[index + 1 :])
+        if counterpart not in scores_by_players:
+            continue
+        scores_of_counterpart = scores_by_players[counterpart]
+        for task in scores.keys() & scores_of_counterpart.keys():
+            with_model.setdefault(task, []).append(scores[task])
+            with_first.setdefault(task, []).append(scores_of_counterpart[task])
+    return paired_difference(
+        {task: fmean(values) for task, values in with_model.items()},
+        {task: fmean(values) for task, values in with_first.items()},
+    )

@@ -38,7 +38,7 @@ from cotune.terminal import print_line, terminal
 from cotune.trainer.config.load import convert
 from cotune.trainer.config.resolve import resolve_plan
 from cotune.trainer.evaluation.assignments import (
-    PROBED,
+    PROBE_TASKS,
     Assignment,
     all_assignments,
     check_limit,
@@ -70,6 +70,8 @@ TIMEOUT = 600.0
 """Seconds for one episode of an export: it does not record the time limit of its training."""
 
 OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], None] | None]]
+"""From the label of a mode: a context that is open while the mode plays, and yields the function to call after each
+episode."""
 
 
 def evaluate(
@@ -92,17 +94,11 @@ def evaluate(
     print(report.evaluations["trained"].success, report.comparisons)
     ```
     """
+    # 1. Check all input before a model is loaded.
     chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
-    out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)
-    if out is not None:
-        # An evaluation needs a new folder: its episodes could not be told apart from other records.
-        for file in (out.records, out.path / EVALUATION, out.run_json):
-            if file.exists():
-                raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
-
-    # 1. Check all input before a model is loaded.
+    out = None if chosen.out is None else _new_folder(chosen.out)
     modes = modes_of(source is None, chosen)
     temperature = temperature_of(modes, chosen.temperature)
     subject = open_subject(source, chosen)
@@ -110,14 +106,8 @@ def evaluate(
 
     # 2. Use the application as in training, as far as the options do not override that.
     configs = {run: convert(read_config(run)) for run in subject.runs}
-    for run in subject.runs:
-        open_run_code(run, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
-    roles_by = chosen.roles_by or agreed("roles_by", {run: config.roles_by for run, config in configs.items()})
-    app = app.named_by(roles_by)
-    for config in configs.values():
-        app = app.redacted(config.redact, keep_token_ids=config.keep_token_ids)
-    app = app.prompted(subject.prompts(chosen.prompts))
-    goal, note = _goal(subject, configs, app)
+    app = _application_of_training(app, subject, configs, chosen)
+    goal, goal_note = _goal(subject, configs, app)
     contest = dataclasses.replace(subject.contest(modes, temperature), own_sampling=evaluated.evaluation_sampling)
     prices = _prices(configs.values(), chosen.prices, evaluated)
     timeout = chosen.timeout
@@ -125,29 +115,57 @@ def evaluate(
         timeout = max([config.episode_timeout for config in configs.values()], default=TIMEOUT)
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
-    usual = max([config.sampling.max_tokens for config in configs.values()], default=SamplingParams().max_tokens)
+    max_tokens = max([config.sampling.max_tokens for config in configs.values()], default=SamplingParams().max_tokens)
 
-    # 3. Play all modes, and write the report.
-    with _claimed_folder(out, subject.own_run) as (out, stored_notes):
-        report, contest = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
+    # 3. Play all modes.
+    with _claimed_folder(out, subject.own_run) as (claimed, claim_notes):
+        report, contest = run_sync(
+            _evaluate(app, held_out, evaluated, contest, chosen, claimed, training_max_tokens=max_tokens, goal=goal)
+        )
+
+    # 4. Complete the report and write it.
     if recorded is not None:
-        evaluation, recorded_note = recorded
-        report = with_recorded(report, contest.candidates, evaluation, recorded_note)
+        recorded_mode, recorded_note = recorded
+        report = with_recorded(report, contest.candidates, recorded_mode, recorded_note)
     notes = [
         subject.note,
-        *stored_notes,
-        note,
+        *claim_notes,
+        goal_note,
         _sampling_note(evaluated, contest, temperature),
         *trained_on_notes(subject.runs, held_out),
         subject.prompts_note(app.prompts),
     ]
     report = msgspec.structs.replace(report, notes=(*report.notes, *filter(None, notes)))
-    if out is not None:
+    if claimed is not None:
         tasks_file = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
         report = msgspec.structs.replace(report, created=time.time(), steps=subject.steps, tasks=tasks_file)
-        report = _write_report(report, out.path / EVALUATION)
+        report = _write_report(report, claimed.path / EVALUATION)
     report.require_some_episode()
     return report
+
+
+def _new_folder(path: str | Path) -> RunLayout:
+    """The folder to which an evaluation records. Raises ConfigError if it has records already: the episodes of the
+    evaluation could not be told apart from them."""
+    out = RunLayout(Path(path).absolute())
+    for file in (out.records, out.path / EVALUATION, out.run_json):
+        if file.exists():
+            raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
+    return out
+
+
+def _application_of_training(
+    app: Workflow, subject: Subject, configs: Mapping[Path, TrainConfig], options: EvaluationOptions
+) -> Workflow:
+    """The application with the role names, redaction and prompts that the runs trained it with, unless the options
+    override them. Raises ConfigError if runs differ in such a setting and no option decides."""
+    for run in subject.runs:
+        open_run_code(run, ("roles_by",) if options.roles_by else (), only=FUNCTIONS)
+    roles_by = options.roles_by or agreed("roles_by", {run: config.roles_by for run, config in configs.items()})
+    app = app.named_by(roles_by)
+    for config in configs.values():
+        app = app.redacted(config.redact, keep_token_ids=config.keep_token_ids)
+    return app.prompted(subject.prompts(options.prompts))
 
 
 def _prices(configs: Iterable[TrainConfig], chosen: Prices, evaluated: EvaluatedPolicies) -> Prices:
@@ -175,13 +193,15 @@ async def _evaluate(
     contest: Contest,
     options: EvaluationOptions,
     out: RunLayout | None,
-    usual_max_tokens: int,
+    *,
+    training_max_tokens: int,
     goal: Goal,
 ) -> tuple[EvaluationReport, Contest]:
     """Play the contest with a sampler in this process.
 
-    Returns the report and the contest: with `pairs`, the contest of all assignments is known only after the application
-    has run on a few tasks.
+    `out` is the folder to record to (None: nothing is recorded). `training_max_tokens` bounds answers if neither the
+    application nor the options do. Returns the report and the contest: with `pairs`, the contest of all assignments is
+    known only after the application has run on a few tasks.
     """
     console = terminal(stderr=True)
     say = partial(print_line, console)
@@ -204,16 +224,16 @@ async def _evaluate(
                 threads=options.threads,
                 say=say,
                 scorers=app.scorers,
-                defaults=SamplingParams(max_tokens=options.max_tokens or usual_max_tokens),
+                defaults=SamplingParams(max_tokens=options.max_tokens or training_max_tokens),
                 seed=options.seed,
                 stream="eval",
             )
         )
-        context = (await responder.sampler.info()).max_model_len
-        use = PromptUse(Nowhere() if out is None else stack.enter_context(open_store(out.records)))
+        context_length = (await responder.sampler.info()).max_model_len
+        prompt_use = PromptUse(Nowhere() if out is None else stack.enter_context(open_store(out.records)))
         batch = EpisodeBatch(
             tasks=tasks,
-            sink=use,
+            sink=prompt_use,
             phase="eval",
             rollouts=options.samples,
             concurrency=options.concurrency,
@@ -222,31 +242,45 @@ async def _evaluate(
         assignments: dict[str, Assignment] = {}
         if options.pairs:
             models = list(contest.candidates)
-            say(f"finding the roles with {models[0]} on {plural(min(PROBED, len(tasks)), 'task')} ...")
-            uses = await probe_roles(app, batch, responder, models[0])
             temperature = contest.lineups[models[0]].temperature
-            episodes = len(tasks)
-            if temperature != 0:  # at temperature 0 further samples would be equal, and are not run
-                episodes *= options.samples
-            say(estimate(models, uses, episodes, options.prices))
-            check_limit(len(models) ** len(uses), episodes, options.max_episodes)
-            assignments = all_assignments(models, list(uses))
-            modes = modes_of(True, options)
+            assignments = await _find_assignments(app, batch, responder, models, temperature, options, say)
+            modes = modes_of(models_only=True, options=options)
             contest = contest_of_assignments(assignments, models[0], modes, temperature)
         report = await evaluate_modes(
             app,
             batch,
             responder,
             contest,
-            deployed_params=SamplingParams(max_tokens=options.max_tokens or context),
+            deployed_params=SamplingParams(max_tokens=options.max_tokens or context_length),
             prices=options.prices,
             goal=goal,
             on_mode=shown,
         )
-        report = msgspec.structs.replace(report, notes=(*report.notes, *use.lines()))
+        report = msgspec.structs.replace(report, notes=(*report.notes, *prompt_use.lines()))
         if assignments:
             report = with_assignments(report, assignments)
         return report, contest
+
+
+async def _find_assignments(
+    app: Workflow,
+    batch: EpisodeBatch,
+    responder: PolicyResponder,
+    models: Sequence[str],
+    temperature: Temperature,
+    options: EvaluationOptions,
+    say: Callable[[str], None],
+) -> dict[str, Assignment]:
+    """Find the roles of the application by running it on a few tasks, and return all assignments of `models` to them.
+    Raises ConfigError if the assignments take more episodes than `max_episodes` of the options."""
+    say(f"finding the roles with {models[0]} on {plural(min(PROBE_TASKS, len(batch.tasks)), 'task')} ...")
+    uses = await probe_roles(app, batch, responder, models[0])
+    episodes = len(batch.tasks)
+    if temperature != 0:  # at temperature 0 further samples would be equal, and are not run
+        episodes *= options.samples
+    say(estimate(models, uses, episodes, options.prices))
+    check_limit(len(models) ** len(uses), episodes, options.max_episodes)
+    return all_assignments(models, list(uses))
 
 
 async def evaluate_modes(
@@ -263,7 +297,6 @@ async def evaluate_modes(
     """Run `batch` with each lineup of `contest` on the same tasks, and compare them as the contest says.
 
     `responder` answers with the newest policies. `deployed_params` are its defaults at the temperature `app`.
-    `on_mode(label)` is open while a lineup plays, and yields the function to call after each episode (or None).
 
     If trained roles play against each other, each also plays in a mode `ROLE against base`, with the untrained model
     in the other seats. It is compared with the untrained model in its own role.
@@ -272,7 +305,7 @@ async def evaluate_modes(
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         """Play one lineup and store its result under `label`."""
-        player = None
+        player = None  # the application's own provider
         if lineup.policies is not None:
             player = dataclasses.replace(
                 responder,
@@ -296,12 +329,14 @@ async def evaluate_modes(
             unlisted = {} if lineup.others is not None and lineup.others.by_intent else played_mode.unlisted
             evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
-    # All modes run before rewards are final: a failed episode gets the lowest reward of any mode.
+    # 1. The modes. Rewards are final once all have run: a failed episode gets the lowest reward of any mode.
     for label, lineup in contest.lineups.items():
         await play(label, lineup, goal)
     evaluations = dict(zip(evaluations, share_floor(list(evaluations.values())), strict=True))
     sound = [mode for mode, evaluation in evaluations.items() if evaluation.all_failed is None]
     comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in contest.pairs(sound)]
+
+    # 2. Roles that play against each other: each against the untrained model.
     if goal is not None and {"base", "trained"} <= set(sound):
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
         for role in seats:
@@ -317,7 +352,7 @@ async def evaluate_modes(
 
 
 def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) -> tuple[Goal, str]:
-    """Return the reward that a run trained on, and a note if it is not known; then the plain sum counts."""
+    """Return the reward that a run trained on. If it is not known, return the plain sum of rewards, with a note."""
     if not subject.trained_sources:
         return Goal(), ""
     if subject.trained_sources > 1:
@@ -335,12 +370,11 @@ def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) 
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note
     evaluated = subject.policies
-    players: dict[str, str] = {}
+    policy_of_role: dict[str, str] = {}
     for policy in evaluated.policies:
         if policy.name in evaluated.trained:
-            for role in policy.roles:
-                players[role] = policy.name
-    return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
+            policy_of_role |= dict.fromkeys(policy.roles, policy.name)
+    return goal_of_policies(recipes, config.on_failure, policy_of_role, app.bounds), ""
 
 
 def _sampling_note(evaluated: EvaluatedPolicies, contest: Contest, temperature: Temperature) -> str:
@@ -373,32 +407,34 @@ def _sampling_note(evaluated: EvaluatedPolicies, contest: Contest, temperature: 
 
 @contextlib.contextmanager
 def _claimed_folder(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
-    """Yield the folder to which an evaluation records: `out`, or the next one of the run; None with notes on why
-    nothing is stored.
+    """Yield the folder to which an evaluation records: `out`, or the next one of the run. If there is no folder, yield
+    None with a note that says why nothing is stored.
 
     If the evaluation ends early, the episodes that have ended stay. If there are none, the folder is removed.
     """
-    new = out is None or not out.path.exists()
-    if out is None:
+    is_new = out is None or not out.path.exists()
+    folder = out
+    if folder is None and run is None:
+        yield None, ["Not stored: only a run has a place for its evaluations. Store this one with --out FOLDER."]
+        return
+    if folder is None:
+        assert run is not None
         try:
-            out = RunLayout(claim_folder(run)) if run else None
+            folder = RunLayout(claim_folder(run))
         except OSError as error:
             yield None, [f"Not stored: {run} cannot be written ({error.strerror}). Name another place with --out."]
             return
-    if out is None:
-        yield None, ["Not stored: only a run has a place for its evaluations. Store this one with --out FOLDER."]
-        return
     try:
-        yield out, []
-    except BaseException:
-        episodes = _count_ended_episodes(out)
+        yield folder, []
+    except BaseException:  # also if the user interrupts the evaluation
+        episodes = _count_ended_episodes(folder)
         if episodes:
-            log.warning("The episodes that have ended are kept (%d): cotune show %s", episodes, out.path)
+            log.warning("The episodes that have ended are kept (%d): cotune show %s", episodes, folder.path)
             raise
-        for file in out.path.glob(f"{out.records.name}*"):
+        for file in folder.path.glob(f"{folder.records.name}*"):
             file.unlink(missing_ok=True)
-        if new and out.path.exists():
-            out.path.rmdir()
+        if is_new and folder.path.exists():
+            folder.path.rmdir()
         raise
 
 

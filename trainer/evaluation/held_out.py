@@ -54,8 +54,8 @@ async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progr
             return {}
         base, trained = _share_lowest(run, step, trained, progress)
         _store(run, step, trained, base)
-        if why := _no_figure(trained):
-            progress.say_once(f"held-out, single samples: no figure: {why}")
+        if reason := _no_figure_reason(trained):
+            progress.say_once(f"held-out, single samples: no figure: {reason}")
         return _figures(trained, base) | await _against_untrained(run, progress, trained.opposed)
 
 
@@ -76,8 +76,8 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
     if base is not None:
         _store(run, 0, base)
         figures = _figures(base)
-        if why := _no_figure(base):
-            progress.say_once(f"held-out, single samples: no figure: {why}")
+        if reason := _no_figure_reason(base):
+            progress.say_once(f"held-out, single samples: no figure: {reason}")
         else:
             progress.say(f"before training, held-out, single samples: {held_out_text(figures)}")
         if progress.loggers is not None:
@@ -100,22 +100,28 @@ def _share_lowest(
     Returns the evaluation before the first step, if there is one, and `trained`, the evaluation after this step. If the
     lowest reward is new, the figures of earlier evaluations are computed and written again, to stay comparable.
     """
-    lines = {line["step"] + 1: line["held_out"] for line in read_metrics(run.folder.path) if line["held_out"]}
+    # 1. The earlier evaluations by their number of steps, and the lowest reward of all.
+    stored_figures: dict[int, Mapping[str, float]] = {}
+    for line in read_metrics(run.folder.path):
+        if line["held_out"]:
+            stored_figures[line["step"] + 1] = line["held_out"]
     earlier: dict[int, EvaluatedMode] = {}
-    for steps in (0, *lines):
-        if steps < step and (evaluation := _stored(run, steps)) is not None:
+    for steps in (0, *stored_figures):
+        evaluation = _stored(run, steps) if steps < step else None
+        if evaluation is not None:
             earlier[steps] = evaluation
-    *shared, trained = share_floor([*earlier.values(), trained])
-    with_floor = dict(zip(earlier, shared, strict=True))
-    base = with_floor.get(0)
+    *with_floor, trained = share_floor([*earlier.values(), trained])
+    earlier_with_floor = dict(zip(earlier, with_floor, strict=True))
+    base = earlier_with_floor.get(0)
 
-    # Revise the lines of metrics.jsonl whose figures have changed.
+    # 2. Revise the lines of metrics.jsonl whose figures have changed.
     revised: dict[int, dict[str, float]] = {}
-    for steps, evaluation in with_floor.items():
-        if steps in lines:
-            figures = _figures(evaluation, base if steps else None)
-            if figures.items() - lines[steps].items():
-                revised[steps] = figures
+    for steps, evaluation in earlier_with_floor.items():
+        if steps not in stored_figures:
+            continue  # The evaluation before the first step has no line.
+        figures = _figures(evaluation, base if steps else None)
+        if figures.items() - stored_figures[steps].items():
+            revised[steps] = figures
     if revised:
         progress.say(
             f"a failed episode now counts {trained.floor:.4g} in held-out figures, the lowest reward so far: the "
@@ -123,8 +129,8 @@ def _share_lowest(
         )
         run.folder.revise_held_out(revised)
 
-    # Write the changed evaluations again. They keep the time at which they were first written.
-    changed = {steps: evaluation for steps, evaluation in with_floor.items() if evaluation != earlier[steps]}
+    # 3. Write the changed evaluations again. They keep the time at which they were first written.
+    changed = {steps: evaluation for steps, evaluation in earlier_with_floor.items() if evaluation != earlier[steps]}
     if changed:
         created = {stored.steps: stored.created for stored in in_training(run.folder.path)}
         for steps, evaluation in changed.items():
@@ -150,8 +156,8 @@ def _store(
     base: EvaluatedMode | None = None,
     created: float | None = None,
 ) -> None:
-    """Write the evaluation after `steps` steps and its comparison with the `base`. `created` is
-    the time at which it was made; without one it is made now."""
+    """Write the evaluation after `steps` steps and its comparison with the `base`. `created` is the time at which it
+    was made; the default is now."""
     evaluations = [evaluation] if base is None else [base, evaluation]
     report = EvaluationReport(
         evaluations={mode.label: mode for mode in evaluations},
@@ -171,15 +177,19 @@ def _figures(evaluation: EvaluatedMode, base: EvaluatedMode | None = None) -> di
     figures = {"episodes": float(evaluation.episodes), "failed": float(evaluation.failures)}
     intervals = {"success": evaluation.success, "reward": evaluation.reward, "outcome": evaluation.outcome}
     for name, interval in intervals.items():
-        if interval is not None:
-            figures |= {name: interval.mean, f"{name}_n": float(interval.n)}
-            if interval.low is not None and interval.high is not None:
-                figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
-    if calls := list(evaluation.calls_by_task.values()):
-        figures["calls"] = fmean(calls)
+        if interval is None:
+            continue
+        figures[name] = interval.mean
+        figures[f"{name}_n"] = float(interval.n)
+        if interval.low is not None and interval.high is not None:
+            figures[f"{name}_low"] = interval.low
+            figures[f"{name}_high"] = interval.high
+    if evaluation.calls_by_task:
+        figures["calls"] = fmean(evaluation.calls_by_task.values())
     for role, statistics in evaluation.roles.items():
         figures[f"turns/{role}"] = statistics.turns
-        figures |= {f"{role}/{name}": value for name, value in statistics.rewards.items()}
+        for name, value in statistics.rewards.items():
+            figures[f"{role}/{name}"] = value
         if statistics.reward is not None:
             figures[f"reward/{role}"] = statistics.reward
     if base is not None:
@@ -189,8 +199,8 @@ def _figures(evaluation: EvaluatedMode, base: EvaluatedMode | None = None) -> di
     return figures
 
 
-def _no_figure(evaluation: EvaluatedMode) -> str:
-    """Say why an evaluation has neither success nor a reward; an empty text if it has one."""
+def _no_figure_reason(evaluation: EvaluatedMode) -> str:
+    """The reason why an evaluation has neither success nor a reward; an empty text if it has one."""
     if evaluation.opposed and evaluation.success is None:
         return (
             f"{', '.join(evaluation.opposed)} play against each other: their held-out rewards always add up to the "

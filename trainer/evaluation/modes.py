@@ -19,7 +19,7 @@ from cotune.sampling.protocol import at_temperature
 
 Mode = Literal["base", "trained", "swapped", "today"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-USUAL: tuple[Mode, ...] = ("base", "trained", "swapped")
+DEFAULT_MODES: tuple[Mode, ...] = ("base", "trained", "swapped")
 """The default modes: all except `today`, which asks a provider and costs money."""
 
 REMOVED_MODES = {
@@ -148,12 +148,13 @@ def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
 
 
 def modes_of(models_only: bool, options: EvaluationOptions) -> tuple[Mode, ...]:
-    """Return the modes of an evaluation: the requested ones, or the default. Raises ConfigError for an unknown mode."""
+    """Return the modes of an evaluation: the requested ones, or the default for a run or an export, or for untrained
+    models alone (`models_only`). Raises ConfigError for an unknown mode."""
     if options.modes is not None:
         return check_modes(options.modes)
     if options.against is not None:
         return ()
-    return ("base",) if models_only else USUAL
+    return ("base",) if models_only else DEFAULT_MODES
 
 
 def check_temperature(temperature: Temperature | None) -> None:
@@ -172,15 +173,16 @@ def temperature_of(modes: Collection[str], requested: Temperature | None) -> Tem
 
 
 def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
-    """Give each trained policy to the roles of the one before it, in role order; None with fewer than two.
+    """Let the roles of each trained policy be played by the next trained policy, in the order of roles, and the roles
+    of the last one by the first. None with fewer than two trained policies.
 
     `trained` are names of policies. Roles that other policies play do not change.
     """
-    ring = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
-    if len(ring) < 2:
+    policies = list(dict.fromkeys(ref for ref in roles.values() if ref.name in trained))
+    if len(policies) < 2:
         return None
-    following = dict(zip(ring, ring[1:] + ring[:1], strict=True))
-    return {role: following.get(ref, ref) for role, ref in roles.items()}
+    next_policy = dict(zip(policies, policies[1:] + policies[:1], strict=True))
+    return {role: next_policy.get(ref, ref) for role, ref in roles.items()}
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,8 @@ def contest_of_sides(
 def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
     """Compare untrained models, by the names of their policies: each plays every role, and all are compared with the
     first one."""
-    opponents = [(name, models[:place]) for place, name in enumerate(models) if place > 0]
+    # All are compared with the first model, or with the next one if all episodes of the first failed.
+    opponents = [(name, models[:index]) for index, name in enumerate(models) if index > 0]
     sides = {name: model_side(name) for name in models}
     return contest_of_sides(sides, opponents, [mode for mode in modes if mode != "base"], temperature)
 

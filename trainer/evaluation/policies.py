@@ -32,17 +32,15 @@ from cotune.trainer.evaluation.sources import read_trained
 
 @dataclass(frozen=True)
 class EvaluatedPolicies:
-    """Policies with their weights. Version 0 of a policy is its base model; `model` is the base model of the run, by
-    folder or Hugging Face id.
-
-    `other_roles` says who plays a role without a policy, and `tool_format` how `model` writes tool calls. Each policy
-    has a tool format too.
-    """
+    """Policies with their weights. Version 0 of a policy is its base model."""
 
     model: str
+    """The base model of the run: a folder or a Hugging Face id."""
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
+    """Who plays a role without a policy."""
     tool_format: str = AUTO
+    """How `model` writes tool calls. Each policy has a tool format, too."""
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -145,10 +143,10 @@ class EvaluatedPolicies:
         return chat, chats
 
     def _dtype_on(self, model: str) -> str | None:
-        """Return the precision in which all adapters on a base were trained; None if they differ, or if it is not
+        """Return the precision in which all policies on a base were trained; None if they differ, or if it is not
         known."""
-        adapters = [policy for policy in self.policies if policy.weights is not None]
-        dtypes = {policy.dtype for policy in adapters if policy.model == model}
+        with_weights = [policy for policy in self.policies if policy.weights is not None]
+        dtypes = {policy.dtype for policy in with_weights if policy.model == model}
         return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -163,10 +161,12 @@ async def answering(
     put_back: str = "",
     **options: Any,
 ) -> AsyncIterator[PolicyResponder | None]:
-    """Yield the responder for a command that runs an application again. It answers with the `policies` of a run (RUN or
-    RUN#STEP) or an export, else with an untrained `model`; without both it is None: the application's own provider.
+    """Yield the responder for a command that runs an application.
 
-    `put_back` replaces the remedy of an error about a base model that is missing or another one. `options` are further
+    It answers with the `policies` of a run (RUN or RUN#STEP) or an export, else with an untrained `model`. Without both
+    it is None, so that the application's own provider answers.
+
+    `put_back` replaces the remedy of an error about a base model that is missing or differs. `options` are further
     options of `EvaluatedPolicies.responder`. Raises RunError, AdapterError, ConfigError, SyncError.
     """
     if policies is None and model is None:
@@ -201,21 +201,22 @@ def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
     texts = [str(model) for model in models]
     if not texts:
         raise ConfigError("bases", None, "is missing", "Name a model folder or a Hugging Face id: --base FOLDER_OR_ID.")
-    for place, text in enumerate(texts):
-        if text in texts[:place]:
+    for index, text in enumerate(texts):
+        if text in texts[:index]:
             raise ConfigError("bases", text, "is named twice", "Name each model once.")
     # Short names, if they are unique: Qwen3-1.7B for Qwen/Qwen3-1.7B.
-    short = [Path(text).name or text for text in texts]
-    names = short if len(set(short)) == len(texts) else texts
+    short_names = [Path(text).name or text for text in texts]
+    names = short_names if len(set(short_names)) == len(texts) else texts
     policies = []
     for name, text in zip(names, texts, strict=True):
-        if name in MODES:  # the name is the label of an evaluation, which must differ from the modes
-            name = text if text not in MODES else f"./{text}"
+        label = name
+        if label in MODES:  # the label of an evaluation must differ from the modes
+            label = text if text not in MODES else f"./{text}"
         try:
             locate_model(text)
         except ConfigError as error:
             raise ConfigError("bases", text, error.fault, error.remedy) from None
-        policies.append(TrainedPolicy(name=name, kind="frozen", version=0, roles=(), model=text))
+        policies.append(TrainedPolicy(name=label, kind="frozen", version=0, roles=(), model=text))
     return EvaluatedPolicies(texts[0], policies)
 
 
@@ -237,9 +238,12 @@ def open_evaluated_policies(
     else:
         policies = policies_at(folder, step, model)
     config = read_run(folder).config
-    base = next((policy.model for policy in policies if policy.model), None)
-    if untrained := untrained_policy(folder, model):
+    # The run's own base model plays roles without a policy. If no role needs it, any policy's base stands in.
+    untrained = untrained_policy(folder, model)
+    if untrained is not None:
         base = untrained.model
+    else:
+        base = next((policy.model for policy in policies if policy.model), None)
     return EvaluatedPolicies(_require_base(base, folder), policies, config.other_roles, config.tool_format)
 
 
@@ -248,21 +252,21 @@ def _open_policies_of_export(folder: Path, model: Moved) -> EvaluatedPolicies:
     manifest = read_manifest(folder)
     export = load_export(folder, model, untrained=True)
     engine_of_policy: dict[str, EngineModel] = {}
-    for opened in export.engines:
-        engine_of_policy.update((policy.name, opened) for policy in opened.policies)
+    for engine in export.engines:
+        engine_of_policy |= dict.fromkeys([policy.name for policy in engine.policies], engine)
     policies: list[TrainedPolicy] = []
     for policy in manifest.policies:
-        engine = engine_of_policy.get(policy.name)
+        own_engine = engine_of_policy.get(policy.name)
         trained = TrainedPolicy(
             name=policy.name,
             kind=policy.kind,
             version=policy.version,
             roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
-            model=str(engine.folder) if engine else None,
+            model=str(own_engine.folder) if own_engine else None,
             weights=export.weights(policy),
             lora=policy.lora,
-            tool_format=engine.base.tool_format if engine else AUTO,
-            dtype=engine.base.dtype if engine else None,
+            tool_format=own_engine.base.tool_format if own_engine else AUTO,
+            dtype=own_engine.base.dtype if own_engine else None,
             stayed=policy.stayed,
             step=policy.step,
         )

@@ -16,6 +16,7 @@ from cotune.records.ids import candidate_id
 from cotune.records.prices import Prices
 from cotune.records.structs import JUDGING, Episode, RewardRecord, Task
 from cotune.storage.open_store import open_store, without_password
+from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
@@ -26,53 +27,66 @@ RECORDED = "recorded"
 def read_recorded(
     path: str | Path, tasks: Sequence[Task], prices: Prices, goal: Goal | None = None
 ) -> tuple[EvaluatedMode, str]:
-    """Evaluate the first recorded episode of each task, and say in a sentence which tasks these are.
+    """Evaluate the first recorded episode of each task.
 
-    These are the recorded ones among `tasks`, or all recorded tasks if there are none. Raises ConfigError if no episode
-    was recorded.
+    Returns the figures, and a sentence that says which tasks they are of: the recorded ones among `tasks`, or all
+    recorded tasks if none of `tasks` was recorded. Raises ConfigError if no episode was recorded.
     """
     with open_store(path, read_only=True) as store:
-        episodes: dict[str, Episode] = {}
+        episode_by_task: dict[str, Episode] = {}
         for episode in store.episodes():
             if episode.fork is None and not episode.phase.startswith(("eval", "check", JUDGING)):
-                episodes.setdefault(episode.task.id, episode)
-        if not episodes:
+                episode_by_task.setdefault(episode.task.id, episode)
+        if not episode_by_task:
             raise ConfigError(
                 "records", without_password(path), "has no finished episode", "Record some with cotune trace."
             )
-        shared = [task.id for task in tasks if task.id in episodes]
+        episodes = [episode_by_task[task.id] for task in tasks if task.id in episode_by_task]
+        note = f"{RECORDED}: {len(episodes)} of {len(tasks)} tasks are in {path}."
+        if not episodes:
+            episodes = list(episode_by_task.values())
+            note = f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
+
         sink = EvaluationSink(Nowhere())
-
-        def rewards(target: str) -> list[RewardRecord]:
-            stored = store.rewards([target]).get(target, {})
-            return [RewardRecord(target, name, value) for name, value in stored.items()]
-
         started = time.perf_counter()
-        for episode in [episodes[id] for id in shared] or list(episodes.values()):
+        for episode in episodes:
             for call in store.calls(episode.id):
-                chosen = () if call.chosen is None else rewards(candidate_id(call.id, call.chosen))
-                sink.write([call, *chosen])
-            sink.write([*rewards(episode.id), msgspec.structs.replace(episode, rollout=0)])
+                sink.write([call])
+                if call.chosen is not None:
+                    sink.write(_stored_rewards(store, candidate_id(call.id, call.chosen)))
+            sink.write(_stored_rewards(store, episode.id))
+            # Only one episode of each task counts, whatever its number was.
+            sink.write([msgspec.structs.replace(episode, rollout=0)])
         evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices, goal)
-        evaluation = msgspec.structs.replace(evaluation, temperature="app")
-    if shared:
-        return evaluation, f"{RECORDED}: {len(shared)} of {len(tasks)} tasks are in {path}."
-    return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
+    return msgspec.structs.replace(evaluation, temperature="app"), note
+
+
+def _stored_rewards(store: Store, target: str) -> list[RewardRecord]:
+    """The rewards of a candidate or an episode, by its id, as records."""
+    rewards = store.rewards([target]).get(target, {})
+    return [RewardRecord(target, name, value) for name, value in rewards.items()]
 
 
 def with_recorded(
     report: EvaluationReport, candidates: Collection[str], recorded: EvaluatedMode, note: str
 ) -> EvaluationReport:
-    """Return the report with the recorded episodes as its first row. The modes in `candidates` are compared with it."""
-    modes = {RECORDED: recorded, **report.evaluations}
-    if not any(mode.opposed for mode in modes.values()):
-        modes = dict(zip(modes, share_floor(list(modes.values())), strict=True))
-        recorded = modes[RECORDED]
+    """Return the report with the recorded episodes as its first row. The modes in `candidates` are compared with them.
+
+    A failed episode counts with the lowest reward of any mode, the recorded episodes included (`share_floor`).
+    """
+    modes = [recorded, *report.evaluations.values()]
+    # If roles play against each other, the report also has modes that each count one role's reward, which share no
+    # lowest reward with the others.
+    if not any(mode.opposed for mode in modes):
+        recorded, *other_modes = modes = share_floor(modes)
+    else:
+        other_modes = modes[1:]
+    evaluations = {RECORDED: recorded, **dict(zip(report.evaluations, other_modes, strict=True))}
     comparisons = list(report.comparisons)
-    for label, mode in modes.items():
+    for label, mode in evaluations.items():
         has_shared_tasks = mode.endings.keys() & recorded.endings.keys()
         if label in candidates and mode.all_failed is None and has_shared_tasks:
             comparisons.append(compare(mode, recorded))
     return msgspec.structs.replace(
-        report, evaluations=modes, comparisons=tuple(comparisons), notes=(*report.notes, note)
+        report, evaluations=evaluations, comparisons=tuple(comparisons), notes=(*report.notes, note)
     )

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from cotune.intervals import Interval
 from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport, RoleStatistics
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.records.policies import UNTRAINED
@@ -86,43 +87,51 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responde
         yield "No success rate: the workflow returns no `success`, so only its reward is reported."
 
     # Roles that have a policy and made no call in any mode with cotune's own sampler.
+    sampled_modes = {label: mode for label, mode in evaluations.items() if label != "today"}
     roles_with_policy: set[str] = set()
     for lineup in contest.lineups.values():
         roles_with_policy.update(lineup.policies or ())
     roles_that_called: set[str] = set()
-    some_mode_finished = False
-    for label, mode in evaluations.items():
-        if label != "today":
-            roles_that_called.update(mode.roles)
-            some_mode_finished = some_mode_finished or mode.all_failed is None
-    if some_mode_finished:
+    for mode in sampled_modes.values():
+        roles_that_called.update(mode.roles)
+    if any(mode.all_failed is None for mode in sampled_modes.values()):
         for role in sorted(roles_with_policy - roles_that_called):
             yield f"Role {role!r} made no call."
 
-    # Two runs that are compared may leave different roles to others.
-    unlisted: Counter[tuple[str, str]] = Counter()
-    provider_roles: set[str] = set()
-    for label, mode in evaluations.items():
-        lineup_of_mode = contest.lineups.get(label)
-        others = lineup_of_mode.others if lineup_of_mode else None
-        stand_in = responder.others if others is None else others.player
-        if stand_in is None:
-            who = "the application's own provider"
-        else:
-            # With several models, the note names the one that played the role.
-            is_listed = stand_in.name in contest.lineups and stand_in.name != UNTRAINED.name
-            who = stand_in.name if is_listed else "the untrained model"
-        for role, calls in mode.unlisted.items():
-            unlisted[role, who] += calls
-        if label != "today":
-            provider_roles.update(responder.provider_roles if others is None else others.provider_roles)
-    for role in sorted(roles_that_called & provider_roles):
-        yield f"Role {role!r} was left to the application's own provider."
-    for (role, who), calls in sorted(unlisted.items()):
-        yield f"Role {role!r} has no policy: {who} answered its {calls} calls (other_roles)."
+    yield from _notes_on_other_players(evaluations, contest, responder, roles_that_called)
     for label, mode in evaluations.items():
         if mode.use.uncounted:
             yield f"{label}: {mode.use.uncounted} of {mode.use.calls} calls report no tokens, and count as none."
+
+
+def _notes_on_other_players(
+    evaluations: Mapping[str, EvaluatedMode],
+    contest: Contest,
+    responder: PolicyResponder,
+    roles_that_called: Collection[str],
+) -> Iterator[str]:
+    """Yield a note for each role that the application's own provider played, or that has no policy and was played by
+    another model. Two runs that are compared may differ in these roles, so the notes are joined over the modes."""
+    calls_of_other_players: Counter[tuple[str, str]] = Counter()
+    provider_roles: set[str] = set()
+    for label, mode in evaluations.items():
+        lineup = contest.lineups.get(label)
+        others = lineup.others if lineup else None
+        player = responder.others if others is None else others.player
+        if player is None:
+            player_text = "the application's own provider"
+        elif player.name in contest.lineups and player.name != UNTRAINED.name:
+            player_text = player.name  # with several models, the note names the one that played the role
+        else:
+            player_text = "the untrained model"
+        for role, calls in mode.unlisted.items():
+            calls_of_other_players[role, player_text] += calls
+        if label != "today":
+            provider_roles.update(responder.provider_roles if others is None else others.provider_roles)
+    for role in sorted(provider_roles.intersection(roles_that_called)):
+        yield f"Role {role!r} was left to the application's own provider."
+    for (role, player_text), calls in sorted(calls_of_other_players.items()):
+        yield f"Role {role!r} has no policy: {player_text} answered its {calls} calls (other_roles)."
 
 
 def render(report: EvaluationReport) -> Group:
@@ -156,12 +165,13 @@ def render(report: EvaluationReport) -> Group:
 def _failure_lines(label: str, mode: EvaluatedMode) -> list[str]:
     """Return a line for each of the commonest reasons of failure of a mode, and one for all others."""
     counts = Counter(mode.failed)
-    for why, count in mode.scorer_errors.items():
-        counts[f"scorer: {why}"] = count
+    for error, count in mode.scorer_errors.items():
+        counts[f"scorer: {error}"] = count
     ranked = counts.most_common()
-    lines = [f"{label}: {count} x {why}" for why, count in ranked[:REASONS_SHOWN]]
-    if others := ranked[REASONS_SHOWN:]:
-        lines.append(f"{label}: {sum(count for _, count in others)} more, for {len(others)} other reasons")
+    lines = [f"{label}: {count} x {reason}" for reason, count in ranked[:REASONS_SHOWN]]
+    others = ranked[REASONS_SHOWN:]
+    if others:
+        lines.append(f"{label}: {sum(count for _reason, count in others)} more, for {len(others)} other reasons")
     return lines
 
 
@@ -189,21 +199,25 @@ def _results_table(report: EvaluationReport) -> Table:
 def _assignments_table(report: EvaluationReport) -> Table:
     """A row for each assignment of models to roles, the best first, with its difference from the first one."""
     modes = report.evaluations
-    roles = list(next(iter(report.assignments.values())))
+    first_assignment = next(iter(report.assignments))
+    roles = list(report.assignments[first_assignment])
     has_success = any(mode.success for mode in modes.values())
     measure = "success" if has_success else "reward"
     form = ".1%" if has_success else ".3f"
-    differences = {c.label: getattr(c, measure) for c in report.comparisons if c.label in report.assignments}
-    first = next(iter(report.assignments))
-    title = f"All assignments{_sampled_at(modes.values())}, the best first, 95% intervals over tasks"
-    table = grid(*roles, "", f"{measure}>", "n>", f"less {first}>", "failed>", title=title)
+    differences: dict[str, Interval | None] = {}
+    for comparison in report.comparisons:
+        if comparison.label in report.assignments:
+            differences[comparison.label] = comparison.success if has_success else comparison.reward
+    figures = {label: mode.success if has_success else mode.reward for label, mode in modes.items()}
 
     def score(label: str) -> float:
-        figure = getattr(modes[label], measure)
+        figure = figures[label]
         return figure.mean if figure else -math.inf
 
+    title = f"All assignments{_sampled_at(modes.values())}, the best first, 95% intervals over tasks"
+    table = grid(*roles, "", f"{measure}>", "n>", f"less {first_assignment}>", "failed>", title=title)
     for label in sorted(modes, key=score, reverse=True):
-        figure = getattr(modes[label], measure)
+        figure = figures[label]
         difference = differences.get(label)
         assignment = report.assignments.get(label)
         if assignment:

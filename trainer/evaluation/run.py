@@ -20,7 +20,7 @@ from cotune.reading.evaluations import EvaluatedMode, TaskEnding
 from cotune.records.prices import Prices
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import first_line
-from cotune.trainer.evaluation.sink import EvaluationSink, SeenCall, role_statistics, total_use
+from cotune.trainer.evaluation.sink import EvaluatedCall, EvaluationSink, role_statistics, total_use
 from cotune.trainer.evaluation.statistics import mean_reward, pass_at
 
 
@@ -33,7 +33,8 @@ async def evaluate_episodes(
     prices: Prices | None = None,
     goal: Goal | None = None,
 ) -> EvaluatedMode:
-    """Run a batch and return its figures. `responder` answers the calls; without one, the application's own provider.
+    """Run a batch and return its figures. `responder` answers the calls; without one, the application's own provider
+    does.
 
     There is no plan, so every call gets one candidate, and scorers choose nothing.
     """
@@ -53,47 +54,50 @@ def summarise(
     goal = goal or Goal()
     played = sink.played()
 
-    # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome.
-    trained = rewards_by_goal(played, goal)
-    plain = rewards_by_goal(
+    # 1. How each episode ended: its reward by the goal, and the plain sum of its outcome. The episodes of a task are
+    # ordered by their numbers, whichever ended first.
+    by_goal = rewards_by_goal(played, goal)
+    plain_sum = rewards_by_goal(
         [replace(one_played, samples=()) for one_played in played], Goal(on_failure=goal.on_failure)
     )
-    endings: list[TaskEnding] = []
-    for i, one_played in enumerate(played):
-        episode = one_played.episode
+    first_endings: dict[str, TaskEnding] = {}
+    repeats: defaultdict[str, list[TaskEnding]] = defaultdict(list)
+    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
+        episode = played[i].episode
         ending = TaskEnding(
             status=episode.status,
-            reward=trained.reward[i],
+            reward=by_goal.reward[i],
             success=episode.solved,
             error=episode.error,
             seconds=episode.latency,
             known=episode.is_outcome,
-            outcome=plain.reward[i],
-            by_role=trained.by_role[i],
-            floored=trained.failed[i],
-            outcome_floored=plain.failed[i],
+            outcome=plain_sum.reward[i],
+            by_role=by_goal.by_role[i],
+            floored=by_goal.failed[i],
+            outcome_floored=plain_sum.failed[i],
             calls=episode.calls,
         )
-        endings.append(ending)
-
-    # 2. The endings of each task. A task's first episode has the lowest number, whichever ended first.
-    first: dict[str, TaskEnding] = {}
-    repeats: defaultdict[str, list[TaskEnding]] = defaultdict(list)
-    for i in sorted(range(len(played)), key=lambda i: played[i].episode.rollout):
-        task = played[i].episode.task.id
-        if task not in first:
-            first[task] = endings[i]
+        if episode.task.id not in first_endings:
+            first_endings[episode.task.id] = ending
         else:
-            repeats[task].append(endings[i])
+            repeats[episode.task.id].append(ending)
+
+    # 2. Counts over all episodes, in the order in which they ended.
+    failures: Counter[str] = Counter()
+    for one_played in played:
+        reason = failure(one_played.episode.status, one_played.episode.error)
+        if reason:
+            failures[reason] += 1
+    seconds_of_episodes = [one_played.episode.latency for one_played in played if one_played.episode.status == "ok"]
     evaluation = EvaluatedMode(
         label=label,
-        episodes=len(endings),
-        failed=dict(Counter(reason for ending in endings if (reason := failure(ending)))),
+        episodes=len(played),
+        failed=dict(failures),
         seconds=seconds,
-        use=total_use(sink.calls, [ending.seconds for ending in endings if ending.status == "ok"], prices),
-        opposed=trained.opposed,
-        floor=trained.floor,
-        endings=first,
+        use=total_use(sink.calls, seconds_of_episodes, prices),
+        opposed=by_goal.opposed,
+        floor=by_goal.floor,
+        endings=first_endings,
         repeats={task: tuple(repeated) for task, repeated in repeats.items()},
     )
 
@@ -103,13 +107,13 @@ def summarise(
     rewards = list(evaluation.rewards.values())
     outcomes = list(evaluation.outcomes.values())
     reward = outcome = None
-    if not trained.opposed:
+    if not by_goal.opposed:
         reward = mean_reward(rewards, bounds)
         outcome = mean_reward(outcomes) if outcomes != rewards else None
 
     # 4. Statistics of each role.
     mean_rewards = _mean_by_role(evaluation.by_task.values())
-    calls_of_role: defaultdict[str, list[SeenCall]] = defaultdict(list)
+    calls_of_role: defaultdict[str, list[EvaluatedCall]] = defaultdict(list)
     for call in sink.calls:
         calls_of_role[call.role].append(call)
     return replace(
@@ -142,12 +146,14 @@ def _with_endings(evaluation: EvaluatedMode, change: Callable[[TaskEnding], Task
 
 
 class _Floors(NamedTuple):
-    """The lowest rewards, at most 0. `reward` and `outcome` are of episodes that finished without an error, `by_role`
-    also of failed episodes that have the lowest reward."""
+    """The lowest rewards, at most 0, which failed episodes count with."""
 
     reward: float
+    """The lowest reward of an episode that finished without an error."""
     outcome: float
+    """The lowest outcome of such an episode."""
     by_role: Mapping[str, float]
+    """The lowest reward of each role, also over failed episodes that have the lowest reward."""
 
 
 def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
@@ -171,75 +177,77 @@ def _floors(evaluations: Iterable[EvaluatedMode]) -> _Floors:
 def share_floor(evaluations: Sequence[EvaluatedMode]) -> list[EvaluatedMode]:
     """Give the failed episodes of all evaluations one lowest reward, so that no policy gains by failing on tasks that
     another one solves badly. Returns the changed evaluations in the same order."""
-    shared = _floors(evaluations)
-    return [_with_floors(evaluation, shared) for evaluation in evaluations]
+    shared_floors = _floors(evaluations)
+    return [_with_floors(evaluation, shared_floors) for evaluation in evaluations]
 
 
 def _with_floors(evaluation: EvaluatedMode, shared: _Floors) -> EvaluatedMode:
-    """Return the evaluation with the shared lowest rewards for its failed episodes, and figures computed again."""
-    floors = _floors([evaluation])
+    """Return the evaluation with the lowest rewards of all evaluations (`shared`) for its failed episodes, and with
+    figures that are computed again."""
+    own_floors = _floors([evaluation])
 
-    def with_floor(ending: TaskEnding) -> TaskEnding:
+    def with_shared_floor(ending: TaskEnding) -> TaskEnding:
         """Replace the lowest rewards of this mode, in a failed episode, by the lowest of all modes."""
         if ending.floored:
             by_role = dict(ending.by_role)
             for role, value in ending.by_role.items():
                 # In a failed episode, a role may have a reward of its own above the lowest one: it stays.
-                if value <= floors.by_role.get(role, value):
+                if value <= own_floors.by_role.get(role, value):
                     by_role[role] = shared.by_role.get(role, value)
             ending = replace(ending, by_role=by_role, reward=None if ending.reward is None else shared.reward)
         if ending.outcome_floored and ending.outcome is not None:
             ending = replace(ending, outcome=shared.outcome)
         return ending
 
-    changed = _with_endings(evaluation, with_floor)
+    changed = _with_endings(evaluation, with_shared_floor)
     mean_rewards = _mean_by_role(changed.by_task.values())
-    roles = {
-        role: replace(statistics, reward=mean_rewards.get(role, statistics.reward))
-        for role, statistics in evaluation.roles.items()
-    }
-    return replace(
-        changed,
-        floor=shared.reward,
-        roles=roles,
-        reward=evaluation.reward and mean_reward(list(changed.rewards.values()), evaluation.reward_bounds),
-        outcome=evaluation.outcome and mean_reward(list(changed.outcomes.values())),
-    )
+    roles = {}
+    for role, statistics in evaluation.roles.items():
+        roles[role] = replace(statistics, reward=mean_rewards.get(role, statistics.reward))
+    # A figure that the evaluation does not have stays missing.
+    reward = outcome = None
+    if evaluation.reward is not None:
+        reward = mean_reward(list(changed.rewards.values()), evaluation.reward_bounds)
+    if evaluation.outcome is not None:
+        outcome = mean_reward(list(changed.outcomes.values()))
+    return replace(changed, floor=shared.reward, roles=roles, reward=reward, outcome=outcome)
 
 
 def _mean_by_role(by_task: Iterable[Sequence[TaskEnding]]) -> dict[str, float]:
     """Return each role's mean reward over tasks, where a task counts with the mean over its episodes."""
-    task_means: defaultdict[str, list[float]] = defaultdict(list)
+    means_of_role: defaultdict[str, list[float]] = defaultdict(list)
     for endings in by_task:
-        rewards: defaultdict[str, list[float]] = defaultdict(list)
+        rewards_of_role: defaultdict[str, list[float]] = defaultdict(list)
         for ending in endings:
-            for role, value in ending.by_role.items():
-                rewards[role].append(value)
-        for role, values in rewards.items():
-            task_means[role].append(fmean(values))
-    return {role: fmean(means) for role, means in task_means.items()}
+            for role, reward in ending.by_role.items():
+                rewards_of_role[role].append(reward)
+        for role, rewards in rewards_of_role.items():
+            means_of_role[role].append(fmean(rewards))
+    return {role: fmean(means) for role, means in means_of_role.items()}
 
 
 def _pass_at(by_task: Sequence[Sequence[TaskEnding]]) -> dict[int, Interval]:
     """Compute pass@k for k = 1, 2, 4, ... up to the least number of episodes that a task has, and for that number."""
-    counts: list[tuple[int, int]] = []  # of each task: episodes whose result is known, and successes
+    # The episodes of each task whose result is known, and how many of them succeeded.
+    counts: list[tuple[int, int]] = []
     for endings in by_task:
         solved = [ending.solved for ending in endings if ending.solved is not None]
         if solved:
             counts.append((len(solved), sum(solved)))
-    least = min(episodes for episodes, _ in counts)
-    if least == 1:
+    least_episodes = min(episodes for episodes, _successes in counts)
+    if least_episodes == 1:
         return {}
+    powers_of_two = [2**i for i in range(least_episodes.bit_length())]
     intervals: dict[int, Interval] = {}
-    for k in sorted({*(2**i for i in range(least.bit_length())), least}):
+    for k in sorted({*powers_of_two, least_episodes}):
         interval = pass_at(k, counts)
         if interval:
             intervals[k] = interval
     return intervals
 
 
-def failure(ending: TaskEnding) -> str | None:
-    """Say in one line why an episode counts as failed; None if it finished without an error."""
-    if ending.status == "ok":
+def failure(status: str, error: str | None) -> str | None:
+    """The reason in one line why an episode counts as failed; None if it finished without an error."""
+    if status == "ok":
         return None
-    return f"{ending.status}: {first_line(ending.error)}"
+    return f"{status}: {first_line(error)}"

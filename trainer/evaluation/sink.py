@@ -17,14 +17,15 @@ from cotune.records.structs import CallRecord, Episode, Record, RewardRecord
 from cotune.trainer.evaluation.statistics import mean
 
 
-class SeenCall(NamedTuple):
-    """One call. Its tokens were counted by the engine, or reported by the provider."""
+class EvaluatedCall(NamedTuple):
+    """The facts of one call that an evaluation needs. Its tokens were counted by the engine, or reported by the
+    provider."""
 
     episode: str
     role: str
     status: str
-    ended: tuple[float, int]
-    """Time and step, by which the last call of an episode is found."""
+    end: tuple[float, int]
+    """Time of its end, and its step: the last call of an episode has the largest."""
     answered_by: str
     """`name@version` of a policy, or `provider`."""
     priced_as: str
@@ -42,7 +43,7 @@ class EvaluationSink:
         self.sink = sink
         self.episodes: list[Episode] = []
         """The episodes that have ended."""
-        self.calls: list[SeenCall] = []
+        self.calls: list[EvaluatedCall] = []
         self._rewards: dict[str, dict[str, float]] = {}
 
     def write(self, records: Sequence[Record]) -> None:
@@ -50,7 +51,7 @@ class EvaluationSink:
         for record in records:
             match record:
                 case CallRecord():
-                    self.calls.append(self._seen_call(record))
+                    self.calls.append(self._evaluated_call(record))
                 case RewardRecord():
                     self._rewards_of(record.target)[record.name] = record.value
                 case Episode():
@@ -59,7 +60,7 @@ class EvaluationSink:
 
     def played(self) -> list[Played]:
         """Return the episodes that have ended, with their calls."""
-        calls_of_episode: defaultdict[str, list[SeenCall]] = defaultdict(list)
+        calls_of_episode: defaultdict[str, list[EvaluatedCall]] = defaultdict(list)
         for call in self.calls:
             calls_of_episode[call.episode].append(call)
 
@@ -68,7 +69,7 @@ class EvaluationSink:
             calls = calls_of_episode[episode.id]
             last = NO_ROLE
             if calls:
-                last = max(calls, key=lambda call: (call.ended, call.role)).role
+                last = max(calls, key=lambda call: (call.end, call.role)).role
             played.append(
                 Played(
                     episode=episode,
@@ -84,18 +85,18 @@ class EvaluationSink:
         """Return the rewards of a candidate or an episode. Rewards that arrive later are added to the same object."""
         return self._rewards.setdefault(target, {})
 
-    def _seen_call(self, call: CallRecord) -> SeenCall:
-        """Keep the facts of a call that an evaluation needs. Its rewards may arrive later: the sample shares their
-        dict."""
+    def _evaluated_call(self, call: CallRecord) -> EvaluatedCall:
+        """The facts of a call that an evaluation needs. Rewards that arrive later are added to its sample, which shares
+        their dictionary."""
         sample = None
         # A call that failed or was not answered has nothing to score.
         if call.status == "ok" and call.chosen is not None:
             sample = single_sample(call, self._rewards_of(candidate_id(call.id, call.chosen)))
-        return SeenCall(
+        return EvaluatedCall(
             episode=call.episode,
             role=call.role,
             status=call.status,
-            ended=(call.started + call.latency, call.step),
+            end=(call.started + call.latency, call.step),
             answered_by=str(call.policy) if call.policy else "provider",
             priced_as=call.policy.name if call.policy else call.model,
             prompt_tokens=call.prompt_length,
@@ -104,7 +105,7 @@ class EvaluationSink:
         )
 
 
-def role_statistics(calls: Sequence[SeenCall], reward: float | None) -> RoleStatistics:
+def role_statistics(calls: Sequence[EvaluatedCall], reward: float | None) -> RoleStatistics:
     """Return the statistics of the calls of one role, with the trained `reward`."""
     answered = [call for call in calls if call.sample is not None]
     samples = [call.sample for call in calls if call.sample is not None]
@@ -126,7 +127,7 @@ def role_statistics(calls: Sequence[SeenCall], reward: float | None) -> RoleStat
     )
 
 
-def total_use(calls: Sequence[SeenCall], latencies: Sequence[float], prices: Prices) -> ModeUse:
+def total_use(calls: Sequence[EvaluatedCall], latencies: Sequence[float], prices: Prices) -> ModeUse:
     """Add up the calls with an answer and their cost. `latencies` are the seconds of each episode."""
     answered = [call for call in calls if call.status == "ok"]
     costs: list[float] = []

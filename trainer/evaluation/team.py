@@ -42,14 +42,14 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     bases = SharedBases()
     opened = {source: open_source(source, moved, bases) for source in dict.fromkeys(sources.values())}
 
-    # 1. The policy of each role, by its source and its name in that source. A policy may play several roles.
-    roles_of: dict[tuple[Source, str], list[str]] = {}
-    played: dict[tuple[Source, str], TrainedPolicy] = {}
+    # 1. The policies that play, and the roles of each. Keys are the source and the name of the policy in that source.
+    roles_of_policy: dict[tuple[Source, str], list[str]] = {}
+    playing: dict[tuple[Source, str], TrainedPolicy] = {}
 
     def play(role: str, source: Source, policy: TrainedPolicy) -> None:
         key = (source, policy.name)
-        played[key] = policy
-        roles_of.setdefault(key, []).append(role)
+        playing[key] = policy
+        roles_of_policy.setdefault(key, []).append(role)
 
     for role, source in sources.items():
         if role != REST:
@@ -64,15 +64,15 @@ def open_team(sources: Mapping[str, Source], moved: Moved = None) -> Team:
     # 2. The player of all other roles.
     other_roles, model, note = _other_players(sources, opened)
     if model is None:
-        model = next((policy.model for policy in played.values() if policy.model), None)
+        model = next((policy.model for policy in playing.values() if policy.model), None)
     if model is None:
         raise ConfigError("use", None, "leaves every role to a provider", "Name a policy or a model for one of them.")
 
     # 3. Names that are unique in the team: two runs may both have a policy `shared`.
-    names = unique_names(list(played))
+    names = unique_names(list(playing))
     policies: list[TrainedPolicy] = []
-    for key, policy in played.items():
-        policies.append(dataclasses.replace(policy, name=names[key], roles=tuple(roles_of[key])))
+    for key, policy in playing.items():
+        policies.append(dataclasses.replace(policy, name=names[key], roles=tuple(roles_of_policy[key])))
     return Team(EvaluatedPolicies(model, policies, other_roles), sources, note)
 
 
@@ -126,9 +126,8 @@ def _policy_for(role: str, source: Source, opened: EvaluatedPolicies) -> Trained
 def _other_players(
     sources: Mapping[str, Source], opened: Mapping[Source, EvaluatedPolicies]
 ) -> tuple[OtherRoles, str | None, str]:
-    """Return who plays the roles that are not named, and with which base model, if it is one.
-
-    The third value is a note if the sources do not agree: then the application's own provider plays these roles.
+    """Return who plays the roles that are not named, the base model if it is an untrained model (else None), and a
+    note if the sources do not agree ("" if they do). Then the application's own provider plays these roles.
     """
     if REST in sources:
         player = _other_player(opened[sources[REST]])
@@ -143,9 +142,9 @@ def _other_players(
         (player,) = source_of_player
         return *player, ""
     settings: list[str] = []
-    for (_, model), source in source_of_player.items():
-        who = model or "the application's own provider"
-        settings.append(f"{source.text} has {who}")
+    for (_kind, model), source in source_of_player.items():
+        player_text = model or "the application's own provider"
+        settings.append(f"{source.text} has {player_text}")
     note = (
         "Any role that --use does not name is left to the application's own provider, as the sources differ: "
         f"{', '.join(settings)}. Name who plays these roles: --use MODEL."
@@ -154,7 +153,7 @@ def _other_players(
 
 
 def _other_player(policies: EvaluatedPolicies) -> tuple[OtherRoles, str | None]:
-    """Return who plays roles without a policy, and with which base model, if it is one."""
+    """Return who plays roles without a policy, and the base model if it is an untrained model (else None)."""
     return policies.other_roles, policies.model if policies.other_roles == "frozen" else None
 
 
@@ -163,19 +162,17 @@ def unique_names(keys: Sequence[tuple[Source, str]]) -> dict[tuple[Source, str],
 
     `keys` are the sources of the policies with their present names.
     """
-    present_names = [name for _, name in keys]
+    present_names = [name for _source, name in keys]
     names: dict[tuple[Source, str], str] = {}
-    taken: set[str] = set()
     for source, name in keys:
-        unique = name
+        stem = name
         # `base` is the name of the untrained model, which plays roles without a policy.
         if present_names.count(name) > 1 or name == UNTRAINED.name:
-            unique = f"{name}-{source.name}"
+            stem = f"{name}-{source.name}"
+        unique_name = stem
         number = 2
-        candidate = unique
-        while candidate in taken:
-            candidate = f"{unique}-{number}"
+        while unique_name in names.values():
+            unique_name = f"{stem}-{number}"
             number += 1
-        taken.add(candidate)
-        names[source, name] = candidate
+        names[source, name] = unique_name
     return names

@@ -109,35 +109,41 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
     """Return the number of tasks that shows the mean difference of the shared tasks in 4 of 5 evaluations, if further
     tasks differ as these do; None if the mean is 0."""
     differences = np.array(shared_differences(after, before))
-    n = len(differences)
-    centre = float(np.mean(differences))
-    if not centre:
+    mean_difference = float(np.mean(differences))
+    if not mean_difference:
         return None
+    least_tasks = max(len(differences) + 1, LEAST)
     size = float(np.abs(differences).max())
     if set(np.unique(differences)) <= {-size, 0.0, size}:
-        # All differences have one size, so the power can be computed exactly.
-        gained = float(np.mean(differences * centre > 0))
-        lost = float(np.mean(differences * centre < 0))
-        tasks = max(n + 1, LEAST)
-        while tasks <= MOST_EXACT and power_on_success(tasks, gained, lost) < POWER:
-            tasks = max(tasks + 1, math.floor(tasks * 1.05))
-        if tasks <= MOST_EXACT:
-            return tasks
-        centre = centre / size
-        size = 1.0
-        return tasks_for_mean(float(np.std(differences / size)), centre) + math.ceil(1 / abs(centre))
+        return _tasks_for_equal_sizes(differences, mean_difference, least_tasks)
 
     # The interval includes half an observation at each end of the range, whose weight falls with the number of tasks.
     # So the number is found step by step.
     bound = 1.0 if within_unit([*after.values(), *before.values()]) else size
-    tasks = max(n + 1, LEAST)
+    tasks = least_tasks
     for _ in range(60):
         deviation = math.sqrt(float(np.var(differences)) + bound**2 / tasks)
-        needed = max(tasks_for_mean(deviation, centre), n + 1, LEAST)
+        needed = max(tasks_for_mean(deviation, mean_difference), least_tasks)
         if needed <= tasks:
             return tasks
         tasks = max(tasks + 1, min(needed, 2 * tasks))
     return tasks
+
+
+def _tasks_for_equal_sizes(differences: Floats, mean_difference: float, least_tasks: int) -> int:
+    """Return `tasks_for_this` for differences of one size (or 0), for which the power can be computed exactly. The
+    search begins with `least_tasks`."""
+    gained = float(np.mean(differences * mean_difference > 0))
+    lost = float(np.mean(differences * mean_difference < 0))
+    tasks = least_tasks
+    while tasks <= MOST_EXACT and power_on_success(tasks, gained, lost) < POWER:
+        tasks = max(tasks + 1, math.floor(tasks * 1.05))
+    if tasks <= MOST_EXACT:
+        return tasks
+    # As in `tasks_for_points`, tasks are added because the p of an exact test is discrete.
+    size = float(np.abs(differences).max())
+    share = mean_difference / size
+    return tasks_for_mean(float(np.std(differences)), share) + math.ceil(1 / abs(share))
 
 
 def what_tasks_show(tasks: int) -> str:
@@ -151,20 +157,19 @@ def what_tasks_show(tasks: int) -> str:
     )
 
 
-def verdict_on_success(label: str, against: str, difference: Interval, enough: int) -> str:
-    """Return the sentence on a difference of success shares; `enough` tasks would show 5 points."""
+def verdict_on_success(label: str, against: str, difference: Interval, needed_tasks: int) -> str:
+    """Return the sentence on a difference of success shares. `needed_tasks` would show a difference of `POINTS`."""
     size = f"{abs(100 * difference.mean):.1f} points of success"
     clear = _clear_verdict(label, against, difference, size, 100, ".1f")
     if clear:
         return clear
-    return (
-        f"no difference shown between {label} and {against}: {100 * difference.mean:+.1f} points of success, "
-        f"{_interval(difference, 100, '.1f')}; about {_rounded_up(enough)} tasks would show {100 * POINTS:.0f} points"
-    )
+    verdict = f"no difference shown between {label} and {against}: {100 * difference.mean:+.1f} points of success, "
+    verdict += _interval(difference, 100, ".1f")
+    return f"{verdict}; about {_rounded_up(needed_tasks)} tasks would show {100 * POINTS:.0f} points"
 
 
-def verdict_on_reward(label: str, against: str, difference: Interval, enough: int | None) -> str:
-    """Return the sentence on a difference of rewards; `enough` tasks would show this difference (`tasks_for_this`)."""
+def verdict_on_reward(label: str, against: str, difference: Interval, needed_tasks: int | None) -> str:
+    """Return the sentence on a difference of rewards. `needed_tasks` would show this difference (`tasks_for_this`)."""
     if difference.low is None or difference.high is None:
         return f"one task shows nothing of {label} against {against} ({difference.mean:+.3f} of reward)"
     clear = _clear_verdict(label, against, difference, f"{abs(difference.mean):.3f} of reward", 1, ".3f")
@@ -172,9 +177,9 @@ def verdict_on_reward(label: str, against: str, difference: Interval, enough: in
         return clear
     verdict = f"no difference shown between {label} and {against}: {difference.mean:+.3f} of reward, "
     verdict += _interval(difference, 1, ".3f")
-    if enough is None:
+    if needed_tasks is None:
         return verdict
-    return f"{verdict}; about {_rounded_up(enough)} tasks would show a difference of this size"
+    return f"{verdict}; about {_rounded_up(needed_tasks)} tasks would show a difference of this size"
 
 
 def _clear_verdict(label: str, against: str, difference: Interval, size: str, scale: float, form: str) -> str:

@@ -28,8 +28,8 @@ from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import OfOne
 from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import (
+    DEFAULT_MODES,
     TRAINING_TEMPERATURE,
-    USUAL,
     EvaluationOptions,
     Lineup,
     check_modes,
@@ -115,7 +115,10 @@ def modes(workflow: Workflow, its_tasks: list[Task], roles: Mapping[str, PolicyR
     who = {name: options.pop(name) for name in ("provider_roles", "others") if name in options}
     players = responder(workflow, roles, sampler, **who)
     batch = EpisodeBatch(tasks=its_tasks, sink=Nowhere(), phase="eval")
-    labels, temperature = check_modes(options.pop("modes", USUAL)), options.pop("temperature", TRAINING_TEMPERATURE)
+    labels, temperature = (
+        check_modes(options.pop("modes", DEFAULT_MODES)),
+        options.pop("temperature", TRAINING_TEMPERATURE),
+    )
     contest = contest_of_run(roles, names, labels, temperature)
     return asyncio.run(evaluate_modes(workflow, batch, players, contest, **options))
 
