@@ -143,7 +143,7 @@ def _tasks_for_equal_sizes(differences: Floats, mean_difference: float, least_ta
     # As in `tasks_for_points`, tasks are added because the p of an exact test is discrete.
     size = float(np.abs(differences).max())
     share = mean_difference / size
-    return tasks_for_mean(float(np.std(differences)), share) + math.ceil(1 / abs(share))
+    return tasks_for_mean(float(np.std(differences)) / size, share) + math.ceil(1 / abs(share))
 
 
 def what_tasks_show(tasks: int) -> str:

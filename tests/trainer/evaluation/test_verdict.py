@@ -133,3 +133,11 @@ def test_verdict_on_reward() -> None:
     )
     one = Interval(mean=0.5, low=None, high=None, n=1)
     assert verdict_on_reward("new", "old", one, 9) == "one task shows nothing of new against old (+0.500 of reward)"
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0])
+def test_the_number_of_tasks_does_not_depend_on_the_scale_of_rewards(size: float):
+    differences = [1.0] * 22 + [-1.0] * 18 + [0.0] * 60
+    after = {str(task): size * max(difference, 0.0) for task, difference in enumerate(differences)}
+    before = {str(task): size * max(-difference, 0.0) for task, difference in enumerate(differences)}
+    assert tasks_for_this(after, before) == 1980
