@@ -49,9 +49,9 @@ from cotune.trainer.opening.open_run import open_run
 from cotune.trainer.opening.resume import (
     apply_changes,
     base_digests,
-    check_bases,
     check_files,
     check_tasks,
+    keep_or_check_bases,
     tasks_digest,
 )
 from cotune.trainer.opening.warm_start import check_same_bases, check_source
@@ -381,7 +381,7 @@ async def _open_and_check(
         raise
     if not hashing.done():
         progress.say("hashing the base model's files ...")
-    check_bases(folder, await hashing)
+    keep_or_check_bases(folder, await hashing)
     # Before the first checkpoint only: a resumed run has its own weights.
     if config.init and run.committed < 0:
         check_same_bases(config.init, run.state.policies, hashing.result())

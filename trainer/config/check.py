@@ -1,4 +1,4 @@
-"""Checks of a whole configuration: settings that do not go together, and those that need an engine or a tracker."""
+"""Checks of a whole configuration: settings that cannot be combined, and settings that an engine cannot serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotune.trainer.config.teachers import check_teachers
 
 
 def check(config: TrainConfig) -> None:
-    """Raises ConfigError for settings that do not go together, or that nothing can serve."""
+    """Raise ConfigError for settings that cannot be combined, or that no engine can serve."""
     _check_failure(config.on_failure)
     fork_rule(config.replay.forks)
     check_tool_format(config.tool_format)
@@ -30,11 +30,17 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("sampling.repeatable", True, fault, 'Set mode = "sync", or leave it out.')
     check_teachers(config, config.model)
     check_records(config.recipe, config.records, config.learner)
-    check_one_process(config.learner, config.cluster.on_ray, {p.kind for p in config.policy} or {config.policies})
-    for name, count in Counter(p.name for p in config.policy).items():
+    kinds: set[str] = {policy.kind for policy in config.policy}
+    if not config.policy:
+        kinds = {config.policies}
+    check_one_process(config.learner, config.cluster.on_ray, kinds)
+    for name, count in Counter(policy.name for policy in config.policy).items():
         if count > 1:
             raise ConfigError("policy.name", name, "is the name of two policies", "Rename one of them.")
-    for role, count in Counter(role for p in config.policy for role in p.roles).items():
+    policies_of_role: Counter[str] = Counter()
+    for policy in config.policy:
+        policies_of_role.update(policy.roles)
+    for role, count in policies_of_role.items():
         if count > 1:
             raise ConfigError("policy.roles", role, "is in two policies", "Remove the role from all but one.")
     check_policies(config.policy, config.specs, config.recipe, config.steps)

@@ -1,4 +1,4 @@
-"""What samples: checks of `engine`, and what it means for a run."""
+"""The engine that samples: checks of the setting `engine`, and its consequences for a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.engines import ENGINES, SERVER, Engine, engine_of
 
 AUTO = "auto"
-"""The engine of a run that decides by the machine; see trainer/run/division.py."""
+"""The engine is chosen for the machine when a run starts; see trainer/run/division.py."""
 
 
 def check_engine(engine: str, cluster: ClusterConfig) -> None:
-    """Raises ConfigError for an engine that does not exist, and for settings that contradict a server."""
+    """Raise ConfigError for an engine that does not exist, and for settings of engines that a server has no use for."""
     names = {AUTO, *ENGINES} - {SERVER}
     if engine == SERVER:
         raise ConfigError("engine", engine, "has no address", 'Write it here: engine = "http://HOST:PORT".')
@@ -26,16 +26,22 @@ def check_engine(engine: str, cluster: ClusterConfig) -> None:
     if not urls:
         return
 
-    if not all(url.startswith(("http://", "https://")) for url in urls):
-        raise ConfigError("engine", engine, "is not a list of addresses of vLLM servers: http://HOST:PORT")
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            fault = f"has {url!r}, which is not the address of a vLLM server"
+            remedy = 'Write addresses separated by commas: engine = "http://HOST:PORT,http://HOST:PORT".'
+            raise ConfigError("engine", engine, fault, remedy)
     if cluster.engines > 1:
-        raise ConfigError("cluster.engines", cluster.engines, "must be 1 if a server samples")
+        fault = f"must be 1 with engine = {engine!r}: the server starts its own engines"
+        raise ConfigError("cluster.engines", cluster.engines, fault, "Leave out cluster.engines, or change engine.")
     if cluster.gpus_per_engine:
-        raise ConfigError("cluster.gpus_per_engine", cluster.gpus_per_engine, "must be 0 if a server samples")
+        fault = f"must be 0 with engine = {engine!r}: the server has its own GPUs"
+        remedy = "Leave out cluster.gpus_per_engine, or change engine."
+        raise ConfigError("cluster.gpus_per_engine", cluster.gpus_per_engine, fault, remedy)
 
 
 def engine_urls(engine: str) -> tuple[str, ...]:
-    """The addresses that `engine` names. Empty if it names no server."""
+    """The addresses of servers in `engine`; empty if it is another kind of engine."""
     if not engine_of(engine).by_url:
         return ()
     return tuple(url.strip() for url in engine.split(",") if url.strip())
@@ -52,6 +58,9 @@ def engine_shares_gpu(config: TrainConfig) -> bool:
 
 
 def engine_sleeps(config: TrainConfig) -> bool:
-    """Whether the engine sleeps during updates. Without Ray it does so on a CPU too, where it only pauses."""
-    beside_learner = config.cluster.shares_gpu or not (config.cluster.on_ray or config.cluster.gpus_per_engine)
-    return engine_kind(config).sleeps and config.mode == "sync" and beside_learner
+    """Whether the engine sleeps during updates, to free the memory that it shares with the learner. Without Ray it does
+    so on a CPU too, where it only pauses."""
+    if not engine_kind(config).sleeps or config.mode != "sync":
+        return False
+    without_own_gpu = not config.cluster.on_ray and not config.cluster.gpus_per_engine
+    return config.cluster.shares_gpu or without_own_gpu

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration that cannot be read: the field, its value, and where it belongs."""
+"""Errors of a configuration that cannot be read: they name the field, its value, and the place where it belongs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _ARGUMENTS = {
     "console": "an argument of cotune.train",
     **dict.fromkeys(("limit", "calls"), "a field of CheckLimits, the argument limits of cotune.check"),
 }
-"""What is given beside the configuration, by what it may be taken for."""
+"""Arguments that are no settings, by the name under which a user may look for them in the configuration."""
 
 
 def conversion_error(
     error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[msgspec.Struct]
 ) -> ConfigError:
-    """What to tell of a `table` that could not be converted to `kind`, with the remedy."""
+    """The error, with its remedy, for a `table` that msgspec could not convert to the struct `kind`."""
+    # The check of a struct has raised it, and it names the fix already.
     if isinstance(error.__cause__, ConfigError):
         return error.__cause__
     field, message = field_and_fault(error)
@@ -39,9 +40,12 @@ def conversion_error(
     else:
         message = expectation_clause(message)
         value = _value_at(table, field)
-        for name in value if isinstance(value, Mapping) else ():  # a table that has become a single value
-            if removed := removed_setting(f"{field}.{name}", value[name]):
-                return removed
+        # In an earlier version, this field may have been a table with settings.
+        if isinstance(value, Mapping):
+            for name in value:
+                removed = removed_setting(f"{field}.{name}", value[name])
+                if removed is not None:
+                    return removed
         if message.startswith("must be a table, not") and field in kind.__struct_fields__:
             remedy = " ".join([*_fields_sentence(field, kind), PAGE])
     field = field or "config"
@@ -49,13 +53,13 @@ def conversion_error(
 
 
 def check_names(table: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Raises ConfigError for a name in `table`, or in a table in it, that is no field of `kind`."""
+    """Raise ConfigError for a name in `table`, or in a table inside it, that is no field of the struct `kind`."""
     for path in _unknown_names(table, kind):
         raise unknown_field(path, table, kind)
 
 
 def _unknown_names(table: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The dotted names that are no fields; `policy[0].lr` in a list of tables."""
+    """Yield the dotted names that are no fields; in a list of tables with an index, such as `policy[0].lr`."""
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     for name, value in table.items():
         path = f"{prefix}{name}"
@@ -68,13 +72,13 @@ def _unknown_names(table: Mapping[str, Any], kind: type[msgspec.Struct], prefix:
         if isinstance(value, Mapping):
             yield from _unknown_names(value, struct, f"{path}.")
         elif isinstance(value, list | tuple):
-            for number, one in enumerate(value):
-                if isinstance(one, Mapping):
-                    yield from _unknown_names(one, struct, f"{path}[{number}].")
+            for index, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from _unknown_names(item, struct, f"{path}[{index}].")
 
 
 def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct that a field of this type holds: by itself, in a list, or unless it is None."""
+    """The struct in the type of a field: the type itself, the items of a list, or one part of a union with None."""
     for part in (kind, *get_args(kind)):
         if isinstance(part, type) and issubclass(part, msgspec.Struct):
             return part
@@ -82,10 +86,12 @@ def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struct]) -> ConfigError:
-    """The error for a name that is no field: what replaces it, where it belongs, or names that are close."""
+    """The error for a name that is no field. Its remedy names the replacement of a removed setting, the table in which
+    the name belongs, or similar names."""
     value = _value_at(table, field)
-    name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
-    if removed := removed_setting(name_without_indices, value):
+    name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # policy[0].lr becomes policy.lr
+    removed = removed_setting(name_without_indices, value)
+    if removed is not None:
         return removed
     parent, _, name = name_without_indices.rpartition(".")
     if name in TRUNCATIONS and parent in ("", "sampling", "policy"):
@@ -114,22 +120,23 @@ def _other_place_hint(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
         yield did_you_mean(similar_names)
 
 
-def _similar_fields(field: str, known: Sequence[str]) -> list[str]:
-    """At most three fields that have almost this last name, those of the same table first."""
+def _similar_fields(field: str, settings: Sequence[str]) -> list[str]:
+    """At most three settings whose last name is almost the last name of `field`, those in the same table first."""
     table, _, name = field.lower().rpartition(".")
-    lasts = near_names(name, {one.rpartition(".")[2] for one in known}, cutoff=0.75)
-    found = [one for one in known if one.rpartition(".")[2] in lasts]
-    return sorted(found, key=lambda one: one.rpartition(".")[0] != table)[:3]
+    last_names = {setting.rpartition(".")[2] for setting in settings}
+    similar_names = near_names(name, last_names, cutoff=0.75)
+    similar = [setting for setting in settings if setting.rpartition(".")[2] in similar_names]
+    return sorted(similar, key=lambda setting: setting.rpartition(".")[0] != table)[:3]
 
 
 def _fields_sentence(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
-    """The fields of a table, as a sentence; nothing where it takes any."""
+    """Yield a sentence with the fields of a table; nothing if the table has free names."""
     if names := [name for name in _field_names(kind) if name.startswith(f"{field}.")]:
         yield f"Its fields: {', '.join(names)}."
 
 
 def _field_names(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields in tables of one configuration; those of [[policy]] tables are not in it."""
+    """Yield the dotted names of all fields of a configuration and its tables, without the fields of [[policy]]."""
     for field in msgspec.structs.fields(kind):
         yield prefix + field.name
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -137,18 +144,26 @@ def _field_names(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 
 
 def _value_at(table: Any, dotted: str) -> Any:
+    """The value of a field by its dotted name, such as `policy[0].lr`; None if it is not in the table."""
+    value = table
     for part in re.findall(r"[^.\[\]]+", dotted):
-        if isinstance(table, Mapping):
-            table = table.get(part)
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, Sequence) and part.isdigit():
+            value = value[int(part)]
         else:
-            table = table[int(part)] if isinstance(table, Sequence) and part.isdigit() else None
-    return table
+            value = None
+    return value
 
 
 def _field_choices(dotted: str, kind: Any) -> list[str]:
-    """The values that a field of a few words takes; none for other fields."""
+    """The allowed values of a field whose type is a Literal; none for other fields."""
+    field_type = kind
     for part in re.findall(r"[a-z_]+", dotted):
-        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == part)
-        kind = next((a for a in get_args(kind) if isinstance(a, type) and issubclass(a, msgspec.Struct)), kind)
-    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
-    return sorted(map(str, words))
+        field_type = next(field.type for field in msgspec.structs.fields(field_type) if field.name == part)
+        field_type = _struct_in(field_type) or field_type
+    choices: list[str] = []
+    for literal in (field_type, *get_args(field_type)):
+        if get_origin(literal) is Literal:
+            choices += [str(choice) for choice in get_args(literal)]
+    return sorted(choices)

@@ -1,4 +1,4 @@
-"""Checks of the settings of a learner, and how it trains each policy. No torch here."""
+"""Checks of the settings of a learner, and the training of each policy. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FULL_LR = 1e-6
 
 
 class PolicyTraining(NamedTuple):
-    """How a learner trains one policy: its rate is that of `settings`."""
+    """How a learner trains one policy. `settings` has the learning rate of the policy."""
 
     settings: LearnerSettings
     loss: LossSpec
 
 
 def check_one_process(settings: LearnerSettings, on_ray: bool, kinds: Collection[str]) -> None:
-    """Raises ConfigError for what bitsandbytes does, where weights are divided (`on_ray`) or all of them trained."""
-    for field, usual in (("optimizer", "adamw"), ("quantize", "none")):
+    """Raise ConfigError for settings that need bitsandbytes, which works only in one process (not `on_ray`) and does
+    not quantize weights that are trained. `kinds` are the kinds of the policies."""
+    for field, without_bitsandbytes in (("optimizer", "adamw"), ("quantize", "none")):
         value = getattr(settings, field)
-        if value != usual and on_ray:
-            raise ConfigError(
-                f"learner.{field}", value, f"cannot be used on a cluster, which divides the weights: set it to {usual}"
-            )
+        if value != without_bitsandbytes and on_ray:
+            fault = f"cannot be used on a cluster, which divides the weights: set it to {without_bitsandbytes}"
+            raise ConfigError(f"learner.{field}", value, fault)
     if settings.quantize != "none" and "full" in kinds:
         raise ConfigError(
             "learner.quantize", settings.quantize, "cannot be used if all weights are trained", "Train adapters."
@@ -35,6 +35,6 @@ def check_one_process(settings: LearnerSettings, on_ray: bool, kinds: Collection
 
 
 def check_losses(*losses: LossSpec) -> None:
-    """Raises ConfigError for a loss that lacks a number."""
+    """Raise ConfigError for a loss with aggregation `constant` that has no constant length."""
     if any(loss.aggregation == "constant" and loss.constant_length is None for loss in losses):
         raise ConfigError("loss.constant_length", None, "is missing: it is the run's response limit, in tokens")

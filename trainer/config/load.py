@@ -19,9 +19,10 @@ from cotune.trainer.config.removed import removed_setting
 
 
 def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfig:
-    """Read TOML (if any) and apply flags over it; keys of `flags` are dotted field names, None means not given.
+    """Read the configuration of a run from a TOML file, if there is one, and from flags, which override the file.
 
-    Raises ConfigError naming the field, its value and what is allowed.
+    The keys of `flags` are dotted field names. A value of None means that the flag was not passed. Raises ConfigError,
+    which names the field, its value and the allowed values.
     """
     table = read_toml(path)
     refuse_search_options(flags)
@@ -43,7 +44,7 @@ def refuse_search_options(flags: Mapping[str, Any]) -> None:
 
 
 def read_toml(path: str | Path | None) -> dict[str, Any]:
-    """What a TOML file says; nothing where there is no `path`. Raises ConfigError."""
+    """The table of a TOML file; empty without a `path`. Raises ConfigError."""
     if path is None:
         return {}
     path = Path(path)
@@ -60,42 +61,55 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
 
     Raises ConfigError, which says how to correct a setting, also for settings that earlier versions had.
     """
-    if isinstance(table.get("cluster"), Mapping):
-        table = {**table, "cluster": {"address": "local", **table["cluster"]}}
-    if isinstance(table.get("records"), str | Path):
-        table = {**table, "records": {"path": str(table["records"])}}
-    if isinstance(prompts := table.get("prompts"), str | Path):
-        raise ConfigError("prompts", str(prompts), "has another name now", "Use prompts_file for a file of prompts.")
-    if isinstance(prompts, Mapping):  # options of cotune prompts improve, which may share the file
-        table = {name: value for name, value in table.items() if name != "prompts"}
-    if not table.get("model"):
+    complete = _with_short_forms(table)
+    if not complete.get("model"):
         missing = "is missing: it is a model folder, a GGUF file or a Hugging Face id"
-        raise ConfigError("model", table.get("model"), missing, "Pass --model.")
-    # The recipes of the run and of single policies: field, subject of the error, name.
-    recipes = [("recipe", "", table.get("recipe"))]
-    policies = table.get("policy")
-    for policy in policies if isinstance(policies, list | tuple) else ():
-        if isinstance(policy, Mapping):
-            recipes.append(("policy.recipe", f"of policy {policy.get('name')} ", policy.get("recipe")))
-    for field, subject, name in recipes:
-        if isinstance(name, Mapping):
-            remedy = "What a run changes of it is in [rewards] and [loss], such as loss.clip_high."
-            raise ConfigError(field, dict(name), f"{subject}is not the name of a recipe", remedy)
-        known = {*RECIPES, *FROM_RECORDS}
-        if isinstance(name, str) and name not in known and not is_own(name):
-            remedy = "For a class of your own, name its file too: my_method.py:Ranked."
-            raise ConfigError(field, name, f"{subject}is not one of {', '.join(sorted(known))}", remedy)
-    check_names(table, TrainConfig)
+        raise ConfigError("model", complete.get("model"), missing, "Pass --model.")
+    _check_recipe("recipe", complete.get("recipe"))
+    policies = complete.get("policy")
+    if isinstance(policies, list | tuple):
+        for policy in policies:
+            if isinstance(policy, Mapping):
+                _check_recipe("policy.recipe", policy.get("recipe"), subject=f"of policy {policy.get('name')} ")
+    check_names(complete, TrainConfig)
     try:
-        config = msgspec.convert(table, TrainConfig)
+        config = msgspec.convert(complete, TrainConfig)
     except msgspec.ValidationError as error:
-        raise conversion_error(error, table, TrainConfig) from None
+        raise conversion_error(error, complete, TrainConfig) from None
     check(config)
     return config
 
 
+def _with_short_forms(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with its short forms written out, and without the options of a search for prompts, which may be in the
+    same file. Raises ConfigError for `prompts` as a file, which is not its name any more."""
+    complete = dict(table)
+    if isinstance(table.get("cluster"), Mapping):
+        complete["cluster"] = {"address": "local", **table["cluster"]}
+    if isinstance(table.get("records"), str | Path):
+        complete["records"] = {"path": str(table["records"])}
+    prompts = table.get("prompts")
+    if isinstance(prompts, str | Path):
+        raise ConfigError("prompts", str(prompts), "has another name now", "Use prompts_file for a file of prompts.")
+    if isinstance(prompts, Mapping):
+        del complete["prompts"]
+    return complete
+
+
+def _check_recipe(field: str, name: object, subject: str = "") -> None:
+    """Raise ConfigError if the value of a field is not the name of a recipe. `subject` names the policy in the error.
+    Values that are no text are refused later, by their type."""
+    if isinstance(name, Mapping):
+        remedy = "Settings of the recipe that a run changes are in [rewards] and [loss], such as loss.clip_high."
+        raise ConfigError(field, dict(name), f"{subject}is not the name of a recipe", remedy)
+    names = {*RECIPES, *FROM_RECORDS}
+    if isinstance(name, str) and name not in names and not is_own(name):
+        remedy = "For a class of your own, name its file too: my_method.py:Ranked."
+        raise ConfigError(field, name, f"{subject}is not one of {', '.join(sorted(names))}", remedy)
+
+
 def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a field by its dotted name. Raises ConfigError where a part of the name is no table."""
+    """Set a field of a nested table by its dotted name. Raises ConfigError if a part of the name is no table."""
     *parents, leaf = dotted.split(".")
     if not all((*parents, leaf)):
         raise ConfigError(dotted, value, "is not the name of a field, such as lora.rank", PAGE)

@@ -1,4 +1,4 @@
-"""Settings of one policy: those of its [[policy]] table, and the run's where it has none."""
+"""Settings of one policy: from its [[policy]] table, or else from the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cotune.trainer.config.teachers import teacher_of
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy is trained with, by its own table or the run's."""
+    """The settings that one policy is trained with, from its own table or the run's."""
 
     learner: LearnerSettings
-    """With its own rate."""
+    """The settings of the run's learner, with the learning rate of this policy."""
     schedule: ScheduleConfig
     teacher: str = ""
-    """Of a policy that learns from one; "" for others."""
+    """The teacher of the policy; "" if it does not learn from one."""
 
 
 def _check_tool_formats(policies: Iterable[PolicyConfig], specs: Mapping[str, PolicySpec]) -> None:
@@ -43,9 +43,11 @@ def _check_tool_formats(policies: Iterable[PolicyConfig], specs: Mapping[str, Po
         other = policy_of_model.setdefault(model, policy)
         if other.tool_format != policy.tool_format:
             fault = (
-                f"of policy {policy.name} is not that of {other.name}, {other.tool_format!r}, which has the same base"
+                f"of policy {policy.name} differs from {other.tool_format!r}, the tool_format of policy {other.name}, "
+                "which has the same base"
             )
-            raise ConfigError("policy.tool_format", policy.tool_format, fault, "Give both the same.")
+            remedy = f"Set the same tool_format in [[policy]] {other.name} and [[policy]] {policy.name}."
+            raise ConfigError("policy.tool_format", policy.tool_format, fault, remedy)
 
 
 def check_policies(
@@ -61,7 +63,8 @@ def check_policies(
         if policy.model and policy.name == UNTRAINED.name:
             fault = "is the name of the run's own model, untrained, and this policy has another"
             raise ConfigError("policy.name", policy.name, fault, "Rename it.")
-        for name in () if policy.trained else policy.of_training:
+        settings_of_training = () if policy.trained else policy.of_training
+        for name in settings_of_training:
             fault = f"has no effect: policy {policy.name} is of kind {policy.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(policy, name), fault, 'Leave it out, or set kind = "lora".')
         for name in ("k", "temperature", "select", "evaluation"):
@@ -95,8 +98,10 @@ def settings_of(config: TrainConfig, policy: str) -> PolicySettings:
 
 
 def shared_tool_format(config: TrainConfig) -> list[str]:
-    """A note where `tool_format` is that of several base models, which may write tool calls in different ways."""
-    own = [config.specs[p.name].model for p in config.policy if p.tool_format]
-    models = [model for model in config.bases if model not in own]
-    text = f"tool_format = {config.tool_format!r} is taken for several base models: {', '.join(models)}"
-    return [text] if len(models) > 1 and config.tool_format != AUTO else []
+    """A note if the run's `tool_format` is used for several base models, which may write tool calls in different
+    ways."""
+    bases_with_own_format = [config.specs[policy.name].model for policy in config.policy if policy.tool_format]
+    models = [model for model in config.bases if model not in bases_with_own_format]
+    if len(models) < 2 or config.tool_format == AUTO:
+        return []
+    return [f"tool_format = {config.tool_format!r} is taken for several base models: {', '.join(models)}"]

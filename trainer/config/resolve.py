@@ -17,16 +17,18 @@ from cotune.records.policies import Policies, PolicySpec, policies_for
 
 
 def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "solve") -> tuple[Plan, Recipes, str]:
-    """Plan and recipes, with a sentence that says why. `workflow` is the name of its function.
+    """Return the plan and the recipes of a run, and a sentence that names both and says why.
 
-    Raises ConfigError for a tree plan without a scorer, for settings that do not fit the loss of a recipe, and for
-    policies whose recipes do not go together.
+    `scorers` are the roles with a scorer; `workflow` is the name of the workflow's function. Raises ConfigError for a
+    tree plan without a scorer, for settings that do not fit the loss of a recipe, and for policies whose recipes cannot
+    be used together.
     """
-    branches = bool(scorers) and (config.recipe is None or takes_a_tree(config.recipe))
-    usual: PlanKind = "tree" if branches else "independent"
+    default_kind: PlanKind = "independent"
+    if scorers and (config.recipe is None or takes_a_tree(config.recipe)):
+        default_kind = "tree"
     if config.recipe is not None and recipe_class(config.recipe).plan == "replay":
-        usual = "replay"
-    kind = config.plan.kind or usual
+        default_kind = "replay"
+    kind = config.plan.kind or default_kind
     plan = Plan(kind=kind, k=config.plan.k, select=config.plan.select)
     _check_policy_plans(config, kind)
     if kind == "tree" and not scorers:
@@ -44,18 +46,18 @@ def resolve_plan(config: TrainConfig, scorers: Sequence[str], workflow: str = "s
             raise ConfigError("recipe", chosen.name, fault, 'Set cluster.address = "none".')
         check_own(chosen)
     if kind == "replay":
-        why = "a call is judged by the outcome of the episode that goes on from it"
+        reason = "a call is judged by the outcome of the episode that goes on from it"
     elif scorers:
-        why = f"scorers for {', '.join(sorted(scorers))}"
+        reason = f"scorers for {', '.join(sorted(scorers))}"
     else:
-        why = f"the workflow has no scorer, so each task runs {plan.k} times and the outcomes are compared"
-    own_k = [f"{policy.name} {policy.k}" for policy in config.policy if policy.k is not None]
-    k = "; ".join([f"k={plan.k}", *own_k])
-    return plan, recipes, f"plan {kind} ({k}), {recipes.names}: {why}"
+        reason = f"the workflow has no scorer, so each task runs {plan.k} times and the outcomes are compared"
+    k_of_policies = [f"{policy.name} {policy.k}" for policy in config.policy if policy.k is not None]
+    k = "; ".join([f"k={plan.k}", *k_of_policies])
+    return plan, recipes, f"plan {kind} ({k}), {recipes.names}: {reason}"
 
 
 def _check_policy_plans(config: TrainConfig, kind: PlanKind) -> None:
-    """Raises ConfigError for a K or a choice of a policy's own that the plan has no use for."""
+    """Raise ConfigError for a `k` or `select` of a [[policy]] table that has no effect under this plan."""
     for policy in config.policy:
         if policy.k is not None and kind == "independent":
             fault = (
@@ -71,31 +73,35 @@ def _check_policy_plans(config: TrainConfig, kind: PlanKind) -> None:
 def resolve_policies(
     config: TrainConfig, seen: Sequence[str], *, scored: Sequence[str] | None = None, workflow: str = "solve"
 ) -> Policies:
-    """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
-    frozen. `workflow` is the name of its function.
+    """Return the policy of each role: by the [[policy]] tables, or without any by the layout `policies`.
 
-    Raises ConfigError for roles without a policy and policies for unknown roles.
+    `seen` are the roles that have called. Only roles in `scored` can be trained (None: all); a layout leaves the others
+    frozen. `workflow` is the name of the workflow's function. Raises ConfigError for roles without a policy, policies
+    of unknown roles, and policies that cannot be trained.
     """
-    known = sorted({*seen, *config.roles})
-    able = [role for role in known if scored is None or role in scored]
+    all_roles = sorted({*seen, *config.roles})
+    trainable = [role for role in all_roles if scored is None or role in scored]
     if not config.policy:
-        laid = policies_for(config.policies, able, config.lora.spec)
-        rest = [role for role in known if role not in able]
-        if not rest:
-            return laid
+        policies = policies_for(config.policies, trainable, config.lora.spec)
+        frozen_roles = [role for role in all_roles if role not in trainable]
+        if not frozen_roles:
+            return policies
         frozen = PolicySpec(name="frozen", kind="frozen")
-        return Policies({**laid.specs, "frozen": frozen}, {**laid.roles, **dict.fromkeys(rest, "frozen")})
-    specs = config.specs
-    roles = {role: p.name for p in config.policy for role in p.roles}
-    for role in roles:
-        if role not in known:
+        specs = {**policies.specs, "frozen": frozen}
+        return Policies(specs, {**policies.roles, **dict.fromkeys(frozen_roles, "frozen")})
+
+    policy_of_role: dict[str, str] = {}
+    for policy in config.policy:
+        policy_of_role |= dict.fromkeys(policy.roles, policy.name)
+    for role in policy_of_role:
+        if role not in all_roles:
             raise ConfigError(
                 "policy.roles",
                 role,
-                f"is not a role of the application: {', '.join(known)}",
+                f"is not a role of the application: {', '.join(all_roles)}",
                 "Correct the name, or list it under `roles` if it shows only on some tasks.",
             )
-    missing = [role for role in known if role not in roles]
+    missing = [role for role in all_roles if role not in policy_of_role]
     if missing:
         raise ConfigError(
             "policy.roles",
@@ -103,36 +109,41 @@ def resolve_policies(
             "have no policy",
             'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
         )
-    if not any(spec.trained for spec in specs.values()):
+    if not any(spec.trained for spec in config.specs.values()):
         raise ConfigError("policy.kind", "all untrained", "leaves nothing to train", "Set one to lora or full.")
-    for p in config.policy:
-        if p.trained and not set(p.roles) & set(able):
+    for policy in config.policy:
+        if policy.trained and not set(policy.roles) & set(trainable):
             raise ConfigError(
                 "policy.kind",
-                f"{p.kind} for {p.name}",
+                f"{policy.kind} for {policy.name}",
                 "cannot be trained under the tree plan: none of its roles has a scorer",
-                f"Add @{workflow}.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
+                f"Add @{workflow}.scorer for one of {', '.join(policy.roles)}, or use --plan independent.",
             )
-    return Policies(specs, roles)
+    return Policies(config.specs, policy_of_role)
 
 
 def with_bases(config: TrainConfig, policies: Policies) -> Policies:
-    """`policies` of a checkpoint, with their base models where the configuration has them now."""
+    """Return the policies of a checkpoint with the present locations of their base models, from the configuration."""
     models = {name: spec.model for name, spec in config.specs.items()}
-    specs = {n: msgspec.structs.replace(spec, model=models.get(n)) for n, spec in policies.specs.items()}
+    specs: dict[str, PolicySpec] = {}
+    for name, spec in policies.specs.items():
+        specs[name] = msgspec.structs.replace(spec, model=models.get(name))
     return Policies(specs, policies.roles)
 
 
-def join_policies(
+def add_policies(
     config: TrainConfig, policies: Policies, roles: Sequence[str], *, scored: Collection[str] | None = None
 ) -> Policies:
-    """Add policies for `roles` that have none, by the run's layout (one adapter per role, one shared policy, ...).
+    """Return the policies of a run with further ones for the `roles` that have none.
 
-    Nothing is added if [[policy]] tables name all policies, or if `other_roles` leaves further roles to the provider.
-    With `scored`, only these roles get a policy.
+    The setting `policies` decides the new ones: one adapter per role, one policy for all, and so on. With `scored`,
+    only these roles get a policy. Nothing is added if the configuration has [[policy]] tables, as these then name all
+    policies, or if `other_roles` leaves further roles to the provider.
     """
-    new_roles = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
-    if not new_roles or config.policy or config.other_roles == "provider":
+    if config.policy or config.other_roles == "provider":
         return policies
-    added = policies_for(config.policies, new_roles, config.lora.spec)
-    return Policies({**policies.specs, **added.specs}, {**policies.roles, **added.roles})
+    new_roles = [role for role in roles if role not in policies.roles and (scored is None or role in scored)]
+    if not new_roles:
+        return policies
+    new_policies = policies_for(config.policies, new_roles, config.lora.spec)
+    return Policies({**policies.specs, **new_policies.specs}, {**policies.roles, **new_policies.roles})

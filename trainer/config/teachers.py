@@ -1,4 +1,4 @@
-"""Who learns from which teacher: that of its [[policy]] table, else of `[distill]`."""
+"""The teacher of each policy: the one in its [[policy]] table, or else the one in `[distill]`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from cotune.errors import ConfigError
 
 
 def is_address(teacher: str) -> bool:
-    """Whether a teacher is a server, and no model in this process."""
+    """Whether a teacher is the address of a server, not a model in this process."""
     return teacher.startswith(("http://", "https://"))
 
 
 def teacher_of(config: TrainConfig, policy: PolicyConfig | None) -> str:
-    """The teacher of a policy with this table, or of one without; "" if it does not learn from a teacher."""
+    """The teacher of the policy with this [[policy]] table (None: of policies without a table); "" if it does not learn
+    from a teacher."""
     if taught_by(config, policy) != "teacher":
         return ""
     if policy is not None and policy.teacher:
@@ -25,43 +26,56 @@ def teacher_of(config: TrainConfig, policy: PolicyConfig | None) -> str:
 
 
 def teachers_of(config: TrainConfig, model: str) -> dict[str, dict[str, str]]:
-    """By teacher: the base models whose policies learn from it, each with the setting that names the teacher. `model`
+    """By teacher, the base models whose policies learn from it, each with the setting that names the teacher. `model`
     is the base model of the run, for policies without one of their own.
     """
     bases_of_teacher: dict[str, dict[str, str]] = {}
     for policy in _trained_tables(config):
-        if name := teacher_of(config, policy):
-            field = "policy.teacher" if policy and policy.teacher else "distill.teacher"
-            bases_of_teacher.setdefault(name, {})[(policy.model if policy else "") or model] = field
+        teacher = teacher_of(config, policy)
+        if not teacher:
+            continue
+        field, base = "distill.teacher", model
+        if policy is not None and policy.teacher:
+            field = "policy.teacher"
+        if policy is not None and policy.model:
+            base = policy.model
+        bases_of_teacher.setdefault(teacher, {})[base] = field
     return bases_of_teacher
 
 
 def check_teachers(config: TrainConfig, model: str) -> None:
-    """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
-    under another sampling temperature than it scores at."""
-    default = config.distill.teacher
-    shared = False
+    """Check the teachers of a run, whose base model is `model`.
+
+    Raises ConfigError for a teacher that no policy learns from, a policy that lacks its teacher, an address without
+    http://, and a server that would score at another temperature than the one of sampling.
+    """
+    # 1. Each policy that learns from a teacher has one, and the default teacher has a policy.
+    default_teacher = config.distill.teacher
+    uses_default = False
     for policy in _trained_tables(config):
-        taught = taught_by(config, policy) == "teacher"
-        named = policy.teacher if policy else ""
-        if policy and named and not taught:
+        learns_from_teacher = taught_by(config, policy) == "teacher"
+        own_teacher = policy.teacher if policy else ""
+        if policy and own_teacher and not learns_from_teacher:
             fault = f"has no effect: policy {policy.name} does not learn from a teacher"
-            raise ConfigError("policy.teacher", named, fault, 'Set recipe = "distill" for it, or leave this out.')
-        if taught and not (named or default):
+            raise ConfigError("policy.teacher", own_teacher, fault, 'Set recipe = "distill" for it, or leave this out.')
+        if learns_from_teacher and not own_teacher and not default_teacher:
             fault = "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address"
             remedy = f"Or set `teacher` of policy {policy.name}." if policy else ""
             raise ConfigError("distill.teacher", "", fault, remedy)
-        shared |= taught and not named
-    if default and not shared and config.policy:
+        if learns_from_teacher and not own_teacher:
+            uses_default = True
+    if default_teacher and not uses_default and config.policy:
         fault = "has no effect: no policy learns from a teacher without one of its own"
-        raise ConfigError("distill.teacher", default, fault, "Leave it out.")
-    if default and not shared:
+        raise ConfigError("distill.teacher", default_teacher, fault, "Leave it out.")
+    if default_teacher and not uses_default:
         remedy = "Use --recipe distill (for a class of your own, set loss.kl_to), or leave the teacher out."
         raise ConfigError("recipe", config.recipe, "has no use for distill.teacher", remedy)
-    for name, bases in teachers_of(config, model).items():
-        if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
+
+    # 2. Addresses and temperatures of servers.
+    for teacher, bases in teachers_of(config, model).items():
+        if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", teacher):
             field = next(iter(bases.values()))
-            raise ConfigError(field, name, "is an address without http:// or https://")
+            raise ConfigError(field, teacher, "is an address without http:// or https://", f"Write http://{teacher}.")
     for policy in _trained_tables(config):
         field = "sampling.temperature"
         temperature = config.sampling.temperature
@@ -78,5 +92,6 @@ def check_teachers(config: TrainConfig, model: str) -> None:
 
 
 def _trained_tables(config: TrainConfig) -> list[PolicyConfig | None]:
-    """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
-    return [*(policy for policy in config.policy if policy.trained)] or [None]
+    """The [[policy]] tables of trained policies. Without any, a list with None, which stands for the policies of the
+    layout `policies`."""
+    return [policy for policy in config.policy if policy.trained] or [None]

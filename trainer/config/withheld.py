@@ -1,4 +1,4 @@
-"""What a run folder does not hold of its configuration: values of environment variables, which may be keys."""
+"""Environment variables of a configuration: a run folder has only their names, because the values may be secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cotune.trainer.config.load import assign
 
 
 def without_variables(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as it is written: environment variables by their names alone."""
+    """The configuration as a table for the run folder, in which environment variables have no values."""
     table: dict[str, Any] = without_values(msgspec.to_builtins(config))
     return table
 
@@ -27,7 +27,7 @@ def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     A value comes from `changes` (dotted names or nested tables), otherwise from this process. Raises ConfigError that
     names the missing ones.
     """
-    filled: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(table))
+    filled: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(table))  # a deep copy
     changed_values = dict(leaves(changes))
     missing = []
     for name, value in list(leaves(filled)):

@@ -62,10 +62,12 @@ class Cluster:
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
         settings = self._settings
-        local = settings.address == "local"
-        sets = len(first_sets(self._config))
-        wanted = sum(demand.count * CPUS for demand in settings.demands(samplers=sets)) + SPARE_CPUS
-        cpus = max(float(os.cpu_count() or 1), wanted) if local else None
+        cpus = None  # A cluster that is joined has its own number.
+        if settings.address == "local":
+            demands = settings.demands(samplers=len(first_sets(self._config)))
+            demanded_cpus = sum(demand.count * CPUS for demand in demands)
+            # Ray may offer more CPUs than the machine has. Otherwise it would not start all parts of the run.
+            cpus = max(float(os.cpu_count() or 1), demanded_cpus + SPARE_CPUS)
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
 
     async def open_sampler(self) -> Sampler:
@@ -83,27 +85,29 @@ class Cluster:
         again; the others are started."""
         check_gpus(self._settings, sets=len(sets), present=gpus_of_cluster())
 
-        # Take the running engines. Each serves one set.
-        running = list(self._engines)
-        samplers: dict[int, Sampler] = {}
-        for number, engine_set in enumerate(sets):
-            for place, (old_set, sampler) in enumerate(running):
-                if (old_set.model, old_set.weights) == (engine_set.model, engine_set.weights):
-                    samplers[number] = sampler
-                    del running[place]
+        # 1. Use running engines again. Each serves one set.
+        unused = list(self._engines)
+        sampler_of_set: dict[int, Sampler] = {}  # by the index of the set
+        for index, engine_set in enumerate(sets):
+            for running in unused:
+                running_set, sampler = running
+                if (running_set.model, running_set.weights) == (engine_set.model, engine_set.weights):
+                    sampler_of_set[index] = sampler
+                    unused.remove(running)
                     break
 
-        # Start the others at the same time.
-        missing = [number for number in range(len(sets)) if number not in samplers]
-        results = await asyncio.gather(*(self._start(sets[number]) for number in missing), return_exceptions=True)
-        for number, result in zip(missing, results, strict=True):
+        # 2. Start the others at the same time. All have ended their start when the error of one is raised.
+        missing = [index for index in range(len(sets)) if index not in sampler_of_set]
+        results = await asyncio.gather(*(self._start(sets[index]) for index in missing), return_exceptions=True)
+        for index, result in zip(missing, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
-            samplers[number] = result
-        self._engines = [(engine_set, samplers[number]) for number, engine_set in enumerate(sets)]
+            sampler_of_set[index] = result
+        self._engines = [(engine_set, sampler_of_set[index]) for index, engine_set in enumerate(sets)]
         return joined(self._config, self._engines)
 
     async def _start(self, engine_set: EngineSet) -> Sampler:
+        """Start the engines of a set. They end with the stack."""
         settings = self._settings
         engines = plural(settings.engines, f"{self._config.engine} engine")
         self._say(f"starting {engines} for {engine_set} on Ray ({settings.address})")
@@ -123,6 +127,7 @@ class Cluster:
             self.open_learner(policies, loss, own),
             return_exceptions=True,
         )
+        # Workers that have started end with the stack, also if the learners have failed.
         if isinstance(workers, RolloutWorkers):
             self._stack.push_async_callback(workers.aclose)
         if isinstance(workers, BaseException):

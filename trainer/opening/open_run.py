@@ -20,7 +20,7 @@ from cotune.storage.run_layout import Precision
 from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.policy import shared_tool_format
-from cotune.trainer.config.resolve import join_policies, resolve_plan, with_bases
+from cotune.trainer.config.resolve import add_policies, resolve_plan, with_bases
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.opening.restore import begin_from, restore
 from cotune.trainer.opening.resume import steps_at_start, tasks_per_step
@@ -66,18 +66,23 @@ async def open_run(
     of the application, to find its roles."""
     say = progress.say
     async with contextlib.AsyncExitStack() as stack:
+        # 1. The settings that depend on the machine, and the plan.
         config, division_notes = divide_run(config, stack, is_importable=lambda: _is_importable(folder, workflow))
-        teaching = without_sampler(config)
-        config, auto, precision_notes = decide_precision(folder, config)
-        plan, recipes, why = resolve_plan(config, list(workflow.scorers), workflow.name)
+        teacher_config = without_sampler(config)
+        config, chosen_precision, precision_notes = decide_precision(folder, config)
+        plan, recipes, plan_text = resolve_plan(config, list(workflow.scorers), workflow.name)
         if plan.kind == "replay" and config.replay.tools == "frozen":
             start_freezing()
         saved = load_checkpoint(folder.checkpoints)
+
+        # 2. The records, the teachers and the models that sample.
         store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _prepare_cluster(config, folder, workflow, stack, say) if config.cluster.on_ray else None
-        teachers = await open_teachers(teaching, stack, say)
+        teachers = await open_teachers(teacher_config, stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
+
+        # 3. The policies: of the roles that a new run finds, or of the checkpoint.
         if saved is None:
             with progress.activity.phase("look"):
                 policies, notes = await preflight(config, workflow, tasks, store, sampler, chats, say)
@@ -85,19 +90,16 @@ async def open_run(
                 count = min(config.tasks_per_step, len(tasks))
                 notes.append(expected_budget(config, store, policies.learning, plan, count))
         else:
-            before = with_bases(config, saved[0].policies)
-            policies = join_policies(
-                config, before, [*saved[0].new_roles, *config.roles], scored=recipes.able(workflow.scorers)
-            )
-            new = sorted(policies.roles.keys() - before.roles.keys())
-            notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
+            policies, notes = _policies_of_checkpoint(config, saved[0], recipes.able(workflow.scorers))
         check_routing(config.routing, policies)
-        changes = folder.described.get("changes", ())
+
+        # 4. The learner, and the runner of episodes.
         loss = bounded_loss(recipes.run.loss, config.sampling.max_tokens)
         trainings = trainings_of_tables(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
         engine_sets(config, policies)  # raises ConfigError for policies that the engines cannot serve
         notes += await asyncio.to_thread(publication_notes, config, policies)
+        changes = folder.described.get("changes", ())
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
@@ -151,7 +153,7 @@ async def open_run(
             teachers=teachers,
             notes=[
                 *division_notes,
-                why,
+                plan_text,
                 *precision_notes,
                 *notes,
                 *_roles_not_trained(policies),
@@ -162,9 +164,12 @@ async def open_run(
         )
         # Only `run` holds the learner from here on: `reopen_learner` frees its memory before it opens another one.
         del learner
-        run.fall_back = fall_back if auto is not None and auto.dtype == "bfloat16" else None
-        if run.fall_back is not None and auto is not None and auto.gap is None:
-            run.notes = [*run.notes, await check_precision(run)]
+
+        # 5. The checks of the precision, and the weights to start from.
+        if chosen_precision is not None and chosen_precision.dtype == "bfloat16":
+            run.fall_back = fall_back
+            if chosen_precision.gap is None:  # not measured yet
+                run.notes = [*run.notes, await check_precision(run)]
         if saved is None:
             run.notes = [*run.notes, *await check_bounds_of_losses(run)]
         if saved is not None:
@@ -173,6 +178,17 @@ async def open_run(
         elif config.init:
             run.notes = [*run.notes, *await begin_from(run, config.init)]
         yield run
+
+
+def _policies_of_checkpoint(
+    config: TrainConfig, checkpoint: Checkpoint, scored: Sequence[str] | None
+) -> tuple[Policies, list[str]]:
+    """Return the policies of a checkpoint, with further ones for roles that have appeared since or that `roles` names
+    now, and a note for each of these roles. With `scored`, only these roles get a policy."""
+    before = with_bases(config, checkpoint.policies)
+    policies = add_policies(config, before, [*checkpoint.new_roles, *config.roles], scored=scored)
+    new_roles = sorted(policies.roles.keys() - before.roles.keys())
+    return policies, [f"role {role!r} gets the policy {policies.roles[role]}" for role in new_roles]
 
 
 def _is_importable(folder: RunFolder, workflow: Workflow) -> bool:

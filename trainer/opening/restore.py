@@ -33,8 +33,8 @@ async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[s
     Policies that were added after the checkpoint get their initial state. Returns notes for the user.
     """
     policies = run.state.policies
-    new = [name for name in policies.trained if name not in checkpoint.policies.specs]
-    await asyncio.to_thread(run.learner.load, path, new)
+    new_policies = [name for name in policies.trained if name not in checkpoint.policies.specs]
+    await asyncio.to_thread(run.learner.load, path, new_policies)
     # Retire all versions: a publish that was interrupted may or may not have arrived.
     for served in (await run.sampler.info()).served:
         name, _, version = served.rpartition("@")
@@ -100,9 +100,9 @@ async def recover(
 
 
 async def _restore_newest_checkpoint(run: RolloutRun, report: StepReport) -> None:
-    """Go back to the newest checkpoint of a run in progress: it has one from its first step on."""
+    """Go back to the newest checkpoint of a run in progress."""
     saved = load_checkpoint(run.folder.checkpoints)
-    assert saved is not None
+    assert saved is not None  # A run in progress has a checkpoint from its first step on.
     for note in await restore(run, *saved):
         report.progress.say(note)
 
@@ -140,24 +140,26 @@ async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
     policies_before = state.policies
     state.policies = run.joined(policies_before, roles)
     state.new_roles = ()
-    new = [name for name in state.policies.specs if name not in policies_before.specs]
+    new_policies = [name for name in state.policies.specs if name not in policies_before.specs]
     with report.phase("new_roles"):
-        if new:
+        if new_policies:
             saved = load_checkpoint(run.folder.checkpoints)
-            assert saved is not None
-            _, folder = saved
+            assert saved is not None  # `commit` has just written it.
+            _checkpoint, folder = saved
             await run.reopen_learner()
-            await asyncio.to_thread(run.learner.load, folder, new)
+            await asyncio.to_thread(run.learner.load, folder, new_policies)
             if run.config.init:
-                for note in await begin_from(run, run.config.init, new):
+                for note in await begin_from(run, run.config.init, new_policies):
                     report.progress.say(note)
     for role in roles:
-        if (name := state.policies.roles.get(role)) is not None:
-            player = f"the policy {name}"
-            if name in new:
-                kind = state.policies.specs[name].kind
-                version = state.versions.get(name, 0)
-                player = f"a policy of its own ({kind}, version {version})"
-            report.progress.say(
-                f"role {role!r}, first seen in step {state.steps}: {player} plays it from step {state.steps + 1} on"
-            )
+        policy = state.policies.roles.get(role)
+        if policy is None:
+            continue  # The role stays without a policy, for example because it has no scorer under plan tree.
+        player = f"the policy {policy}"
+        if policy in new_policies:
+            kind = state.policies.specs[policy].kind
+            version = state.versions.get(policy, 0)
+            player = f"a policy of its own ({kind}, version {version})"
+        report.progress.say(
+            f"role {role!r}, first seen in step {state.steps}: {player} plays it from step {state.steps + 1} on"
+        )

@@ -33,6 +33,9 @@ change for future steps."""
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
 
+RUNS_OWN_BASE = ""
+"""Stands for the base model of all policies without a base of their own, in place of the name of a policy."""
+
 
 def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
     """Return the configuration with `changes` (dotted names or nested tables), and the changed values by name.
@@ -40,12 +43,12 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     `done` is the number of steps that the run has done. Raises ConfigError, with the old and the new value, for a
     change that would make it another run.
     """
+    # 1. Apply the changes, and find the fields that differ afterwards.
     refuse_search_options(changes)
     table = msgspec.to_builtins(config)
     for name, value in leaves(changes):
         assign(table, name, value)
     new = convert(table)
-
     old_values = dict(leaves(msgspec.to_builtins(config)))
     new_values = dict(leaves(msgspec.to_builtins(new)))
     changed: dict[str, tuple[Any, Any]] = {}
@@ -55,6 +58,7 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
         if old_value != new_value:
             changed[name] = (old_value, new_value)
 
+    # 2. Refuse changes that would make it another run.
     for name, (old_value, new_value) in changed.items():
         if name == "policy" and _fixed_parts(old_value, done) == _fixed_parts(new_value, done):
             continue
@@ -106,32 +110,31 @@ def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
 
 
 def steps_at_start(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of steps with which the run was started, which its curriculum was divided by.
+    """Return the number of steps with which the run was started. It divides the levels of a curriculum.
 
-    `changes` are the changes of settings in run.json. If a curriculum followed the present number, the tasks of steps
-    that are done would change when the run gets longer.
+    `changes` are the changes of settings in run.json. With the present number in its place, the tasks of steps that are
+    done would change when the run gets longer.
     """
     for change in changes:
         if "steps" in change["changed"]:
-            first, _ = change["changed"]["steps"]
-            return int(first)
+            steps_before, _steps_after = change["changed"]["steps"]
+            return int(steps_before)
     return config.steps
 
 
 def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the numbers of tasks of the run's steps, as (first step with this number, number).
+    """Return the numbers of tasks of the run's steps, as pairs: the first step with this number, and the number.
 
     `changes` are the changes of settings in run.json, each with the old and the new value.
     """
-    counts = {0: config.tasks_per_step}
-    is_first = True
-    for change in changes:
-        if "tasks_per_step" in change["changed"]:
-            old, new = change["changed"]["tasks_per_step"]
-            if is_first:
-                counts[0] = old
-                is_first = False
-            counts[change["step"]] = new
+    changes_of_count = [change for change in changes if "tasks_per_step" in change["changed"]]
+    if not changes_of_count:
+        return [(0, config.tasks_per_step)]
+    count_at_start, _count_after = changes_of_count[0]["changed"]["tasks_per_step"]
+    counts = {0: count_at_start}
+    for change in changes_of_count:
+        _count_before, count_after = change["changed"]["tasks_per_step"]
+        counts[change["step"]] = count_after
     return list(counts.items())
 
 
@@ -146,43 +149,52 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 
 def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
-    """Raise RunError unless the run was started with the same tasks."""
-    held = described.get("held") or {}
-    if "tasks" in held and held["tasks"] != tasks_digest(tasks):
-        raise RunError(
-            f"The tasks are not the ones that the run was started with: {held['count']} then, {len(tasks)} now.",
-            f"Pass the same tasks ({described['tasks'] or 'as in Python'}), or start a new run.",
-        )
+    """Raise RunError if the run was started with other tasks. `described` is the content of run.json."""
+    # The digests and counts that were taken when the run was started.
+    at_start = described.get("held") or {}
+    if "tasks" not in at_start or at_start["tasks"] == tasks_digest(tasks):
+        return
+    difference = f"{at_start['count']} then, {len(tasks)} now"
+    if at_start["count"] == len(tasks):
+        difference = "ids, inputs or their order changed"
+    file = described["tasks"] or "the ones passed from Python"
+    raise RunError(
+        f"The tasks are not the ones that the run was started with: {difference}.",
+        f"Pass the same tasks ({file}), or start a new run.",
+    )
 
 
 def base_digests(bases: Mapping[str, Sequence[str]]) -> BaseDigests:
-    """Compute the digests of base models (the run's own first), with the policies of each. This reads all weights."""
-    own_digest: dict[str, Any] | None = None
+    """Compute the digests of base models, which reads all their weights.
+
+    `bases` has the policies of each base model. The first one is the run's own.
+    """
+    runs_own, *others = bases
     digest_of_policy: dict[str, Any] = {}
-    for model, policies in bases.items():
+    own_digest = msgspec.to_builtins(base_fingerprint(locate_model(runs_own)))
+    for model in others:
         digest = msgspec.to_builtins(base_fingerprint(locate_model(model)))
-        if own_digest is None:
-            own_digest = digest
-        else:
-            digest_of_policy |= dict.fromkeys(policies, digest)
-    assert own_digest is not None
+        digest_of_policy |= dict.fromkeys(bases[model], digest)
     return BaseDigests(base=own_digest, bases=digest_of_policy)
 
 
-def check_bases(folder: RunFolder, present: BaseDigests) -> None:
-    """Write the base models' digests to run.json. Raises RunError if it has the digests of another model."""
+def keep_or_check_bases(folder: RunFolder, present: BaseDigests) -> None:
+    """Write the base models' digests to run.json at the first start, and check them against it later. Raises RunError
+    if a base model has changed."""
     described = folder.described
-    held = described.get("held") or {}
-    if "base" not in held:
-        bases = {"bases": present.bases} if present.bases else {}
-        folder.describe_as({**described, "held": {**held, "base": present.base, **bases}})
+    at_start = described.get("held") or {}
+    if "base" not in at_start:
+        digests: dict[str, Any] = {"base": present.base}
+        if present.bases:
+            digests["bases"] = present.bases
+        folder.describe_as({**described, "held": {**at_start, **digests}})
         return
-    before = msgspec.convert(held, BaseDigests)
-    for policy in dict.fromkeys(["", *before.bases, *present.bases]):
-        if changed := differing_parts(before.of(policy), present.of(policy)):
-            whose = f" of policy {policy!r}" if policy else ""
+    before = msgspec.convert(at_start, BaseDigests)
+    for policy in dict.fromkeys([RUNS_OWN_BASE, *before.bases, *present.bases]):
+        changed = differing_parts(before.of(policy), present.of(policy))
+        if changed:
+            subject = f"The base model of policy {policy!r}" if policy else "The base model"
             raise RunError(
-                f"The base model{whose} is not the one that the run was started with: its {', '.join(changed)} "
-                "changed.",
+                f"{subject} is not the one that the run was started with: its {', '.join(changed)} changed.",
                 "Put the old one back, set its present location with --model, or start a new run.",
             )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.fingerprint import differing_parts
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import ConfigError
-from cotune.records.policies import Policies, PolicySpec
+from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.run_layout import BaseDigests, RunLayout, is_run, read_run
 from cotune.trainer.evaluation.policies import open_evaluated_policies
@@ -32,16 +31,17 @@ def check_same_bases(source: str, policies: Policies, bases: BaseDigests) -> Non
     same roles, by their digests."""
     newest = None if is_export(Path(source)) else newest_checkpoint(RunLayout(source).checkpoints)
     if newest is None:
-        return  # an export has been checked when it was opened
+        return  # Exports are checked when they are opened.
     source_digests = read_run(source).held
-    source_policies: dict[str, str] = {}
+    source_policy_of_role: dict[str, str] = {}
     for saved in read_policies(newest):
-        source_policies |= dict.fromkeys(saved.roles, saved.name)
-    for role, name in policies.learning.items():
-        if role not in source_policies:
-            continue
-        source_policy = source_policies[role]
-        if changed := differing_parts(source_digests.of(source_policy), bases.of(name)):
+        source_policy_of_role |= dict.fromkeys(saved.roles, saved.name)
+    for role, policy in policies.learning.items():
+        source_policy = source_policy_of_role.get(role)
+        if source_policy is None:
+            continue  # The role starts untrained.
+        changed = differing_parts(source_digests.of(source_policy), bases.of(policy))
+        if changed:
             fault = f"was trained on another base model: the one of {source_policy} has another {', '.join(changed)}"
             raise ConfigError("init", source, fault)
 
@@ -54,25 +54,27 @@ async def warm_start(
     Returns the policies that have taken weights, and notes for the user. Raises ConfigError if `source` has no policy
     for any of their roles, or a policy of another shape.
     """
+    # 1. The trained policies of the source, by role.
     bases = _bases_of_export(source, model, policies) if is_export(Path(source)) else None
     opened = await asyncio.to_thread(open_evaluated_policies, source, bases)
-    source_policies: dict[str, TrainedPolicy] = {}
+    source_policy_of_role: dict[str, TrainedPolicy] = {}
     for source_policy in opened.policies:
         if source_policy.weights is not None:
-            source_policies |= dict.fromkeys(source_policy.roles, source_policy)
+            source_policy_of_role |= dict.fromkeys(source_policy.roles, source_policy)
 
+    # 2. Give each policy of this run the weights of its roles.
     started: list[str] = []
     notes: list[str] = []
     for name, spec in policies.specs.items():
-        roles = policies.roles_of(name)
         if names is not None and name not in names:
             continue
+        roles = policies.roles_of(name)
         if not spec.trained:
-            unused = ", ".join(role for role in roles if role in source_policies)
+            unused = ", ".join(role for role in roles if role in source_policy_of_role)
             if unused:
                 notes.append(f"not trained here: {unused}; the weights of {source} for it are not used")
             continue
-        policy = _policy_for(spec, roles, source_policies, source)
+        policy = _policy_for(spec, roles, source_policy_of_role, source)
         if policy is None:
             notes.append(f"{name} starts untrained: {source} has no policy of {', '.join(roles)}")
             continue
@@ -81,7 +83,7 @@ async def warm_start(
         started.append(name)
         notes.append(f"{name} starts from {policy.name}@{policy.version} of {source}")
     if not started and names is None:
-        trained = ", ".join(sorted(source_policies)) or "none"
+        trained = ", ".join(sorted(source_policy_of_role)) or "none"
         raise ConfigError("init", source, f"has trained no role of this run; it has trained: {trained}")
     return started, notes
 
@@ -93,36 +95,43 @@ def _bases_of_export(source: str, model: str, policies: Policies) -> Moved:
     this run.
     """
     manifest = read_manifest(Path(source))
-    exported_base: dict[str, str] = {}
+    exported_base_of_role: dict[str, str] = {}
     for entry in manifest.roles:
         exported = manifest.policy(entry.role)
         if exported.base:
-            exported_base[entry.role] = exported.base.model
-    location: dict[str, str] = {}
+            exported_base_of_role[entry.role] = exported.base.model
+    location_of_base: dict[str, str] = {}
     for role, name in policies.learning.items():
-        base = policies.specs[name].model or model
-        if role in exported_base and location.setdefault(exported_base[role], base) != base:
-            fault = f"has {exported_base[role]} for roles that have several base models here, {role} among them"
+        if role not in exported_base_of_role:
+            continue
+        exported_base = exported_base_of_role[role]
+        base_here = policies.specs[name].model or model
+        if location_of_base.setdefault(exported_base, base_here) != base_here:
+            fault = f"has {exported_base} for roles that have several base models here, {role} among them"
             raise ConfigError("init", source, fault)
-    return location
+    return location_of_base
 
 
 def _policy_for(
-    spec: PolicySpec, roles: Collection[str], source_policies: Mapping[str, TrainedPolicy], source: str
+    spec: PolicySpec, roles: Collection[str], source_policy_of_role: Mapping[str, TrainedPolicy], source: str
 ) -> TrainedPolicy | None:
     """Return the policy of `source` that plays these roles; None if there is none. Raises ConfigError if there are
-    several, or if it has another shape."""
-    playing = {source_policies[role].name: source_policies[role] for role in roles if role in source_policies}
-    if not playing:
+    several, or if it has another shape than `spec`."""
+    candidates: dict[str, TrainedPolicy] = {}
+    for role in roles:
+        if role in source_policy_of_role:
+            candidate = source_policy_of_role[role]
+            candidates[candidate.name] = candidate
+    if not candidates:
         return None
-    if len(playing) > 1:
+    if len(candidates) > 1:
         raise ConfigError(
             "init",
             source,
-            f"has several policies ({', '.join(playing)}) for {', '.join(roles)}, which share one here",
+            f"has several policies ({', '.join(candidates)}) for {', '.join(roles)}, which share one here",
             "Use the same --policies in both runs.",
         )
-    (policy,) = playing.values()
+    (policy,) = candidates.values()
     source_shape = (policy.kind, policy.lora)
     shape = (spec.kind, spec.lora if spec.kind == "lora" else None)
     if source_shape != shape:
@@ -136,5 +145,8 @@ def _policy_for(
     return policy
 
 
-def _describe_shape(kind: str, lora: Any) -> str:
-    return kind if lora is None else f"{kind}, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
+def _describe_shape(kind: str, lora: LoraSpec | None) -> str:
+    """The kind of a policy and the shape of its adapter, for an error."""
+    if lora is None:
+        return kind
+    return f"{kind}, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"

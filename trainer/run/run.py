@@ -22,7 +22,7 @@ from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
 from cotune.trainer.config.policy import settings_of
-from cotune.trainer.config.resolve import join_policies
+from cotune.trainer.config.resolve import add_policies
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Proof
 from cotune.trainer.run.checkpoint import Checkpoint
@@ -184,7 +184,7 @@ class RolloutRun(Run):
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
         """Return `policies` with policies for those of `roles` that have none yet, as the configuration says."""
-        return join_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
+        return add_policies(self.config, policies, roles, scored=self.recipes.able(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
         """Return the policies with the roles that they play in a step of training (`routing.swap`)."""

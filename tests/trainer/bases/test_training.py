@@ -22,7 +22,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import BaseDigests
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.opening.resume import check_bases
+from cotune.trainer.opening.resume import keep_or_check_bases
 from tests.integrations import tiny_models
 from tests.trainer.conftest import Trainer
 from tests.trainer.records.records import traced
@@ -171,7 +171,7 @@ def test_a_run_starts_from_policies_of_several_bases(
 
     begun = {name: dict(load_file(first / f"{i}.safetensors")) for i, name in enumerate(("one", "two"))}
     assert same(begun, weights(trained))
-    with pytest.raises((ConfigError, RunError), match="of another shape"):
+    with pytest.raises((ConfigError, RunError), match="have other names or shapes"):
         roles = [
             {**policy, "roles": roles} for policy, roles in zip(team(other_base), (["second"], ["first"]), strict=True)
         ]
@@ -248,6 +248,6 @@ def test_bad_input_is_named_before_work_starts(trainer: Trainer, tiny_base: Path
 
 def test_a_policy_whose_own_base_gave_way_to_that_of_the_run_is_named() -> None:
     folder: Any = SimpleNamespace(described={"held": {"base": {"weights": "a"}, "bases": {"two": {"weights": "b"}}}})
-    check_bases(folder, BaseDigests(base={"weights": "a"}, bases={"two": {"weights": "b"}}))
+    keep_or_check_bases(folder, BaseDigests(base={"weights": "a"}, bases={"two": {"weights": "b"}}))
     with pytest.raises(RunError, match=r"base model of policy 'two' is not the one .* its weights changed"):
-        check_bases(folder, BaseDigests(base={"weights": "a"}))
+        keep_or_check_bases(folder, BaseDigests(base={"weights": "a"}))

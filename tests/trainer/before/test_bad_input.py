@@ -132,7 +132,7 @@ def test_no_tasks(refused, tmp_path):
             {"recipe": {"clip_high": 1}},
             "recipe",
             "is not the name of a recipe",
-            "What a run changes of it is in [rewards] and [loss]",
+            "Settings of the recipe that a run changes are in [rewards] and [loss]",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_taught_policy_beside_a_frozen_one_needs_no_reward(trainer: Trainer, t
         ([policy("p", "a", model="o", tool_format="hermse")], r"policy.tool_format = 'hermse' is not auto, hermes"),
         (
             [policy(n, n, model="o", tool_format=how) for n, how in (("p", "hermes"), ("q", "mistral"), ("r", ""))],
-            r"policy.tool_format = 'mistral' of policy q is not that of p, 'hermes', which has the same base",
+            r"policy.tool_format = 'mistral' of policy q differs from 'hermes', the tool_format of policy p",
         ),
         ([policy("p", "a", recipe="grop")], r"policy.recipe = 'grop' of policy p is not one of"),
         ([policy("p", "a", recipe="sft")], r"policy.recipe = 'sft' of policy p learns from records, and so is the"),

@@ -161,7 +161,7 @@ def test_each_base_needs_a_server() -> None:
     with pytest.raises(ConfigError, match=re.escape(fault)):
         config = convert({"model": "m", "policy": TEAM[:2], "engine": "http://h:1"})
         asyncio.run(server_urls(config))
-    with pytest.raises(ConfigError, match="is not a list of addresses"):
+    with pytest.raises(ConfigError, match="is not the address of a vLLM server"):
         team(engine="http://h:1,h:2")
 
 

@@ -104,7 +104,7 @@ def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, 
     run = copied(made, trainer)
     with pytest.raises(RunError, match=r"not the ones that the run was started with: 3 then, 2 now\."):
         trainer.resume(application(**BOTH), TASKS[:2], steps=3)
-    with pytest.raises(RunError, match=r"3 then, 3 now\."):
+    with pytest.raises(RunError, match="ids, inputs or their order changed"):
         trainer.resume(application(**BOTH), [*TASKS[:2], {"id": "c", "letter": "d"}], steps=3)
     moved = Path(shutil.copytree(tiny_base, trainer.folder / "base"))
     assert trainer.resume(application(**BOTH), model=str(moved), steps=3).steps == 3
