@@ -15,7 +15,7 @@ from cotune.episodes.rescore import score_calls
 from cotune.episodes.rollout import repeat_episode
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
-from cotune.judging.episodes import Ranking, judge_episodes
+from cotune.judging.episodes import EpisodeJudge, Ranking, judge_episodes
 from cotune.prompts.edits import Prompts
 from cotune.reading.prompt_search import HELD_OUT_PHASE, PHASES
 from cotune.recording.recorder import Responder
@@ -33,10 +33,11 @@ from cotune.trainer.prompts.spending import LimitReached, Spending
 from cotune.trainer.prompts.task_result import TaskResult, read_result
 
 SEARCH = PHASES
+"""Phase of the episodes by which a search finds prompts."""
 HELD_OUT = HELD_OUT_PHASE
-"""Phases of the episodes of a search."""
+"""Phase of the episodes on held-out tasks."""
 _ATTEMPTS = 3
-"""Most attempts at an episode that fails for a reason outside the application."""
+"""Maximum number of attempts at an episode that fails for a reason outside the application."""
 
 
 def answering_in_search(
@@ -53,6 +54,10 @@ def answering_in_search(
         seed=options.seed,
         stream="prompts",
     )
+
+
+RunKey = tuple[str, str, str]
+"""Phase, id of the prompts, and id of the task."""
 
 
 @dataclass
@@ -73,9 +78,9 @@ class Evaluations:
     def __post_init__(self) -> None:
         """Read the results that the store has, and count their calls as spent: a resumed search does not run them
         again."""
-        # Keys are the phase, the id of the prompts, and the id of the task.
-        self._results: dict[tuple[str, str, str], TaskResult] = {}
-        self._recorded: dict[tuple[str, str, str], Episode] = {}
+        self._results: dict[RunKey, TaskResult] = {}
+        self._recorded: dict[RunKey, Episode] = {}
+        """Episodes of an earlier process. Their results are read when they are needed."""
         self._gate = asyncio.Semaphore(self.options.concurrency)
         self._models_down: RunError | None = None
         for phase in (SEARCH, HELD_OUT):
@@ -94,13 +99,15 @@ class Evaluations:
         If `parent` ran on a task before, the calls before the first call of a changed role are answered from its
         record. Raises LimitReached once running episodes have ended, RunError if models cannot be reached.
         """
-        await asyncio.gather(*(self._recall((phase, prompts.id, task)) for task in {task.id for task in tasks}))
+        await asyncio.gather(*(self._read_recorded((phase, prompts.id, task)) for task in {task.id for task in tasks}))
         missing = {task.id: task for task in tasks if self.result_of(prompts, task.id, phase) is None}
+        # Errors are returned first, so that running episodes end before one of them is raised.
         outcomes = await asyncio.gather(
             *(self._run(prompts, task, phase, parent) for task in missing.values()), return_exceptions=True
         )
         errors = [error for error in outcomes if isinstance(error, BaseException)]
-        if errors:  # any other error says more than a limit
+        if errors:
+            # Any other error tells the user more than LimitReached.
             raise min(errors, key=lambda error: isinstance(error, LimitReached))
         results: list[TaskResult] = []
         for task in tasks:
@@ -116,20 +123,23 @@ class Evaluations:
     def candidates_of(self, phase: str) -> set[str]:
         """Return the ids of the candidates that have run in a phase; "" stands for the unedited prompts."""
         keys = [*self._recorded, *self._results]
-        return {prompts for key_phase, prompts, _ in keys if key_phase == phase}
+        return {prompts for key_phase, prompts, _task in keys if key_phase == phase}
 
-    async def _recall(self, key: tuple[str, str, str]) -> None:
+    async def _read_recorded(self, key: RunKey) -> None:
         """Read the result of a recorded episode, if there is one. An episode of an interrupted process gets the rewards
         that it still lacks."""
-        if key in self._recorded and key not in self._results:
-            episode = self._recorded[key]
-            async with self._gate:
-                await self._score(episode, self.store.calls(episode.id), again=True)
-            self._add_result(key, episode)
+        if key not in self._recorded or key in self._results:
+            return
+        episode = self._recorded[key]
+        async with self._gate:
+            await self._score(episode, self.store.calls(episode.id), keep_outcome=True)
+        self._add_result(key, episode)
 
     async def _run(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> None:
+        """Run a candidate on a task and keep the result."""
         async with self._gate:
-            if self._models_down is not None:  # other episodes would fail too, each after its own time-outs
+            # If models cannot be reached, every further episode would fail too, each after its own time-outs.
+            if self._models_down is not None:
                 raise self._models_down
             self.spending.require_room()
             episode = await self._run_task(prompts, task, phase, parent)
@@ -137,14 +147,17 @@ class Evaluations:
 
     async def _run_task(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
         """Run a candidate on a task. It repeats the beginning of its parent's episode, if that is possible."""
-        replay = self._repeat_prefix(prompts, task, phase, parent) if parent is not None else None
-        if replay is not None:
+        replay = None if parent is None else self._replay_of_parent(prompts, task, phase, parent)
+        if replay is None:
+            episode = await self._run_one_episode(task, phase, prompts)
+        else:
             episode = await self._run_one_episode(task, phase, prompts, replay)
-            if episode.blame != "divergence":
+            if episode.blame == "divergence":
+                self.counts["diverged"] += 1
+                episode = await self._run_one_episode(task, phase, prompts)
+            else:
                 self.counts["repeated"] += 1
-                return await self._retry(episode, task, phase, prompts)
-            self.counts["diverged"] += 1
-        return await self._retry(await self._run_one_episode(task, phase, prompts), task, phase, prompts)
+        return await self._retry(episode, task, phase, prompts)
 
     async def _retry(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
         """Return the episode, or a new one if it failed for a reason outside the application. Raises RunError after
@@ -190,40 +203,43 @@ class Evaluations:
         self.on_episode(episode)
         return episode
 
-    async def _score(self, episode: Episode, calls: Iterable[CallRecord], *, again: bool = False) -> None:
-        """Have the workflow's scorers and judge reward answers, and the episode, if they have no rewards yet. With
-        `again` an episode that has an outcome is not judged."""
-        chosen = {call.id: candidate_id(call.id, call.chosen) for call in calls if call.chosen is not None}
-        stored = self.store.rewards(chosen.values())
-        unscored = [call for call in calls if call.id in chosen and not stored.get(chosen[call.id])]
+    async def _score(self, episode: Episode, calls: Iterable[CallRecord], *, keep_outcome: bool = False) -> None:
+        """Have the workflow's scorers reward the chosen answers that have no rewards yet, and its judge the episode.
+        With `keep_outcome` an episode that has an outcome is not judged."""
+        chosen_ids = {call.id: candidate_id(call.id, call.chosen) for call in calls if call.chosen is not None}
+        stored_rewards = self.store.rewards(chosen_ids.values())
+        unscored = [call for call in calls if call.id in chosen_ids and not stored_rewards.get(chosen_ids[call.id])]
         scores = await score_calls(self.workflow, self.store, ((call, episode.task) for call in unscored))
         for target, score in scores.items():
             if isinstance(score, Scored):
                 self.store.write(reward_records(target, *score, redaction=self.workflow.redaction))
             else:
                 self._count_error("scorer_errors", score)
-        has_outcome = again and bool(self.store.rewards([episode.id]).get(episode.id))
+        has_outcome = keep_outcome and bool(self.store.rewards([episode.id]).get(episode.id))
         if self.workflow.episode_judge is not None and episode.status == "ok" and not has_outcome:
-            judge = self.workflow.episode_judge
-            limit = self.options.episode_timeout
-            try:
-                async with asyncio.timeout(limit):
-                    await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
-            except TimeoutError:
-                cause = f"The episode judge did not finish within {limit:g} seconds on task {episode.task.id!r}."
-                remedy = "Find out why it waits, or raise episode_timeout."
-                self._count_error("judge_errors", WorkflowError(cause, remedy))
-            except WorkflowError as error:
-                self._count_error("judge_errors", error)
+            await self._ask_judge(self.workflow.episode_judge, episode)
         await asyncio.to_thread(self.store.flush)
+
+    async def _ask_judge(self, judge: EpisodeJudge, episode: Episode) -> None:
+        """Have the workflow's judge give an episode its outcome. Its errors are counted, and leave no outcome."""
+        limit = self.options.episode_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
+        except TimeoutError:
+            cause = f"The episode judge did not finish within {limit:g} seconds on task {episode.task.id!r}."
+            remedy = "Find out why it waits, or raise episode_timeout."
+            self._count_error("judge_errors", WorkflowError(cause, remedy))
+        except WorkflowError as error:
+            self._count_error("judge_errors", error)
 
     def _count_error(self, name: str, error: WorkflowError) -> None:
         self.counts[name] += 1
         self.errors.setdefault(name, str(error))
 
-    def _repeat_prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
-        """Return how the candidate repeats the beginning of its parent's episode; None if that is not possible, or if
-        no call would be saved."""
+    def _replay_of_parent(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
+        """Return the replay with which a candidate repeats its parent's episode up to the first call of a changed role;
+        None if the episode cannot be repeated, or if no call would be saved."""
         parent_result = self.result_of(parent, task.id, phase)
         if parent_result is None:
             return None
@@ -239,14 +255,14 @@ class Evaluations:
         try:
             script = read_script(self.store, parent_result.episode)
         except CotuneError:
-            return None
+            return None  # Its record is not complete, so the candidate runs from the beginning.
         # With parallel calls, the record would answer some calls of a changed role, which had the old prompt.
         repeated = script.unaffected_calls(fork.id)
         if any(call.id in repeated and call.role in changed_roles for call in script.calls):
             return None
         return Replay(script=_without_ids_at(script, fork.id), fork=fork.id)
 
-    def _add_result(self, key: tuple[str, str, str], episode: Episode) -> None:
+    def _add_result(self, key: RunKey, episode: Episode) -> None:
         result = read_result(self.store, episode)
         self.counts["unmatched"] += sum(result.unmatched.values())
         self._results[key] = result

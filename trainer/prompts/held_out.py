@@ -19,15 +19,19 @@ Verdict = Literal["better", "worse", "not shown"]
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison. `asked` is the number of candidates that were tested on these tasks, with this one. `level` is
-    the level of the interval: 95% over all of them (Bonferroni)."""
+    """The comparison of the best prompts with the prompts before, on held-out tasks."""
 
     tasks: int
+    """Number of tasks that are compared."""
     base: float
+    """Mean outcome with the prompts before."""
     best: float
+    """Mean outcome with the best prompts."""
     difference: Interval
     asked: int
+    """Number of candidates that were tested on these tasks, including this one."""
     level: float
+    """Level of the interval of the difference: 95% over all these candidates together (Bonferroni)."""
     prompt_tokens: tuple[float, float]
     """Prompt tokens of a run, before and after."""
     unmatched: int = 0
@@ -77,14 +81,14 @@ def compare_results(before: Sequence[TaskResult], after: Sequence[TaskResult], *
     A failed episode counts with the lowest outcome of both, at most 0. A task is left out if an episode on it did not
     fail and has no outcome, for example because the judge did not answer: this says nothing about the prompts.
     """
-    both = [*before, *after]
-    outcomes = [result.outcome for result in both if result.outcome is not None]
+    results = [*before, *after]
+    outcomes = [result.outcome for result in results if result.outcome is not None]
     if not outcomes:
         return None
     floor = min(0.0, *outcomes)
-    unknown = {result.task for result in both if result.outcome is None and not result.error}
-    outcomes_before = _outcome_of_task(before, floor, unknown)
-    outcomes_after = _outcome_of_task(after, floor, unknown)
+    unknown = {result.task for result in results if result.outcome is None and not result.error}
+    outcomes_before = _outcome_by_task(before, floor, unknown)
+    outcomes_after = _outcome_by_task(after, floor, unknown)
     level = 1 - (1 - LEVEL) / asked
     difference = paired_difference(outcomes_after, outcomes_before, level)
     if difference is None:
@@ -102,7 +106,7 @@ def compare_results(before: Sequence[TaskResult], after: Sequence[TaskResult], *
     )
 
 
-def _outcome_of_task(results: Sequence[TaskResult], floor: float, left_out: Collection[str]) -> Mapping[str, float]:
+def _outcome_by_task(results: Sequence[TaskResult], floor: float, left_out: Collection[str]) -> Mapping[str, float]:
     """Return the outcome of each task that is not left out; `floor` if it failed."""
     outcomes: dict[str, float] = {}
     for result in results:

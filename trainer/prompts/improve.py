@@ -58,6 +58,8 @@ from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
 Say = Callable[[str], None]
+TASKS_FOR_PARTS = 8
+"""Least number of tasks on which the application is run to find the parts of its prompts, if there are so many."""
 
 
 def improve(
@@ -76,13 +78,14 @@ def improve(
     configured models. Raises CotuneError subclasses for bad input, and if models cannot be reached; the prompts found
     until then are in the folder.
     """
+    # 1. Check all input before anything is written.
     options = with_whole_places(options)
-    trusted = not resume
+    is_trusted_folder = True
     if resume:
-        before = read_search(out)
-        trusted = is_trusted(orders_of_search(out))
-        if trusted:
-            import_from(before.cwd)
+        # A folder that this user has not written or trusted must not decide which code is imported.
+        is_trusted_folder = is_trusted(orders_of_search(out))
+        if is_trusted_folder:
+            import_from(read_search(out).cwd)
     app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
@@ -93,20 +96,22 @@ def improve(
         key_for(options.reflection_url, options.reflection_key_env)
     if options.prompts_file is None and prompts_of(options.run) is not None:
         options = msgspec.structs.replace(options, prompts_file=options.run)
-    listed = as_tasks(tasks)
-    split = split_for_search(listed, options)
+    all_tasks = as_tasks(tasks)
+    split = split_for_search(all_tasks, options)
+
+    # 2. Run the search in its folder.
     folder = PromptRun(out)
-    about = {
+    description = {
         "app": whole_address(workflow) if isinstance(workflow, str) else "",
         "cwd": str(Path.cwd()),
         "workflow": app.name,
         "tasks": str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else "",
-        "task_ids": [task.id for task in listed],
+        "task_ids": [task.id for task in all_tasks],
         "options": json.loads(msgspec.json.encode(options)),
         "versions": versions_of_installed(("cotune", "gepa", "openai")),
     }
-    with _open_folder(folder, about, resume) as secret, open_store(folder.records) as store:
-        if trusted:
+    with _open_folder(folder, description, resume) as secret, open_store(folder.records) as store:
+        if is_trusted_folder:
             remember_orders(orders_of_search(out))
         current_run.set(RunContext(folder=folder.path))
         return run_sync(_run_search(app, split, options, folder, store, secret, responder, reflector))
@@ -204,28 +209,29 @@ async def _search_and_compare(
     base = problem.base
     spending = problem.evaluations.spending
     held_out: HeldOut | None = None
-    why = ""
+    limit_text = ""
     try:
         await _run_gepa(problem, tasks)
         best = problem.prompts(problem.best().texts)
         if isinstance(problem.ended, LimitReached):
-            why = str(problem.ended)
+            limit_text = str(problem.ended)
         elif problem.ended is not None:
             raise problem.ended
         elif problem.exhausted:
             notes = [*notes, f"The search ended after {problem.rounds} rounds, as nothing new was proposed any more."]
         if best.id != base.id:
             say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
-            spending.reserve = 0
+            spending.reserve = 0  # The reserve was kept for these runs.
             try:
                 held_out = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
             except LimitReached as error:
-                why = f"{error} The held-out tasks were not all asked."
+                limit_text = f"{error} The held-out tasks were not all asked."
     except BaseException:
+        # Also if the user interrupts the search: the best prompts so far stay in the folder.
         if problem.pool and not _has_better_file(folder, problem):
-            _write(problem, folder, choice, None)
+            _write_result(problem, folder, choice, held_out=None)
         raise
-    return _write(problem, folder, choice, held_out, why, notes)
+    return _write_result(problem, folder, choice, held_out, limit_text, notes)
 
 
 def _has_better_file(folder: PromptRun, problem: PromptProblem) -> bool:
@@ -233,8 +239,9 @@ def _has_better_file(folder: PromptRun, problem: PromptProblem) -> bool:
     if not folder.prompts.exists():
         return False
     before = read_prompts(folder.prompts)
-    if before.provenance.get("candidates", 0) != len(problem.pool):
-        return bool(before.provenance.get("candidates", 0) > len(problem.pool))
+    candidates_before = before.provenance.get("candidates", 0)
+    if candidates_before != len(problem.pool):
+        return bool(candidates_before > len(problem.pool))
     return bool(before.evaluation.get("held_out")) and before.id == problem.prompts(problem.best().texts).id
 
 
@@ -246,11 +253,10 @@ def _check_outcomes(results: Sequence[TaskResult], evaluations: Evaluations, say
     if any(result.outcome is not None for result in results):
         return
     if any(not result.error for result in results):
-        why = ""
-        if error := evaluations.errors.get("judge_errors"):
-            why = f" The first error: {error}"
+        judge_error = evaluations.errors.get("judge_errors")
+        first_error = f" The first error: {judge_error}" if judge_error else ""
         raise RunError(
-            f"No run on the {len(results)} tasks to choose by has an outcome, and a search needs one.{why}",
+            f"No run on the {len(results)} tasks to choose by has an outcome, and a search needs one.{first_error}",
             "Return a number from the workflow, and choose another --out. If a judge failed, fix it and use --resume.",
         )
     say(f"all {plural(len(results), 'run')} of the prompts as they are failed; the first: {results[0].error}")
@@ -278,6 +284,7 @@ async def _run_gepa(problem: PromptProblem, tasks: SearchTasks) -> None:
         await asyncio.gather(work, return_exceptions=True)
         raise
     except Exception as error:
+        # gepa raises the error that ended the problem. With a pool, the search still has a result.
         if problem.ended is not error or not problem.pool:
             raise
 
@@ -301,11 +308,10 @@ def _highest_score(problem: PromptProblem, tasks: SearchTasks) -> float | None:
 async def _find_base(
     evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say
 ) -> tuple[Prompts, list[str]]:
-    """The parts of prompts that may change, from the application's own prompts or from edited ones, with notes for the
-    user.
-    """
+    """Find the prompts that the search starts from: the application's own ones, or edited ones. Returns them with the
+    names of the parts that may change, and notes for the user. Raises RunError if no part can be improved."""
     options = evaluations.options
-    if folder.parts.exists():
+    if folder.parts.exists():  # The search is resumed.
         return read_prompts(folder.parts), []
     notes: list[str] = []
     if options.prompts_file is not None:
@@ -313,7 +319,9 @@ async def _find_base(
     else:
         say("running the application as it is, to find the parts of its prompts ...")
         unedited = Prompts(parts=(), workflow=evaluations.workflow.name)
-        await evaluations.run(unedited, [*tasks.validation, *tasks.train[: max(0, 8 - len(tasks.validation))]])
+        # The validation tasks are run in any case. Further tasks show more parts if these are few.
+        further_tasks = tasks.train[: max(0, TASKS_FOR_PARTS - len(tasks.validation))]
+        await evaluations.run(unedited, [*tasks.validation, *further_tasks])
         base, notes = find_base(evaluations, options)
     base = msgspec.structs.replace(base, trained_with=trained_with(options.run))
     for note in notes:
@@ -356,16 +364,16 @@ def _write_pool(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable
     return write
 
 
-def _write(
+def _write_result(
     problem: PromptProblem,
     folder: PromptRun,
     choice: RoleChoice,
     held_out: HeldOut | None,
-    why: str = "",
+    limit_text: str = "",
     notes: Iterable[str] = (),
 ) -> ImproveReport:
-    """Build the report of a search and write the best prompts into its folder. `why` names the limit that ended the
-    search."""
-    report = make_report(problem, choice.note, held_out, why, tuple(notes), folder)
+    """Build the report of a search and write the best prompts into its folder. `limit_text` names the limit that ended
+    the search; "" if none did."""
+    report = make_report(problem, choice.note, held_out, limit_text, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

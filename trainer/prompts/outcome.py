@@ -167,11 +167,13 @@ def render(report: ImproveReport) -> Group:
     table = grid("role", "calls>", "prompt tokens>", "answer tokens>", "cost>", title="\nspent")
     for role, spent in report.spending.items():
         cost = f"{spent['cost']:.4g}" if spent["cost"] else "-"
-        counts = (spent["calls"], spent["prompt_tokens"], spent["completion_tokens"])
-        table.add_row(role, *cells((*counts, cost)))
+        table.add_row(role, *cells((spent["calls"], spent["prompt_tokens"], spent["completion_tokens"], cost)))
     lines.append(table)
-    taken = ", ".join(f"{name} {count}" for name, count in report.taken.items())
-    lines.append(Text(f"\nwhich role: {report.blame}{f' Turns: {taken}.' if taken else ''}"))
+    role_text = f"\nwhich role: {report.blame}"
+    if report.taken:
+        turns = ", ".join(f"{name} {count}" for name, count in report.taken.items())
+        role_text += f" Turns: {turns}."
+    lines.append(Text(role_text))
     if report.refused:
         refused = "; ".join(f"{count} {_REFUSED.get(rule, rule)}" for rule, count in report.refused.items())
         lines.append(Text(f"proposals refused: {refused}"))
@@ -202,11 +204,9 @@ def verdict_text(report: ImproveReport) -> str:
     figures = (
         f"{held_out.base:.3f} before, {held_out.best:.3f} after, difference {difference} on {held_out.tasks} tasks"
     )
-    level = (
-        "95%"
-        if held_out.asked <= 1
-        else f"{100 * held_out.level:.1f}%, as {held_out.asked} candidates were asked about"
-    )
+    level = "95%"
+    if held_out.asked > 1:
+        level = f"{100 * held_out.level:.1f}%, as {held_out.asked} candidates were asked about"
     words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
     tokens = f"Tokens of prompts a run: {held_out.prompt_tokens[0]:.0f} -> {held_out.prompt_tokens[1]:.0f}."
     left_out = f" Left out: {plural(held_out.unknown, 'task')} without a known outcome." if held_out.unknown else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,8 @@ SHOWN = 3
 """Number of the worst runs that the reflection model sees each time, in addition to one of the best. More would fill
 its context."""
 SPARE_ROUNDS = 10
-"""The search ends after this many rounds without a new run, plus three for each minibatch: then all minibatches are
-perfect, or all proposals are refused or were tried before."""
+"""The search ends after this number of rounds without a new run, plus three for each minibatch. Then all minibatches
+are perfect, or all proposals are refused or were tried before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class PromptProblem:
     lost: Sequence[LostEpisode]
     """Failed runs of the prompts from which the search started, each with the call that decided it."""
     places: Mapping[str, str]
-    """By role, who calls it and who reads its answers."""
+    """By role, a paragraph on the roles whose answers it reads, and on the roles that read its answers."""
     turns: Turns
     floor: float
     guard: Guard
@@ -154,7 +155,7 @@ class PromptProblem:
         self._idle_rounds = 0 if self._new_in_round else self._idle_rounds + 1
         self._new_in_round = 0
         options = self.evaluations.options
-        minibatches = -(-len(self.tasks) // options.minibatch)  # rounded up
+        minibatches = math.ceil(len(self.tasks) / options.minibatch)
         self.exhausted = self._idle_rounds > SPARE_ROUNDS + 3 * minibatches
         return self._stopped or self.ended is not None or self.exhausted or self.rounds > options.rounds
 
@@ -187,7 +188,9 @@ class PromptProblem:
         return new
 
     async def _propose_text(self, part: PromptPart, candidate: Candidate, results: Sequence[TaskResult]) -> str | None:
-        """Ask the reflection model for a new text of one part. Returns None if there is none, or if it is refused."""
+        """Ask the reflection model for a new text of one part. Returns None without one, or if the text is refused.
+        The reason is counted."""
+        # 1. The request, with the calls to show.
         text = candidate[part.name]
         store = self.evaluations.store
         fence = self.reflection.fence(part.name, text, [result.episode for result in results])
@@ -200,6 +203,8 @@ class PromptProblem:
         longest_text = max_characters(part)
         places = [self.places[role] for role in part.roles if role in self.places]
         messages = reflection_request(part, text, values, shown_examples, self.wording, fence, longest_text, places)
+
+        # 2. The reply.
         reply = await self.reflection.ask(messages, part.name)
         if reply is None:
             self.refused["no_answer"] += 1
@@ -211,6 +216,8 @@ class PromptProblem:
         if fence.mark in new:
             self.refused["quotes_mark"] += 1
             return None
+
+        # 3. The rules for new texts, such as that it copies no text of the runs that were shown.
         decisive_runs: list[TaskResult] = []
         for failure in decisive:
             decisive_runs.append(failure.result)

@@ -67,7 +67,7 @@ def reflection_request(
             "The application fills in what differs from request to request. Each of these marks must stand in the new "
             "text exactly once, as it is written here:"
         )
-        lines += [_slots_legend(wording.mark(slot), values.get(slot, ()), fence) for slot in part.old.slots]
+        lines += [_slot_legend(wording.mark(slot), values.get(slot, ()), fence) for slot in part.old.slots]
     lines.append(f"The text as it is now:\n<text>\n{text.strip()}\n</text>")
     lines += [f"Run {number}\n{example}" for number, example in enumerate(examples, 1)]
     lines.append(
@@ -94,8 +94,11 @@ def _part_name(part: PromptPart) -> str:
     }[part.kind]
 
 
-def _slots_legend(mark: str, values: Sequence[str], fence: Fence) -> str:
-    return f"{mark}, for example:\n" + "\n".join(map(fence, values)) if values else f"{mark}"
+def _slot_legend(mark: str, values: Sequence[str], fence: Fence) -> str:
+    """The mark of a slot, with examples of the values that the application fills in."""
+    if not values:
+        return mark
+    return "\n".join([f"{mark}, for example:", *map(fence, values)])
 
 
 @dataclass
@@ -110,11 +113,15 @@ class Reflection:
     responder: Responder | None = None
     """Answers instead of the model."""
     asked: int = 0
+    """Number of requests, with those that were answered from the record."""
     failures: int = 0
+    """Number of requests in a row that have failed."""
     last_error: str = ""
     _recorded: dict[str, deque[str]] = field(default_factory=dict)
+    """Recorded replies that are not used yet, by the id of the request."""
 
     def __post_init__(self) -> None:
+        """Read the replies that the store has, and count their calls as spent."""
         for episode in self.store.episodes(EpisodeFilters(phase=REFLECTING)):
             calls = self.store.calls(episode.id)
             self.spending.count(calls, reflection=True)
@@ -128,6 +135,7 @@ class Reflection:
     async def ask(self, messages: Sequence[Mapping[str, Any]], name: str) -> str | None:
         """Return the reply to a request about the part `name`; None if it failed. Raises LimitReached, and RunError if
         `MOST_FAILURES` requests in a row have failed."""
+        # 1. A resumed search uses the recorded reply of an equal request. The id stands for the request.
         id = hashlib.sha256(canonical([self.options.reflection, list(messages)])).hexdigest()[:24]
         if self._recorded.get(id):
             self.failures = 0
@@ -135,17 +143,14 @@ class Reflection:
             return self._recorded[id].popleft()
         self.spending.require_room()
 
-        async def reflect(_: Any) -> dict[str, float | None]:
-            """Ask the reflection model, as the call of a role of its own, so that it is recorded and its
-            cost counted.
-            """
+        # 2. The request is an episode of its own, so that it is recorded and its cost counted.
+        async def reflect(_task: Any) -> dict[str, float | None]:
+            url, key_variable = self.options.reflection_url, self.options.reflection_key_env
+            if self.responder is not None:
+                url, key_variable = url or _NOWHERE, None
             with role(ROLE):
-                model = self.options.reflection or ROLE
-                url = self.options.reflection_url
-                url = url or (_NOWHERE if self.responder else None)
-                variable = None if self.responder else self.options.reflection_key_env
-                await ask_chat(model, messages, url, {}, variable)
-            return {"team": None}
+                await ask_chat(self.options.reflection or ROLE, messages, url, {}, key_variable)
+            return {"team": None}  # an episode without an outcome
 
         outcome = await run_episode(
             Workflow("reflection", reflect),
@@ -157,6 +162,8 @@ class Reflection:
         self.store.flush()
         self.spending.count(self.store.calls(outcome.episode.id), reflection=True)
         self.asked += 1
+
+        # 3. The reply, or the error. Some failures in a row end the search.
         if outcome.error is None:
             self.failures = 0
             return self._reply_of(outcome.episode.id)

@@ -1,8 +1,9 @@
 """Which role's prompts a search changes next, and the failed runs that show why.
 
-With a reference the search asks which role is at fault, as `cotune blame --reference` does, and changes only the
-prompts of the roles that it names. Without one nobody can say who is at fault: it looks for the calls that lost failed
-runs, as `cotune blame --episodes failed` does, shows them to the reflection model, and changes the roles in turn.
+With a reference, the search analyses which role is at fault, as `cotune blame --reference` does, and changes only the
+prompts of the roles at fault. Without a reference, it cannot know which role that is. It looks for the calls that lost
+failed runs, as `cotune blame --episodes failed` does. It shows these calls to the reflection model, and changes the
+roles in turn.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from cotune.trainer.prompts.spending import Spending, Spent
 from cotune.trainer.prompts.tasks import SearchTasks
 from cotune.trainer.run.run_folder import write_atomically
 
-SHARE = 0.25
+ANALYSIS_SHARE = 0.25
 """Share of max_calls, and of max_cost, that the analysis may spend. With the default of 2,000 calls, that is a round of
 20 tasks for an application of three roles with a call each."""
 SPENT_AS = "blame"
-"""The row of the analysis in the table of what a search has spent."""
+"""The name of the analysis among the roles in the table of calls and costs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RoleChoice:
 
 
 def blame_options(options: ImproveOptions, *, max_calls: int = 1, max_cost: float | None = None) -> BlameOptions:
-    """The options of the analysis of a search."""
+    """The options of the blame analysis that a search makes, with its limits."""
     by_forks = options.blame == FORKS
     return BlameOptions(
         references=() if by_forks else (options.blame,),
@@ -78,12 +79,15 @@ async def choose_role(
     folder: PromptRun,
     say: Callable[[str], None],
 ) -> RoleChoice:
-    """Find the `parts` to change, by an analysis of the tasks to reflect on with the prompts `base`.
+    """Choose which of the `parts` to change, by a blame analysis of the application with the prompts `base`, on the
+    tasks to reflect on.
 
-    A search that continues reads the result of the first analysis, so that it takes the same way again. Raises
+    A search that is continued reads the result of the first analysis, so that it makes the same choice. Raises
     CotuneError subclasses if no model can be reached.
     """
-    roles = list(dict.fromkeys(role for part in parts for role in part.roles))
+    roles: set[str] = set()
+    for part in parts:
+        roles.update(part.roles)
     options = evaluations.options
     if len(roles) < 2:
         return RoleChoice("one role has prompts", parts)
@@ -96,8 +100,8 @@ async def choose_role(
         say("running alternatives, to find the role to change ...")
         new_result = await _run_analysis(evaluations, base, tasks, say)
         if new_result is None:
-            why = "the limits leave no run of the analysis with an outcome"
-            return RoleChoice(f"not known, as {why}; roles are changed in turn", parts)
+            reason = "the limits leave no run of the analysis with an outcome"
+            return RoleChoice(f"not known, as {reason}; roles are changed in turn", parts)
         result = new_result
         write_atomically(folder.blame, json.dumps(result.to_json(), indent=2, ensure_ascii=False).encode())
     _count_spending(result, evaluations.store, evaluations.spending)
@@ -115,35 +119,42 @@ async def choose_role(
 async def _run_analysis(
     evaluations: Evaluations, base: Prompts, tasks: SearchTasks, say: Callable[[str], None]
 ) -> Blame | None:
-    """Run the analysis within its share of the limits; None if these allow no call, or no run has an outcome."""
+    """Run the blame analysis, which finds the role that loses outcomes, within `ANALYSIS_SHARE` of the limits.
+
+    Returns None if the limits allow no call, or if no run has an outcome.
+    """
+    # 1. The limits. The runs for the held-out tasks stay reserved, at the mean size of the runs so far.
     options = evaluations.options
     spending = evaluations.spending
-    # The runs for the held-out tasks stay reserved, at the mean size of the runs so far.
-    max_calls = min(
-        SHARE * options.max_calls, options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode
-    )
+    remaining_calls = options.max_calls - spending.calls - spending.reserve * spending.calls_per_episode
+    max_calls = int(min(ANALYSIS_SHARE * options.max_calls, remaining_calls))
     max_cost = None
     if options.max_cost is not None:
-        left = options.max_cost - spending.cost - spending.reserve * spending.cost_per_episode
-        max_cost = min(SHARE * options.max_cost, left)
+        remaining_cost = options.max_cost - spending.cost - spending.reserve * spending.cost_per_episode
+        max_cost = min(ANALYSIS_SHARE * options.max_cost, remaining_cost)
     if max_calls < 1 or (max_cost is not None and max_cost <= 0):
         return None
 
-    limited = blame_options(options, max_calls=int(max_calls), max_cost=max_cost)
+    # 2. The analysis. Prompts without an id are the unedited ones of the application.
     app = replace(evaluations.workflow, prompts=base if base.id else None)
-    drawn = TasksToAnalyse(draw_tasks(tasks.train, limited))
-    # A search counts calls without a price as no money, and says so in its report.
+    limited_options = blame_options(options, max_calls=max_calls, max_cost=max_cost)
     analysis = await analyse(
-        app, drawn, limited, evaluations.store, own=evaluations.responder, for_search=True, say=say
+        app,
+        TasksToAnalyse(draw_tasks(tasks.train, limited_options)),
+        limited_options,
+        evaluations.store,
+        own=evaluations.responder,
+        for_search=True,  # calls without a price count as no money, as the report of the search says
+        say=say,
     )
     try:
         return analysis.result()
-    except (RunError, WorkflowError):  # raised here only if no outcome is known
-        return None
+    except (RunError, WorkflowError):
+        return None  # These errors are raised here only if no outcome is known.
 
 
 def _count_spending(result: Blame, store: Store, spending: Spending) -> None:
-    """Add what the analysis has spent."""
+    """Count the calls, tokens and cost of the analysis, as if it were a role."""
     spent = Spent(calls=result.calls, cost=result.cost or 0.0)
     for episode in store.episodes():
         # Only an analysis has episodes of judging: the search itself records no calls of judges.
@@ -157,10 +168,11 @@ def _count_spending(result: Blame, store: Store, spending: Spending) -> None:
 
 
 def _choose_parts(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
-    """Choose the parts to change from an analysis: the parts of the roles at fault, or all if it names none or they
-    have none."""
+    """Choose the parts to change from the result of an analysis: the parts of the roles at fault. All parts are changed
+    if the analysis names no role, or if its roles have no part."""
     if not result.references:
-        return RoleChoice(_without_reference(result), parts, [one for one in result.episodes if one.call is not None])
+        lost = [episode for episode in result.episodes if episode.call is not None]
+        return RoleChoice(_note_without_reference(result), parts, lost)
     if not result.at_fault:
         return RoleChoice(f"{result.sentence} Roles are changed in turn.", parts)
     at_fault = [part for part in parts if set(part.roles) & set(result.at_fault)]
@@ -171,24 +183,24 @@ def _choose_parts(result: Blame, parts: Sequence[PromptPart]) -> RoleChoice:
     return RoleChoice(f"{result.sentence} Changed: only {names}.", at_fault)
 
 
-def _without_reference(result: Blame) -> str:
-    """What is known without a reference: how much is luck, and which calls decided."""
+def _note_without_reference(result: Blame) -> str:
+    """The result of an analysis without a reference, in sentences: how much is luck, and which calls decided."""
     sentences = ["not known without a reference (--set blame=openai:NAME); roles are changed in turn."]
     if result.luck is not None:
         sentences.append(f"{result.luck.mean:.0%} of the failures succeed at another try.")
-    decisive = Counter(one.role for one in result.episodes if one.call is not None)
-    if decisive:
-        by_role = ", ".join(f"{role} {count}" for role, count in decisive.most_common())
+    calls_by_role = Counter(episode.role for episode in result.episodes if episode.call is not None)
+    if calls_by_role:
+        counts = ", ".join(f"{role} {count}" for role, count in calls_by_role.most_common())
         episodes = plural(len(result.episodes), "failed run")
-        sentences.append(f"One call decided {decisive.total()} of {episodes}: {by_role}.")
+        sentences.append(f"One call decided {calls_by_role.total()} of {episodes}: {counts}.")
     return " ".join(sentences)
 
 
 class Turns:
     """Chooses the parts to change next, each as often as any other.
 
-    Without scorers of roles, every second turn changes all parts. A better answer of one role changes no outcome as
-    long as the next role does not use it, and would always be refused.
+    Without scorers of roles, every second turn changes all parts at once. If only one role changed, its better answers
+    would not change the outcome as long as the next role does not use them, and the new text would always be refused.
     """
 
     def __init__(self, parts: Sequence[PromptPart], *, scored: bool) -> None:
@@ -196,6 +208,7 @@ class Turns:
         self._together = not scored and len(parts) > 1
         self._turn = 0
         self.taken: Counter[str] = Counter()
+        """How often each part was changed alone."""
 
     def next(self) -> list[str]:
         """Return the names of the parts to change next."""

@@ -75,22 +75,28 @@ def examples(
 ) -> list[str]:
     """Return the calls with this part that decided failures, then its `shown` worst calls and one of the best, each as
     text. They are ranked by the role's own scorer, or else by the outcome of the run."""
+    # 1. The decisive calls.
     texts = []
     for failure in decisive:
         for ranked_call in _ranked_calls(store, part, failure.result):
             if ranked_call.call.step == failure.step:
-                lines = [_example_text(store, ranked_call, wording, fence), *_why_decisive(failure, fence)]
+                lines = [_example_text(store, ranked_call, wording, fence), *_explain_decisive(failure, fence)]
                 texts.append("\n".join(lines))
+
+    # 2. The worst calls, and the best one if it is not among them.
     calls: list[_RankedCall] = []
     for result in results:
         calls += _ranked_calls(store, part, result)
-    ranked = sorted(range(len(calls)), key=lambda index: (calls[index].rank, index))
-    chosen = dict.fromkeys([*ranked[:shown], *ranked[-1:]])
-    return texts + [_example_text(store, calls[index], wording, fence) for index in chosen]
+    worst_first = sorted(calls, key=lambda ranked_call: ranked_call.rank)
+    chosen = worst_first[:shown]
+    if len(worst_first) > shown:
+        chosen.append(worst_first[-1])
+    return texts + [_example_text(store, ranked_call, wording, fence) for ranked_call in chosen]
 
 
-def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
-    """Explain to the reflection model that this answer lost its run, with the answer of the best repeated run."""
+def _explain_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
+    """Lines that explain to the reflection model that this answer lost its run, with the answer of the best repeated
+    run."""
     difference = f", by {failure.loss} of 100" if failure.loss else ""
     before = "This run was made before the text was changed for the first time."
     if len(failure.roles) == 1:
@@ -113,8 +119,8 @@ def _why_decisive(failure: DecisiveFailure, fence: Fence) -> list[str]:
 def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPart) -> list[DecisiveFailure]:
     """The failed episodes that a call with this part decided, the largest loss first, at most `MOST_DECISIVE`.
 
-    Of calls that ran at the same time and decided together, it is the first one with the part. Each failure has the
-    answer that was drawn instead and the episode that followed from it, if there was one.
+    If several calls ran at the same time and decided together, the failure is shown at the first one with the part.
+    Each failure has the answer of the best repeated run and the result of this run, if there was one.
     """
     failures: list[DecisiveFailure] = []
     for episode in sorted(lost, key=lambda episode: -(episode.loss.mean if episode.loss else 0.0)):
@@ -122,8 +128,8 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
             continue
         steps = (episode.call, *episode.parallel)
         block = [call for call in store.calls(episode.episode) if call.step in steps]
-        of_role = [call for call in block if call.role in part.roles]
-        with_part = [call for call in of_role if _slot_values_of_call(store, part, call) is not None]
+        calls_of_roles = [call for call in block if call.role in part.roles]
+        with_part = [call for call in calls_of_roles if _slot_values_of_call(store, part, call) is not None]
         if not with_part:
             continue
         call = with_part[0]
@@ -131,14 +137,14 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
         redraw = ""
         redraw_result = None
         if episode.redraw_call:
-            first_redrawn = store.figures().call(episode.redraw_call)
-            redrawn = [first_redrawn]
+            redrawn: CallRecord | None = store.figures().call(episode.redraw_call)
+            redraw_episode = redrawn.episode
             if call.step != episode.call:
-                # Calls at the same time may have started in another order there, so steps and turns say nothing.
-                fork_calls = store.calls(first_redrawn.episode)
-                redrawn = [other for other in fork_calls if other.role == call.role and other.messages == call.messages]
-            redraw = chosen_answer_text(redrawn[0]) if redrawn else ""
-            redraw_result = read_result(store, store.episode(first_redrawn.episode))
+                # `redraw_call` is another call of the block. Parallel calls may have started in another order in the
+                # repeated run, so steps and turns do not identify this one.
+                redrawn = _find_same_request(store.calls(redraw_episode), call)
+            redraw = "" if redrawn is None else chosen_answer_text(redrawn)
+            redraw_result = read_result(store, store.episode(redraw_episode))
         failures.append(
             DecisiveFailure(
                 result=read_result(store, store.episode(episode.episode)),
@@ -152,31 +158,43 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
     return failures
 
 
+def _find_same_request(calls: Iterable[CallRecord], call: CallRecord) -> CallRecord | None:
+    """The first of these calls with the role and the messages of `call`; None without any."""
+    for other in calls:
+        if other.role == call.role and other.messages == call.messages:
+            return other
+    return None
+
+
 def describe_roles(store: Store, episodes: Sequence[str]) -> dict[str, str]:
-    """Return a paragraph on the place of each role: the order of the roles, whose answers its requests hold, and who
-    reads its answers. Empty for an application of one role."""
-    order: dict[str, None] = {}
+    """Return a paragraph for each role: the order of all roles, the roles whose answers its requests contain, and the
+    roles that read its answers. Empty for an application with one role."""
+    # 1. Count whose answers each role reads.
+    roles: list[str] = []
     sources: defaultdict[str, Counter[str]] = defaultdict(Counter)
     readers: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for id in episodes:
         calls = store.calls(id)
-        order.update(dict.fromkeys(call.role for call in calls))
         role_of_step = {call.step: call.role for call in calls}
         read_by_call = reads(store, calls, (), store.episode(id).task.input)
         for call in calls:
+            if call.role not in roles:
+                roles.append(call.role)
             for step in read_by_call[call.id].steps:
                 source = role_of_step[step]
                 if source != call.role:
                     sources[call.role][source] += 1
                     readers[source][call.role] += 1
-    if len(order) < 2:
+    if len(roles) < 2:
         return {}
+
+    # 2. The paragraphs.
     paragraphs = {}
-    for role in order:
-        holds = _most_frequent_names(sources[role]) or "no other role"
+    for role in roles:
+        source_names = _most_frequent_names(sources[role]) or "no other role"
         sentences = [
-            f"The application calls its roles for the first time in this order: {', '.join(order)}.",
-            f"Requests of {role} hold answers of {holds}.",
+            f"The application calls its roles for the first time in this order: {', '.join(roles)}.",
+            f"Requests of {role} hold answers of {source_names}.",
         ]
         if readers[role]:
             sentences.append(f"Answers of {role} are read by {_most_frequent_names(readers[role])}.")
@@ -276,16 +294,18 @@ def _example_text(store: Store, ranked: _RankedCall, wording: Wording, fence: Fe
 
 def _best_and_worst_answer(store: Store, call: CallRecord, fence: Fence) -> list[str]:
     """Return the best and the worst answer to this request, if several answers have a result and the results differ."""
-    answers: list[tuple[str, float]] = []  # each with its score
-    if len(call.candidates) > 1:
-        all_rewards = store.rewards(candidate_id(call.id, candidate.index) for candidate in call.candidates)
-        for candidate in call.candidates:
-            if rewards := all_rewards.get(candidate_id(call.id, candidate.index)):
-                answers.append((_candidate_text(candidate), sum(rewards.values())))
-    if len(answers) < 2:
+    if len(call.candidates) < 2:
         return []
-    worst, worst_score = min(answers, key=lambda answer: answer[1])
-    best, best_score = max(answers, key=lambda answer: answer[1])
+    all_rewards = store.rewards(candidate_id(call.id, candidate.index) for candidate in call.candidates)
+    answers_and_scores: list[tuple[str, float]] = []
+    for candidate in call.candidates:
+        rewards = all_rewards.get(candidate_id(call.id, candidate.index))
+        if rewards:
+            answers_and_scores.append((_candidate_text(candidate), sum(rewards.values())))
+    if len(answers_and_scores) < 2:
+        return []
+    worst, worst_score = min(answers_and_scores, key=lambda pair: pair[1])
+    best, best_score = max(answers_and_scores, key=lambda pair: pair[1])
     if worst_score == best_score:
         return []
     return [

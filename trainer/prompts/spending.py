@@ -32,7 +32,7 @@ class Spent:
 
 @dataclass
 class Spending:
-    """The amounts spent by role, and the limits. `reserve` episodes are kept for the comparison on held-out tasks."""
+    """The calls, tokens and money that a search has spent by role, and its limits."""
 
     max_calls: int
     max_cost: float | None
@@ -40,22 +40,23 @@ class Spending:
     by_role: dict[str, Spent] = field(default_factory=dict)
     episodes: int = 0
     """Episodes of the application; requests to the reflection model do not count."""
-    asked: int = 0
+    calls_of_episodes: int = 0
     """Calls of these episodes, including calls that were answered from a record."""
     running: int = 0
-    """Episodes that are running and not counted yet."""
+    """Number of episodes that are running. Their calls are not counted yet."""
     reserve: int = 0
-    """Episodes to keep for the held-out tasks."""
+    """Number of episodes that the limits keep for the comparison on held-out tasks."""
 
     def count(self, calls: Sequence[CallRecord], *, reflection: bool = False) -> None:
         """Count the calls of an episode that has ended. Calls that were answered from a record cost nothing."""
         if not reflection:
             self.episodes += 1
-            self.asked += len(calls)
+            self.calls_of_episodes += len(calls)
         self.add(calls)
 
     def add(self, calls: Sequence[CallRecord]) -> None:
-        """Count the calls of an episode that did not end."""
+        """Count calls alone, for example of an episode that did not end. Calls that were answered from a record cost
+        nothing."""
         for call in calls:
             if call.replayed is None:
                 self._add(call)
@@ -85,7 +86,7 @@ class Spending:
 
     @property
     def calls_per_episode(self) -> float:
-        return self.asked / self.episodes if self.episodes else 1.0
+        return self.calls_of_episodes / self.episodes if self.episodes else 1.0
 
     @property
     def cost_per_episode(self) -> float:
@@ -93,14 +94,14 @@ class Spending:
 
     @property
     def limit(self) -> str:
-        """The setting whose limit one more episode could exceed, in words; empty if none.
+        """The limit that one more episode could exceed, such as "max_calls = 2000"; empty if there is none.
 
         Episodes that are running and the reserve for the held-out tasks count as if they were spent.
         """
-        further = self.running + self.reserve + 1
-        if self.calls + further * self.calls_per_episode > self.max_calls:
+        committed_episodes = self.running + self.reserve + 1
+        if self.calls + committed_episodes * self.calls_per_episode > self.max_calls:
             return f"max_calls = {self.max_calls}"
-        if self.max_cost is not None and self.cost + further * self.cost_per_episode > self.max_cost:
+        if self.max_cost is not None and self.cost + committed_episodes * self.cost_per_episode > self.max_cost:
             return f"max_cost = {self.max_cost:g}"
         return ""
 
