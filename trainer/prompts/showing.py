@@ -137,8 +137,9 @@ def decisive_failures(store: Store, lost: Sequence[LostEpisode], part: PromptPar
         redraw = ""
         redraw_result = None
         if episode.redraw_call:
-            redrawn: CallRecord | None = store.figures().call(episode.redraw_call)
-            redraw_episode = redrawn.episode
+            first_redrawn = store.figures().call(episode.redraw_call)
+            redraw_episode = first_redrawn.episode
+            redrawn: CallRecord | None = first_redrawn
             if call.step != episode.call:
                 # `redraw_call` is another call of the block. Parallel calls may have started in another order in the
                 # repeated run, so steps and turns do not identify this one.

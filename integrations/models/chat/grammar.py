@@ -139,8 +139,8 @@ class Grammars:
         matcher = LLMatcher(self._open_library(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             raise RequestRefused(
-                f"The form that the request asks for cannot be enforced: {first_error_line(matcher.get_error())}.",
-                "Take this out of the schema, or ask for plain text and check the reply.",
+                f"The structured output of the request cannot be enforced: {first_error_line(matcher.get_error())}.",
+                "Remove the named feature from the schema, or ask for plain text and check the reply.",
             )
         return matcher
 

@@ -20,7 +20,7 @@ from cotune.runtime.forks import survives_fork
 
 MOST_TEXT = 1 << 20
 """Most characters of a grammar."""
-REMEDY = "Take this out of the schema, or ask for plain text and check the reply."
+REMEDY = "Remove the named feature from the schema, or ask for plain text and check the reply."
 
 
 class Trials:
@@ -46,7 +46,7 @@ class Trials:
     def check(self, grammar: str) -> None:
         """Raise RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
         if fault := self.fault(grammar):
-            raise RequestRefused(f"The form that the request asks for cannot be enforced: {fault}.", REMEDY)
+            raise RequestRefused(f"The structured output of the request cannot be enforced: {fault}.", REMEDY)
 
     def fault(self, grammar: str) -> str:
         """The reason why llguidance refuses a grammar; empty if it accepts it. The grammar is tried in another process,

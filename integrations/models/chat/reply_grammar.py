@@ -251,7 +251,7 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
             error = refused_place(body, tools, fault) or error
     except RequestRefused as refused:
         return refused.cause
-    return f"The form that the request asks for cannot be enforced: {error}." if error else ""
+    return f"The structured output of the request cannot be enforced: {error}." if error else ""
 
 
 @functools.cache
@@ -267,12 +267,12 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     """
     if _is_deeper(schema, DEPTH):
         raise RequestRefused(
-            f"The form that the request asks for cannot be enforced: its schema is nested more than {DEPTH} deep.",
+            f"The structured output of the request cannot be enforced: its schema is nested more than {DEPTH} deep.",
             "Use $defs and $ref, or ask for plain text and check the reply.",
         )
     if place := _mixed_patterns(schema):
         raise RequestRefused(
-            "The form that the request asks for cannot be enforced: "
+            "The structured output of the request cannot be enforced: "
             f"{place}: patternProperties beside properties is not supported.",
             "Name all properties, or use patternProperties alone.",
         )

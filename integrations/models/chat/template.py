@@ -145,7 +145,8 @@ class ChatTemplate:
             # With any other cause the template may still render other messages.
             if isinstance(error.__cause__, TookTooLong):
                 fault = f"has a chat template that does not render a message within {PATIENCE:g} s"
-                raise ConfigError("model", str(model), fault, "Repair its chat_template.jinja.") from None
+                remedy = "Correct the chat template in the model's folder, or use a model whose template works."
+                raise ConfigError("model", str(model), fault, remedy) from None
         if chat.tool_format is None and not chat._replies.template:
             log.warning("%s Calls with tools are refused. %s", chat._unknown(), _NAME_IT)
         return chat
@@ -325,7 +326,7 @@ class ChatTemplate:
         grammar = reply_grammar(asked, tools, self._syntax(prompt))
         trials = self._grammars.trials
         if trials.fault(grammar) and (place := refused_place(asked, tools, trials.fault)):
-            raise RequestRefused(f"The form that the request asks for cannot be enforced: {place}.", REMEDY)
+            raise RequestRefused(f"The structured output of the request cannot be enforced: {place}.", REMEDY)
         trials.check(grammar)
         return grammar
 

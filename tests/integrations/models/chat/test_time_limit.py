@@ -79,6 +79,6 @@ def test_a_model_whose_template_loops_is_refused_at_the_start(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(LOOP)
     monkeypatch.setattr(chat_format, "PATIENCE", 1.0)
-    with pytest.raises(ConfigError, match=r"render a message within 1 s.* Repair its chat_template") as caught:
+    with pytest.raises(ConfigError, match=r"render a message within 1 s.* Correct the chat template") as caught:
         ChatTemplate.load(tmp_path)
     assert caught.value.field == "model"
