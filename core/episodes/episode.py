@@ -119,8 +119,11 @@ async def run_episode(
         if live.fatal is not None:
             raise live.fatal
         # A workflow whose rewards come from comparisons may return None.
-        no_outcome = value is None and workflow.compares
-        rewards, metrics = outcome_of({} if no_outcome else value, source, some=not no_outcome)
+        if value is None and workflow.compares:
+            rewards: dict[str, float] = {}
+            metrics: dict[str, float] = {}
+        else:
+            rewards, metrics = outcome_of(value, source)
     except asyncio.CancelledError as error:
         this_task = asyncio.current_task()
         # `cancelling` counts cancel() calls from outside, for example by Ctrl-C. Without one, the workflow raised it.
@@ -181,13 +184,13 @@ def _unknown_rewards(value: Any) -> list[str]:
     return [name for name in names if name != "success"]
 
 
-def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str, float], dict[str, float]]:
+def outcome_of(value: Any, source: str) -> tuple[dict[str, float], dict[str, float]]:
     """Rewards and metrics from the value that a workflow returned.
 
     A number is the reward `team`; a bool is also the metric `success`. In a dict, every entry is a named reward, except
     `success` (a metric; without other rewards also the reward `team`) and `metrics` (a dict of metrics). An entry of
-    None is unknown and left out. With `some`, at least one entry is required. Raises WorkflowError for None itself, NaN
-    and anything that is not a number.
+    None is unknown and left out. Raises WorkflowError for None itself, an empty dict, NaN and anything that is not a
+    number.
     """
     if not isinstance(value, Mapping):
         if not isinstance(value, Real) and not hasattr(value, "__float__"):
@@ -199,14 +202,16 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
         rewards = components(value, source, "team", may_be_unknown=True)
         return rewards, ({"success": rewards["team"]} if _is_bool(value) else {})
     named = {name: number for name, number in value.items() if number is not None}
-    some = some and len(named) == len(value)  # unknown entries will be known later, so none is required now
-    extra = named.pop("metrics", None)
-    metrics = components(extra, source) if extra else {}
+    has_unknown = len(named) < len(value)
+    named_metrics = named.pop("metrics", None)
+    metrics = components(named_metrics, source) if named_metrics else {}
     if "success" in named:
         metrics |= components({"success": named.pop("success")}, source, may_be_unknown=True)
     if not named and "success" in metrics:
         named = {"team": metrics["success"]}
-    return (components(named, source, may_be_unknown=True) if named or some else {}), metrics
+    if not named and has_unknown:  # all rewards are unknown now and may arrive later
+        return {}, metrics
+    return components(named, source, may_be_unknown=True), metrics
 
 
 def _is_bool(value: Any) -> bool:
@@ -216,12 +221,16 @@ def _is_bool(value: Any) -> bool:
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
+    """The value that the workflow returns for a task: an async function on this loop, another one in a thread."""
     grow_threads(asyncio.get_running_loop())
     with recording(live), context_value(user_code, f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
             return await _run_stoppable(interruptible(workflow.fn(task.input)), live)
         value = await in_thread(workflow.fn, task.input)
-        return await _run_stoppable(interruptible(value), live) if inspect.isawaitable(value) else value
+        # A sync function may return an awaitable, for example a lambda around an async function.
+        if inspect.isawaitable(value):
+            return await _run_stoppable(interruptible(value), live)
+        return value
 
 
 async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
@@ -251,6 +260,7 @@ async def _run_stoppable(work: Awaitable[Any], live: LiveEpisode) -> Any:
 
 
 def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, error: TimeoutError) -> WorkflowError:
+    """The error of an episode that took too long, with its open calls and the place in the code."""
     cause = f"The workflow {workflow.name!r} did not finish within {timeout} seconds"
     details = "; ".join([*live.pending(), *getattr(error.__cause__, "__notes__", ())])
     if details:
@@ -278,10 +288,18 @@ def _workflow_error(workflow: Workflow, error: BaseException) -> WorkflowError:
     # The workflow blocked its event loop until its time-out, and was interrupted.
     if isinstance(error.__cause__, Blocked):
         return WorkflowError(f"The workflow {workflow.name!r} {error.__cause__}.", REMEDY)
-    text = str(error) if isinstance(error, Stopped) else error_phrase(error)
-    remedy = _SHARED if _BUSY.search(text) else remedy_of(text, "Fix the workflow.")
-    if isinstance(error.__cause__ if isinstance(error, Stopped) else error, asyncio.CancelledError):
+    if isinstance(error, Stopped):  # it stands for an exception that must not leave the application's code
+        text = str(error)
+        raised = error.__cause__
+    else:
+        text = error_phrase(error)
+        raised = error
+    if isinstance(raised, asyncio.CancelledError):
         remedy = _CANCELLED
+    elif _BUSY.search(text):
+        remedy = _SHARED
+    else:
+        remedy = remedy_of(text, "Fix the workflow.")
     if len(text) > _LONGEST:  # some libraries put every prompt and answer into the text of an error
         text = f"{text[: _LONGEST // 2]} ... ({len(text):,} characters)"
     failed = WorkflowError(f"The workflow {workflow.name!r} raised {text}{error_origin(error)}.", remedy)

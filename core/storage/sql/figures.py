@@ -204,6 +204,10 @@ class AppCount(NamedTuple):
     """Number of episodes with a reward."""
 
 
+_LAST_NUMBER = "(SELECT coalesce(max(rowid), 0) FROM {})"
+"""An SQL expression: the number of the last row of a table, 0 without rows."""
+
+
 class Figures:
     """Counts, lists and searches. `Store.figures` returns it. Like other reads, it sees only committed records."""
 
@@ -284,8 +288,7 @@ class Figures:
 
     def marks(self) -> tuple[int, int]:
         """Numbers of the last episode and the last reward that are stored. Later ones have higher numbers."""
-        episodes, rewards = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("episodes", "rewards"))
-        return self.rows(f"SELECT {episodes}, {rewards}")[0]
+        return self.rows(f"SELECT {_LAST_NUMBER.format('episodes')}, {_LAST_NUMBER.format('rewards')}")[0]
 
     def cut_feedback(self) -> int:
         """Number of texts given with rewards that were too long and are cut."""
@@ -297,8 +300,7 @@ class Figures:
 
     def newest(self) -> tuple[int, int]:
         """Numbers of the last call and the last episode that are stored. Later ones have higher numbers."""
-        calls, episodes = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("calls", "episodes"))
-        return self.rows(f"SELECT {calls}, {episodes}")[0]
+        return self.rows(f"SELECT {_LAST_NUMBER.format('calls')}, {_LAST_NUMBER.format('episodes')}")[0]
 
     def episodes_by_phase(self) -> list[PhaseCount]:
         """Phases in the order of their first episodes."""
@@ -320,16 +322,21 @@ class Figures:
             FROM calls {"WHERE rowid > ?" if after else ""} GROUP BY role, model ORDER BY min(started), role, model""",
             (after,) if after else (),
         )
-        return (rows[0][0] if rows else after), [RoleUse(*row[1:]) for row in rows]
+        last_number = rows[0][0] if rows else after
+        return last_number, [RoleUse(*row[1:]) for row in rows]
 
     def models_asked(self, app: str = "") -> list[tuple[str, str]]:
         """Role and model name of the calls of one application, or of all, each pair once. Calls of judges and calls
         that proposed prompts are left out."""
-        of_app = "AND calls.app = ?" if app else ""
+        parameters = [JUDGING, REFLECTING]
+        of_app = ""
+        if app:
+            of_app = "AND calls.app = ?"
+            parameters.append(app)
         return self.rows(
             f"""SELECT DISTINCT role, model FROM calls JOIN episodes ON episodes.id = calls.episode
             WHERE phase NOT IN (?, ?) {of_app} ORDER BY role, model""",
-            (JUDGING, REFLECTING, *([app] if app else [])),
+            parameters,
         )
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
@@ -434,17 +441,17 @@ class Figures:
 
     def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
         """Ids of the latest finished episodes that match, the newest first."""
-        where, asked = filters.where()
+        where, parameters = filters.where()
         sql = f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?"
-        return [id for (id,) in self.rows(sql, (*asked, limit))]
+        return [id for (id,) in self.rows(sql, (*parameters, limit))]
 
     def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[EpisodeLine]:
         """The finished episodes that match, in an order of `episode_filters.ORDERS`, from number `start` on."""
-        where, asked = filters.where()
+        where, parameters = filters.where()
         rows = self.rows(
             f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
             FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
-            (*asked, limit, start),
+            (*parameters, limit, start),
         )
         return [EpisodeLine(*row) for row in rows]
 
@@ -473,30 +480,33 @@ class Figures:
 
     def call_ids(self, before: str, limit: int) -> list[str]:
         """Ids of the latest calls below an id, empty for all; the newest first."""
-        below, asked = ("WHERE id < ?", (before, limit)) if before else ("", (limit,))
-        return [id for (id,) in self.rows(f"SELECT id FROM calls {below} ORDER BY id DESC LIMIT ?", asked)]
+        if before:
+            rows = self.rows("SELECT id FROM calls WHERE id < ? ORDER BY id DESC LIMIT ?", (before, limit))
+        else:
+            rows = self.rows("SELECT id FROM calls ORDER BY id DESC LIMIT ?", (limit,))
+        return [id for (id,) in rows]
 
     def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[CallLine]:
         """The calls among `calls` that match the filters, the newest first."""
-        where, asked = filters.where()
+        where, parameters = filters.where()
         rows = self.rows(
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
             {f"{where} AND" if where else "WHERE"} calls.id {AMONG} ORDER BY calls.id DESC""",
-            (*asked, NameList.of(calls)),
+            (*parameters, NameList.of(calls)),
         )
         return [CallLine(*row) for row in rows]
 
     def episode_count(self, filters: EpisodeFilters) -> int:
         """The number of finished episodes that match."""
-        where, asked = filters.where()
-        return int(self.rows(f"SELECT count(*) FROM episodes {where}", asked)[0][0])
+        where, parameters = filters.where()
+        return int(self.rows(f"SELECT count(*) FROM episodes {where}", parameters)[0][0])
 
     def neighbours(self, episode: str) -> tuple[str, str]:
         """Ids of the episodes before and after one; empty at the ends."""
-        asked = "(SELECT max(id) FROM episodes WHERE id < ?), (SELECT min(id) FROM episodes WHERE id > ?)"
-        older, newer = self.rows(f"SELECT {asked}", (episode, episode))[0]
+        sql = "SELECT (SELECT max(id) FROM episodes WHERE id < ?), (SELECT min(id) FROM episodes WHERE id > ?)"
+        older, newer = self.rows(sql, (episode, episode))[0]
         return older or "", newer or ""
 
     def phases(self) -> list[str]:
@@ -538,8 +548,11 @@ class Figures:
         """The calls of an episode in step order."""
         sql = """SELECT id, step, role, turn, status, started, latency, body
             FROM calls WHERE episode = ? ORDER BY step, id"""
-        rows = self.rows(sql, (episode,))
-        return [CallTime._make((*row[:-1], tuple(map(str, _list_field(row[-1], "parents"))))) for row in rows]
+        times: list[CallTime] = []
+        for *columns, body in self.rows(sql, (episode,)):
+            parents = tuple(map(str, _list_field(body, "parents")))
+            times.append(CallTime(*columns, parents))
+        return times
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
         """Ids of the messages of a role's prompt in a turn."""
@@ -556,12 +569,16 @@ class Figures:
         the episode's own fields or feedback. `verdicts` remembers which messages hold the text: pass the same
         dictionary in the next search for it.
         """
-        asked = NameList.of(episodes)
+        names = NameList.of(episodes)
         wanted = _ascii_lower(text)
         as_json, plain = _patterns(text)
+        hits: dict[str, str] = {}
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
-        hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _json_holds(body, wanted)}
-        hits |= {str(id): "" for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain, asked))}
+        for id, body in self.rows(sql, (names, as_json)):
+            if _json_holds(body, wanted):
+                hits[str(id)] = ""
+        for (id,) in self.rows(f"{_FEEDBACK_TARGETS} {AMONG}", (plain, names)):
+            hits[str(id)] = ""
         for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
             hits.setdefault(episode, call)
         return hits
@@ -574,51 +591,56 @@ class Figures:
         self, text: str, column: str, chosen: Sequence[str], verdicts: dict[str, bool], hits: Container[str] = ()
     ) -> Iterator[tuple[str, str]]:
         """Episode and id of calls that hold a text: first the calls with it in answers, errors and feedback, then the
-        calls with it in their messages. If `column` is `episode`, one call of each episode is enough, and the episodes
-        in `hits` need none."""
-        asked = NameList.of(chosen)
+        calls with it in their messages. `chosen` are the ids of the calls to search, or of their episodes, as `column`
+        (`id` or `episode`) says. If it is `episode`, one call of each episode is enough, and the episodes in `hits`
+        need none."""
+        names = NameList.of(chosen)
         wanted = _ascii_lower(text)
         as_json, plain = _patterns(text)
-        # Feedback is given to candidates, whose ids are the call's id, "." and a number.
+
+        # 1. Feedback. It is given to candidates, whose ids are the call's id, "." and a number.
         feedback = f"{_FEEDBACK_TARGETS} > calls.id || '.' AND target < calls.id || '/'"
         sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({feedback})"
-        in_feedback = {id for (id,) in self.rows(sql, (asked, plain))}
-        # SQL searches the JSON texts, which is quick but also finds keys. Then the values of the hits are searched.
+        in_feedback = {id for (id,) in self.rows(sql, (names, plain))}
+
+        # 2. Errors and answers. SQL searches the JSON texts, which is quick but also finds keys. Then the values of the
+        #    hits are searched.
         sql = f"""SELECT episode, id, body, CASE WHEN candidates {_LIKE} THEN candidates END FROM calls
             WHERE {column} {AMONG} ORDER BY episode, step"""
-        prompts: dict[tuple[str, str], Sequence[str]] = {}
-        done: set[str] = set()
-        for episode, id, body, answers in self.rows(sql, (as_json, asked)):
-            if column == "episode" and (episode in hits or episode in done):
+        messages_of_calls: dict[tuple[str, str], Sequence[str]] = {}
+        episodes_with_hit: set[str] = set()
+        for episode, id, body, answers in self.rows(sql, (as_json, names)):
+            if column == "episode" and (episode in hits or episode in episodes_with_hit):
                 continue
             call = _decode_json(body, _SearchedCall, _SearchedCall())
-            if (
-                id in in_feedback
-                or wanted in _ascii_lower(call.error or "")
-                or (answers and _json_holds(answers, wanted))
-            ):
-                done.add(episode)
+            in_error = wanted in _ascii_lower(call.error or "")
+            if id in in_feedback or in_error or (answers and _json_holds(answers, wanted)):
+                episodes_with_hit.add(episode)
                 yield str(episode), str(id)
             else:
-                prompts[str(episode), str(id)] = call.messages
-        if column == "episode":
-            prompts = {place: ids for place, ids in prompts.items() if place[0] not in done}
-        messages: set[str] = set()
-        for ids in prompts.values():
-            messages.update(ids)
-        for part in in_parts(messages - verdicts.keys()):
+                messages_of_calls[str(episode), str(id)] = call.messages
+
+        # 3. The messages of the other calls.
+        messages_to_search: set[str] = set()
+        for (episode, _), messages in messages_of_calls.items():
+            if column != "episode" or episode not in episodes_with_hit:
+                messages_to_search.update(messages)
+        for part in in_parts(messages_to_search - verdicts.keys()):
             marks = ",".join("?" * len(part))
             sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
             verdicts.update(dict.fromkeys(part, False))
             verdicts.update((id, _json_holds(body, wanted)) for id, body in self.rows(sql, (*part, as_json)))
-        for place, ids in prompts.items():
-            if any(verdicts[id] for id in ids):
-                yield place
+        for (episode, call_id), messages in messages_of_calls.items():
+            if column == "episode" and episode in episodes_with_hit:
+                continue
+            if any(verdicts[message] for message in messages):
+                yield episode, call_id
 
 
 def _patterns(text: str) -> tuple[str, str]:
     """Two patterns of LIKE for a text: as it is written in JSON, and as it is."""
-    return f"%{_escape_like(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escape_like(text)}%"
+    in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # without the quotation marks
+    return f"%{_escape_like(in_json)}%", f"%{_escape_like(text)}%"
 
 
 def _decode_json(text: Any, kind: type[T], otherwise: Default) -> T | Default:
@@ -662,4 +684,5 @@ def _ascii_lower(text: str) -> str:
 
 
 def _escape_like(text: str) -> str:
+    """A text in which the characters that LIKE treats as patterns stand for themselves."""
     return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")

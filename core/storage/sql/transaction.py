@@ -130,7 +130,7 @@ class Transactions:
         written = WrittenRows()
         rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
 
-        # Records that name their application: is it the owner of the episode?
+        # 1. Records that name their application: is it the owner of the episode?
         any_app = any(any(tables[table][column :: WIDTHS[table]]) for table, column in AT.items())
         if any_app:
             rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
@@ -140,22 +140,24 @@ class Transactions:
                 for table in rows:
                     written.leave_out("foreign", table, all_rows[table], rows[table])
 
-        # Rewards for a key of the application are copied to the episodes with this key.
+        # 2. Rewards for a key of the application are copied to the episodes with this key.
         if any_app or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
             rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
             join_keys(self._db.execute, rows)
 
-        # Rewards whose group has been consumed are refused. Of the others, the latest of each name is stored.
+        # 3. Rewards whose group has been consumed are refused. Of the others, the latest of each name is stored.
         replaced: dict[tuple[Any, ...], list[Any]] = {}
-        for table in ("rewards", "feedback") if rows["rewards"] or rows["feedback"] else ():
-            admitted = self._admit(rows[table]) if self.any_closed else rows[table]
-            if len(admitted) < len(rows[table]):
-                written.leave_out("refused", table, rows[table], admitted)
-                if table == "rewards":
-                    written.counted["refused"] += len(rows[table]) - len(admitted)
-            rows[table] = self._latest(table, admitted, replaced)
+        if rows["rewards"] or rows["feedback"]:
+            for table in ("rewards", "feedback"):
+                admitted = self._admit(rows[table]) if self.any_closed else rows[table]
+                if len(admitted) < len(rows[table]):
+                    written.leave_out("refused", table, rows[table], admitted)
+                    if table == "rewards":
+                        written.counted["refused"] += len(rows[table]) - len(admitted)
+                rows[table] = self._latest(table, admitted, replaced)
         rows["replaced"] = [*replaced.values()]
 
+        # 4. Everything else is inserted as it is.
         for table, values in {**tables, "replaced": []}.items():
             broken = self._insert(table, _values(rows[table]) if table in rows else values)
             written.leave_out("lost", table, broken, [])
@@ -172,8 +174,9 @@ class Transactions:
             raise
         except self._db.broken as error:
             width = len(COLUMNS[table])
-            if len(values) > width:
-                half = len(values) // width // 2 * width
+            n_rows = len(values) // width
+            if n_rows > 1:
+                half = n_rows // 2 * width
                 return self._insert(table, values[:half]) + self._insert(table, values[half:])
             self._report("records cannot be stored", error)
             return [values]
@@ -252,6 +255,7 @@ class Transactions:
 
 
 def _rows(table: str, values: list[Any]) -> list[list[Any]]:
+    """Rows of a table, from their values one after another."""
     width = WIDTHS[table]
     return [values[start : start + width] for start in range(0, len(values), width)]
 

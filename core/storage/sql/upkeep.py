@@ -53,8 +53,11 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
     sql_store = _in_sql(store)
     sql_store.act(lambda transaction: transaction.widen())
     yield from sql_store.drop_months(before, app, keep_trained)
-    is_old = "started < ?" + (" AND app = ?" if app else "")
-    asked = [before, *([app] if app else [])]
+    is_old = "started < ?"
+    parameters: list[Any] = [before]
+    if app:
+        is_old += " AND app = ?"
+        parameters.append(app)
     is_untrained = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
     finished = f"""SELECT id FROM episodes WHERE id > ? AND {is_old}{is_untrained.format("episodes.id")}
         ORDER BY id LIMIT {_DELETED}"""
@@ -63,7 +66,7 @@ def prune(store: Store, before: float, *, app: str = "", keep_trained: bool = Fa
         {is_untrained.format("found.episode")} ORDER BY episode LIMIT {_DELETED}"""
     for sql in (finished, unfinished):
         last = ""
-        while ids := [id for (id,) in sql_store.rows(sql, [last, *asked])]:
+        while ids := [id for (id,) in sql_store.rows(sql, [last, *parameters])]:
             last = ids[-1]
             yield sql_store.act(partial(delete_episodes, ids=ids))
 
@@ -100,34 +103,15 @@ def delete(store: Store, episodes: Iterable[str], key: tuple[str, str] | None = 
 
 
 def _sweep(
-    store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, asked: Sequence[Any]
+    store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, parameters: Sequence[Any]
 ) -> Iterator[Mapping[str, int]]:
     """Delete the messages, images and segments in `unused` that no remaining record uses.
 
     `unused` holds candidates for deletion by table, as ordered sets: deleting in the order of the table is quick. Only
-    calls and episodes that `where` chooses are searched for uses.
+    calls and episodes that `where` chooses, with its `parameters`, are searched for uses.
     """
     newest_seen = store.figures().newest()
-    prompts = set()
-    if any(unused.values()) and store.rows(f"SELECT 1 FROM calls {where} LIMIT 1", asked):
-        for body, prompt in _pages(store, "calls", ("body", "prompt"), where, asked):
-            _spare(unused["messages"], _STRING.findall(str(body)))
-            prompts.add(prompt)
-    if any(unused.values()):
-        for (body,) in _pages(store, "episodes", ("body",), where, asked):
-            _spare(unused["messages"], _STRING.findall(str(body)))
-    if unused["images"]:
-        for id, body in _pages(store, "messages", ("id", "body"), "WHERE body LIKE '%sha256,%'", []):
-            if id not in unused["messages"]:
-                _spare(unused["images"], _IMAGE.findall(str(body)))
-    if unused["segments"]:
-        parents: dict[str, str | None] = dict(_pages(store, "segments", ("id", "parent"), "", []))
-        # A segment that is used, with all segments on its path to the root, stays.
-        for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
-            segment: str | None = leaf
-            while segment is not None and segment in parents:
-                _spare(unused["segments"], [segment])
-                segment = parents.pop(segment)
+    _spare_used(store, unused, where, parameters)
 
     def delete_unused(transaction: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
         """Delete the rows of `table` among `ids` that are still unused. Returns their number by table."""
@@ -151,12 +135,44 @@ def _sweep(
             yield store.act(partial(delete_unused, table=table, ids=ids[start : start + _SWEPT]))
 
 
-def _pages(store: SqlStore[Any], table: str, columns: Sequence[str], where: str, asked: Sequence[Any]) -> Iterator[Row]:
-    """All rows of a table that `where` chooses, read in pages."""
+def _spare_used(
+    store: SqlStore[Any], unused: Mapping[str, dict[str, None]], where: str, parameters: Sequence[Any]
+) -> None:
+    """Remove the rows that a record uses from `unused`, the candidates for deletion. For the arguments see `_sweep`."""
+    # 1. Messages that calls and episodes use.
+    prompts: set[str] = set()
+    if any(unused.values()) and store.rows(f"SELECT 1 FROM calls {where} LIMIT 1", parameters):
+        for body, prompt in _pages(store, "calls", ("body", "prompt"), where, parameters):
+            _spare(unused["messages"], _STRING.findall(str(body)))
+            prompts.add(prompt)
+    if any(unused.values()):
+        for (body,) in _pages(store, "episodes", ("body",), where, parameters):
+            _spare(unused["messages"], _STRING.findall(str(body)))
+
+    # 2. Images that the remaining messages use.
+    if unused["images"]:
+        for id, body in _pages(store, "messages", ("id", "body"), "WHERE body LIKE '%sha256,%'", []):
+            if id not in unused["messages"]:
+                _spare(unused["images"], _IMAGE.findall(str(body)))
+
+    # 3. Segments that prompts use, with all segments on their path to the root.
+    if unused["segments"]:
+        parents: dict[str, str | None] = dict(_pages(store, "segments", ("id", "parent"), "", []))
+        for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
+            segment: str | None = leaf
+            while segment is not None and segment in parents:
+                _spare(unused["segments"], [segment])
+                segment = parents.pop(segment)
+
+
+def _pages(
+    store: SqlStore[Any], table: str, columns: Sequence[str], where: str, parameters: Sequence[Any]
+) -> Iterator[Row]:
+    """Columns of all rows of a table that `where` chooses, read in pages."""
     last = ""
     sql = f"""SELECT id, {", ".join(columns)} FROM {table} {where} {"AND" if where else "WHERE"} id > ?
         ORDER BY id LIMIT {4 * _PAGE}"""
-    while page := store.rows(sql, [*asked, last]):
+    while page := store.rows(sql, [*parameters, last]):
         yield from (tuple(row[1:]) for row in page)
         last = page[-1][0]
 
@@ -177,6 +193,7 @@ def _rows_of(store: SqlStore[Any], table: str, ids: Iterable[str], column: str =
 
 
 def _ids_in(store: SqlStore[Any], table: str, ids: Iterable[str]) -> set[str]:
+    """The ids among `ids` that a table has."""
     return {id for (id,) in among(store.rows, f"SELECT id FROM {table}", "id", ids)}
 
 
@@ -299,10 +316,12 @@ def _is_genuine(source: Store, table: str, row: Row) -> bool:
 
 
 def _key_of(table: str, row: Row) -> Row:
+    """The values of a row that identify it."""
     return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
 
 
 def _spare(unused: dict[str, None], ids: Iterable[str]) -> None:
+    """Remove ids that are used from the candidates for deletion."""
     for id in ids:
         unused.pop(id, None)
 

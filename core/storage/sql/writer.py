@@ -96,13 +96,32 @@ class Writer:
         self._queue: deque[Batch | Act] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._records = self._bytes = 0
-        self._queued = self._done = self._urgent = 0
+        self._records = 0
+        """Number of records in the queue."""
+        self._bytes = 0
+        """Size of the queue, with the batch that is being committed."""
+        self._queued = 0
+        """Number of calls of `put`, `commit` and `act` that were queued."""
+        self._done = 0
+        """Number of these that are committed or counted as lost."""
+        self._urgent = 0
+        """The number up to which somebody waits for `_done`."""
         self._since = math.inf
-        self._idle = self._closing = self._failing = self._stalled = self._forked = False
+        """When the oldest batch of the queue was begun."""
+        self._idle = False
+        """Whether the thread waits for records."""
+        self._closing = False
+        self._failing = False
+        """Whether the last transaction failed and is being tried again."""
+        self._stalled = False
+        """Whether the queue stayed full for `PUT_TIMEOUT`."""
+        self._forked = False
         self._reported: set[str] = set()
+        """Causes of trouble that were logged."""
         self._counted = {"lost": 0, "refused": 0, "foreign": 0}
+        """Records that were left out since the store was opened."""
         self._saved = dict(self._counted)
+        """The part of `_counted` that is in the store's counters."""
         try:
             self._transactions = Transactions(database, self._report, self._stored_ids.clear)
         except BaseException:
@@ -317,18 +336,19 @@ class Writer:
 
     def _settle(self, work: Batch | Act) -> None:
         """Commit. After trouble with the disk, wait and try again, unless someone waits for the result."""
-        pause = RETRY[0]
-        last = False
+        first_pause, longest_pause = RETRY
+        pause = first_pause
+        is_last_attempt = False
         while True:
             try:
                 self._commit(work)
             except self._db.trouble as error:
                 self._report("the store cannot be written", error)
-                if last:
+                if is_last_attempt:
                     self._give_up(work, error)
                     return
-                last = self._pause(pause)
-                pause = min(2 * pause, RETRY[1])
+                is_last_attempt = self._pause(pause)
+                pause = min(2 * pause, longest_pause)
             except Exception as error:  # noqa: BLE001  this thread must continue, as others wait for it
                 self._give_up(work, error)
                 return
@@ -345,10 +365,12 @@ class Writer:
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
     def _give_up(self, work: Batch | Act, error: Exception) -> None:
+        """Leave out work that cannot be committed. Records that their sender retains are not lost."""
         work.failure = str(error) or type(error).__name__
         self._lose(work.count - work.retained, "records cannot be stored", error)
 
     def _lose(self, count: int, cause: str, error: Exception | None = None) -> None:
+        """Count lost records and log the cause."""
         with self._changed:
             self._counted["lost"] += count
         self._report(cause, error)
@@ -360,7 +382,7 @@ class Writer:
             log.error("%s: %s%s", self._db.name, cause, f" ({error})" if error else "")
 
     def _commit(self, work: Batch | Act) -> None:
-        """Run one transaction. Its counts and stored addresses are work over only after it has been committed."""
+        """Run one transaction. Its counts and stored addresses are remembered only after it has been committed."""
         counted = dict(self._counted)
         added = dict.fromkeys(self._counted, 0)
         try:
@@ -399,7 +421,9 @@ class Writer:
 def _left_out(records: Sequence[Record], reasons: Mapping[RowKey, str]) -> dict[str, list[Record]]:
     """The records whose rows were left out, by the reason."""
     left_out: dict[str, list[Record]] = {}
-    for record in records if reasons else ():
+    if not reasons:
+        return left_out
+    for record in records:
         rows, _ = encode([storable_record(record)], ())
         table, row = rows[-1]  # a message comes after its images
         if reason := reasons.get(row_key(table, row)):
