@@ -41,18 +41,18 @@ class Rescored:
     """Number of candidates without a new reward."""
     others_best: int = 0
     """Number of groups of two or more in which another candidate is the best now."""
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    had: Counter[str] = field(default_factory=Counter)
-    have: Counter[str] = field(default_factory=Counter)
-    """Number of candidates that had each component (`had`) and that have it now (`have`)."""
+    sums_before: dict[str, float] = field(default_factory=dict)
+    sums_after: dict[str, float] = field(default_factory=dict)
+    counts_before: Counter[str] = field(default_factory=Counter)
+    counts_after: Counter[str] = field(default_factory=Counter)
+    """Number of candidates that have each component."""
 
     def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
         """Count the candidates of one group with their rewards before (`old`) and after (`new`) the scorer ran on them
         again.
 
-        `ids` are the candidates. One without a new reward counts as failed. The group counts as changed if another
-        candidate is the best of those with both rewards.
+        `ids` are the candidates. One without a new reward counts as failed. The group counts in `others_best` if, among
+        the candidates with both rewards, another one is the best now.
         """
         self.groups += 1
         new_rewards: dict[str, Mapping[str, float]] = {}
@@ -64,13 +64,13 @@ class Rescored:
         self.failed += len(ids) - len(new_rewards)
         for id, rewards in new_rewards.items():
             for name, value in old.get(id, {}).items():
-                self.before[name] = self.before.get(name, 0.0) + value
-                self.had[name] += 1
+                self.sums_before[name] = self.sums_before.get(name, 0.0) + value
+                self.counts_before[name] += 1
             for name, value in rewards.items():
-                self.after[name] = self.after.get(name, 0.0) + value
-                self.have[name] += 1
+                self.sums_after[name] = self.sums_after.get(name, 0.0) + value
+                self.counts_after[name] += 1
         with_both = [id for id in new_rewards if old.get(id)]
-        if len(with_both) > 1 and _best_ids(with_both, old) != _best_ids(with_both, new_rewards):
+        if len(with_both) > 1 and _best_id(with_both, old) != _best_id(with_both, new_rewards):
             self.others_best += 1
 
 
@@ -96,17 +96,19 @@ async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, 
     answered = _calls_to_score(store, episodes, role, workflow, rescoring)
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
-        groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
+        groups: list[tuple[str, list[str]]] = []
+        for call, _ in chunk:
+            groups.append((call.role, [candidate_id(call.id, candidate.index) for candidate in call.candidates]))
         _count_and_store(rescoring, store, groups, scored, workflow.redaction, write=write)
     if role is None and workflow.episode_judge is not None:
-        for together in _comparable_episodes(episodes):
-            outcomes = await outcomes_of(workflow.episode_judge, store, together, redaction=workflow.redaction)
-            tasks: dict[str, list[str]] = {}
-            for episode in together:
+        for comparable in _comparable_episodes(episodes):
+            outcomes = await outcomes_of(workflow.episode_judge, store, comparable, redaction=workflow.redaction)
+            episodes_of_task: dict[str, list[str]] = {}
+            for episode in comparable:
                 if episode.id in outcomes:
-                    tasks.setdefault(episode.task.id, []).append(episode.id)
-            of_tasks = [(EPISODES, ids) for ids in tasks.values()]
-            _count_and_store(rescoring, store, of_tasks, outcomes, workflow.redaction, write=write)
+                    episodes_of_task.setdefault(episode.task.id, []).append(episode.id)
+            groups = [(EPISODES, ids) for ids in episodes_of_task.values()]
+            _count_and_store(rescoring, store, groups, outcomes, workflow.redaction, write=write)
     return rescoring
 
 
@@ -184,5 +186,6 @@ def _count_and_store(
         store.write(records)
 
 
-def _best_ids(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
+def _best_id(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
+    """The candidate with the highest sum of rewards."""
     return max(ids, key=lambda id: sum(rewards[id].values()))

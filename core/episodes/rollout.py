@@ -68,15 +68,16 @@ async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder 
 
     async def run_one(task: Task, number: int) -> Episode:
         """Run the workflow on one task, or repeat the recorded episode of this task and rollout in `batch.replays`."""
-        flow: Workflow = workflow
-        answering: Responder | None = responder
-        if (replay := batch.replays.get((task.id, number))) is not None:
-            flow, answering = repeat_episode(workflow, replay, responder)
+        workflow_to_run: Workflow = workflow
+        responder_of_episode: Responder | None = responder
+        replay = batch.replays.get((task.id, number))
+        if replay is not None:
+            workflow_to_run, responder_of_episode = repeat_episode(workflow, replay, responder)
         outcome = await run_episode(
-            flow,
+            workflow_to_run,
             task,
             sink=batch.sink,
-            responder=answering,
+            responder=responder_of_episode,
             options=batch.options(number),
         )
         return outcome.episode
@@ -98,16 +99,17 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = []
+            running: list[asyncio.Task[Episode]] = []
             for task, number in _tasks_and_numbers(batch):
                 if (task.id, number) not in finished:
                     running.append(group.create_task(run_when_free(task, number)))
     except BaseExceptionGroup as errors:  # for example a framework that is too old, in all episodes
-        of_cotune, _ = errors.split(CotuneError)
-        raise (of_cotune or errors).exceptions[0] from errors
-    place = {task.id: position for position, task in enumerate(batch.tasks)}
-    episodes = [*batch.done, *(task.result() for task in running)]
-    return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))
+        cotune_errors, _ = errors.split(CotuneError)
+        raise (cotune_errors or errors).exceptions[0] from errors
+    position_of_task = {task.id: position for position, task in enumerate(batch.tasks)}
+    after_all = len(batch.tasks)  # for a finished episode of a task that the batch no longer has
+    episodes = [*batch.done, *(run.result() for run in running)]
+    return sorted(episodes, key=lambda episode: (episode.rollout, position_of_task.get(episode.task.id, after_all)))
 
 
 def _tasks_and_numbers(batch: EpisodeBatch) -> list[tuple[Task, int]]:
@@ -137,9 +139,11 @@ def _checked_function(fn: Callable[[Any], Any], responder: ReplayResponder, repl
     """
 
     def begin() -> None:
+        """Give the episode the recorded values. Nothing after the fork is repeated."""
         live = current_episode.get()
         assert live is not None
-        script, until = replay.script, replay.until  # nothing after the fork is repeated
+        script = replay.script
+        until = replay.until
         live.tape.set_recorded([result for result in script.results if result.started < until])
         if live.chance is not None:
             live.chance.set_recorded([read for read in script.reads if read.at < until], script.started)

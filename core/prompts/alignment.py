@@ -70,10 +70,12 @@ def blocks_of(a: Row, b: Row) -> list[Block]:
 
 def _is_long_enough(a: Row, b: Row, block: Block) -> bool:
     """Whether a common run is long enough not to be chance, or lies at the start or end of both rows."""
+    starts_both = block.a == block.b == 0
+    ends_both = block.a + block.size == len(a) and block.b + block.size == len(b)
+    if starts_both or ends_both:
+        return True
     run = a[block.a : block.a + block.size]
-    starts = block.a == block.b == 0
-    ends = block.a + block.size == len(a) and block.b + block.size == len(b)
-    return starts or ends or (len(run) >= _LEAST_RUN_WORDS and _characters(run) >= _LEAST_RUN_CHARACTERS)
+    return len(run) >= _LEAST_RUN_WORDS and _characters(run) >= _LEAST_RUN_CHARACTERS
 
 
 def _characters(run: Row) -> int:
@@ -104,6 +106,7 @@ def _matching_runs(a: Row, b: Row) -> list[Block]:
 
 
 def _by_words(a: Row, b: Row) -> list[Block]:
+    """The runs of words that two rows share."""
     matcher = SequenceMatcher(None, a, b, autojunk=max(len(a), len(b)) > _LONG_TEXT_WORDS)
     return [Block(*block) for block in matcher.get_matching_blocks()]
 
@@ -134,10 +137,13 @@ def _by_lines(a: Row, b: Row) -> list[Block]:
 
 
 def _lines(row: Row) -> list[tuple[Hashable, ...]]:
+    """The words of each line of a text. A word begins with the white space before it."""
     lines: list[list[Hashable]] = [[]]
     for word in row:
-        if isinstance(word, str) and "\n" in word[: len(word) - len(word.lstrip())]:
-            lines.append([])
+        if isinstance(word, str):
+            space_before = word[: len(word) - len(word.lstrip())]
+            if "\n" in space_before:
+                lines.append([])
         lines[-1].append(word)
     return [tuple(line) for line in lines if line]
 
@@ -169,35 +175,42 @@ def are_one_prompt(a: Row, b: Row, blocks: Sequence[Block], firm_a: bool, firm_b
     one similar text cannot wear it down.
     """
     shared = common_characters(a, blocks)
-    smaller = min(constant_characters(a), constant_characters(b))
+    length_a = constant_characters(a)
+    length_b = constant_characters(b)
     if not shared:
         return False
-    if (firm_a and shared < _STAYING_SHARE * constant_characters(a)) or (
-        firm_b and shared < _STAYING_SHARE * constant_characters(b)
-    ):
+    if firm_a and shared < _STAYING_SHARE * length_a:
         return False
-    first, last = blocks[0], blocks[-1]
-    runs = [constant_characters(a[block.a : block.a + block.size]) for block in blocks]
-    begin_together = first.a == first.b == 0
+    if firm_b and shared < _STAYING_SHARE * length_b:
+        return False
+
+    shorter = min(length_a, length_b)
+    if shared >= shorter / 2:
+        return True
+    run_lengths = [constant_characters(a[block.a : block.a + block.size]) for block in blocks]
+    if max(run_lengths) >= LONG_RUN:
+        return True
+    first = blocks[0]
+    last = blocks[-1]
+    common_start = run_lengths[0] if first.a == first.b == 0 else 0
     end_together = last.a + last.size == len(a) and last.b + last.size == len(b)
-    common_start = runs[0] if begin_together else 0
-    common_end = runs[-1] if end_together else 0
-    long_edge = _EDGE if smaller >= _SHORT_TEXT else _SHORT_TEXT_EDGE
-    return 2 * shared >= smaller or max(common_start, common_end) >= long_edge or max(runs) >= LONG_RUN
+    common_end = run_lengths[-1] if end_together else 0
+    long_edge = _EDGE if shorter >= _SHORT_TEXT else _SHORT_TEXT_EDGE
+    return max(common_start, common_end) >= long_edge
 
 
 def merge_rows(a: Row, b: Row, blocks: Sequence[Block]) -> Row:
     """The common words of two rows, with gaps for their differences. If only one row has words between two runs, the
     gap may be empty."""
     row: Row = []
-    at_a = at_b = 0
+    end_a = end_b = 0  # of the block before
     for block in blocks:
-        if block.a > at_a or block.b > at_b:
+        if block.a > end_a or block.b > end_b:
             row.append(object())
         row += a[block.a : block.a + block.size]
-        at_a = block.a + block.size
-        at_b = block.b + block.size
-    if at_a < len(a) or at_b < len(b):
+        end_a = block.a + block.size
+        end_b = block.b + block.size
+    if end_a < len(a) or end_b < len(b):
         row.append(object())
     return row
 
@@ -251,16 +264,22 @@ def move_spaces_out(template: Template, texts: Sequence[str]) -> Template:
     """Move white space out of the slots of a template: if all values of a slot begin or end with it, it is constant
     text. `texts` are the texts from which the values are read.
     """
-    values = [matched for text in texts if isinstance(matched := template.match(text), tuple)]
+    values: list[tuple[str, ...]] = []
+    for text in texts:
+        matched = template.match(text)
+        if isinstance(matched, tuple):  # else it matches in several ways, or not
+            values.append(matched)
     pieces: list[str | int] = []
     for piece in template.pieces:
         if isinstance(piece, str):
             pieces.append(piece)
             continue
-        slot_values = [row[piece - 1] for row in values]
-        common_start = _common_start([value[: len(value) - len(value.lstrip())] for value in slot_values])
+        slot_values = [values_of_text[piece - 1] for values_of_text in values]
+        spaces_before = [value[: len(value) - len(value.lstrip())] for value in slot_values]
+        common_start = _common_start(spaces_before)
         without_start = [value[len(common_start) :] for value in slot_values]
-        common_end = _common_start([value[len(value.rstrip()) :][::-1] for value in without_start])[::-1]
+        spaces_after = [value[len(value.rstrip()) :] for value in without_start]
+        common_end = _common_start([spaces[::-1] for spaces in spaces_after])[::-1]
         pieces += [common_start, piece, common_end]
     return Template.of(pieces)
 

@@ -79,9 +79,11 @@ def read_texts(
     others. Text that matches `keep` is treated as if it varied, so that it cannot be changed.
     """
     recorded = Recorded()
-    usable = [episode for episode in (store.episodes() if episodes is None else episodes) if _of_application(episode)]
+    all_episodes = store.episodes() if episodes is None else episodes
+    usable = [episode for episode in all_episodes if _of_application(episode)]
     if episodes is None:
-        usable = [episode for episode in usable if not episode.prompts] or usable
+        unedited = [episode for episode in usable if not episode.prompts]
+        usable = unedited or usable
     calls_of_episodes: list[tuple[Episode, list[CallRecord]]] = []
     roles: set[str] = set()
     count = 0
@@ -104,24 +106,27 @@ def read_texts(
 
 
 def _of_application(episode: Episode) -> bool:
+    """Whether an episode ran the application, and was not cancelled."""
     return episode.phase not in (JUDGING, REFLECTING) and episode.status != "cancelled"
 
 
 def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:
     """The first episode of each task, then the second of each, ..."""
     rounds: list[list[Episode]] = []
-    of_task: Counter[str] = Counter()
+    episodes_of_task: Counter[str] = Counter()
     for episode in episodes:
-        number = of_task[episode.task.id]
-        of_task[episode.task.id] += 1
+        number = episodes_of_task[episode.task.id]
+        episodes_of_task[episode.task.id] += 1
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(episode)
-    for round_ in rounds:
-        yield from round_
+    for one_of_each_task in rounds:
+        yield from one_of_each_task
 
 
 class _Reading:
+    """Reads the texts of calls, episode by episode."""
+
     def __init__(
         self, store: Store, found: Recorded, roles: set[str], keep: Sequence[re.Pattern[str]], tasks: Texts
     ) -> None:
@@ -216,6 +221,7 @@ class _Reading:
         return self._changing[text]
 
     def _body(self, id: str) -> Any:
+        """The content of a message or of tools, read once. Raises RecordError if it was lost."""
         if id not in self._bodies:
             self._bodies[id] = self._store.message(id)
         return self._bodies[id]
@@ -236,16 +242,16 @@ class _Call:
         """Note a text at a place of the call: its episode-specific spans, its calls and tasks."""
         texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
         order = (self.call.turn, position)
-        seen = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
+        noted = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
         if text not in self.spans:
             # Computed only once: later answers cannot be the source of the text.
             self.spans[text] = self.explained.spans(text)
         spans = self.spans[text]
         # Over several episodes, a span is explained only if every one of them explains it.
-        seen.explained = spans if seen.explained is None else intersection(seen.explained, spans)
-        seen.order = min(seen.order, order)
-        seen.calls.add(self.call.id)
-        seen.tasks.add(self.task)
+        noted.explained = spans if noted.explained is None else intersection(noted.explained, spans)
+        noted.order = min(noted.order, order)
+        noted.calls.add(self.call.id)
+        noted.tasks.add(self.task)
 
 
 def task_key(episode: Episode, calls: Sequence[CallRecord]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from cotune.recording.recorder import LiveCall
@@ -71,8 +70,8 @@ def answer_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
     """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
-    asked, tools = script.messages_and_tools(recorded)
-    recorded_messages = _comparable_messages(asked)
+    messages_in_record, tools = script.messages_and_tools(recorded)
+    recorded_messages = _comparable_messages(messages_in_record)
     messages = _comparable_messages(call.messages)
     for number, (was, now) in enumerate(zip(recorded_messages, messages, strict=False)):
         if _text(was) != _text(now):
@@ -92,9 +91,14 @@ def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> st
 
 def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
     """The number of messages that two requests share before their first difference."""
-    asked, _ = script.messages_and_tools(recorded)
-    pairs = zip(_comparable_messages(asked), _comparable_messages(call.messages), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _text(pair[0]) == _text(pair[1]), pairs))
+    recorded_messages, _ = script.messages_and_tools(recorded)
+    n_shared = 0
+    pairs = zip(_comparable_messages(recorded_messages), _comparable_messages(call.messages), strict=False)
+    for recorded_message, message in pairs:
+        if _text(recorded_message) != _text(message):
+            break
+        n_shared += 1
+    return n_shared
 
 
 def _comparable_messages(messages: Sequence[Any]) -> list[Any]:
@@ -103,6 +107,7 @@ def _comparable_messages(messages: Sequence[Any]) -> list[Any]:
 
 
 def _message_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first field in which two messages differ, and its difference; role and content come first."""
     for name in ("role", "content", *sorted({*was, *now})):
         if _text(was.get(name)) != _text(now.get(name)):
             field = "" if name == "content" else f"{name}, "
@@ -111,6 +116,7 @@ def _message_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _tool_difference(was: Sequence[Any], now: Sequence[Any]) -> str:
+    """The first tool that differs, and its difference, or the numbers of tools."""
     for number, (old, new) in enumerate(zip(was, now, strict=False)):
         if _text(old) != _text(new):
             return f"number {number + 1}, {_value_difference(old, new)}"
@@ -153,4 +159,5 @@ def _excerpt(text: str, start: int, position: int) -> str:
 
 
 def _text(value: Any) -> str:
+    """A value as a text to compare: JSON unless it is a text."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)

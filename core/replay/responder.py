@@ -47,9 +47,10 @@ class ReplayResponder:
         self.diverged: ReplayDiverged | None = None
         """The first divergence. No call is answered after it."""
         script = replay.script
-        self._unaffected_calls = (
-            script.unaffected_calls(replay.fork) if replay.fork else {call.id for call in script.calls}
-        )
+        if replay.fork:
+            self._unaffected_calls = script.unaffected_calls(replay.fork)
+        else:
+            self._unaffected_calls = {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]
         self._queues: dict[tuple[str, str], deque[_Entry]] = {}
         # Equal requests of a role are answered in the order of the record.
@@ -138,7 +139,7 @@ class ReplayResponder:
         """Wait for the answers that came earlier in the record while this call waited, and for the recorded time after
         them."""
         earlier = [entry for entry in self._entries if recorded.started < entry.call.ended < recorded.ended]
-        if not earlier:
+        if not earlier:  # no other answer came while it waited
             return
         for other in earlier:
             asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
@@ -150,8 +151,9 @@ class ReplayResponder:
                     f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
                     f"first in the record: that one was not asked within {PATIENCE:g} s.",
                 )
-        least, most = ORDER_GAP
-        await asyncio.sleep(min(most, max(least, recorded.ended - max(other.call.ended for other in earlier))))
+        gap_in_record = recorded.ended - max(other.call.ended for other in earlier)
+        shortest, longest = ORDER_GAP
+        await asyncio.sleep(min(longest, max(shortest, gap_in_record)))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
         """Answer the forked call, with the answer that the replay sets or with a new one, and note the fork in the
@@ -180,9 +182,11 @@ class ReplayResponder:
         return answer
 
     async def _ask_others(self, call: LiveCall) -> Answer | None:
+        """A new answer; None if the application's own provider gives it."""
         return None if self.others is None else await self.others.respond(call)
 
     def _diverge(self, call: LiveCall | ScriptCall, cause: str, remedy: str = _CHANGED) -> NoReturn:
+        """Raise ReplayDiverged, and refuse all further calls."""
         self.diverged = ReplayDiverged(call.role, call.turn, cause, remedy)
         raise self.diverged
 

@@ -84,7 +84,9 @@ def _rewards_table(rescored: Rescoring) -> Group:
     table = grid("role", "groups>", "scored>", "failed>", "another is best>", "before", "now")
     for role, counts in sorted(rescored.roles.items()):
         numbers = map(str, (counts.groups, counts.candidates, counts.failed, counts.others_best))
-        table.add_row(role, *numbers, _means(counts.before, counts.had), _means(counts.after, counts.have))
+        before = _means(counts.sums_before, counts.counts_before)
+        after = _means(counts.sums_after, counts.counts_after)
+        table.add_row(role, *numbers, before, after)
     lines = [f"{count} x {text}" for text, count in rescored.errors.most_common(5)]
     if rescored.without_scorer:
         calls_by_role = sorted(rescored.without_scorer.items())
@@ -94,4 +96,5 @@ def _rewards_table(rescored: Rescoring) -> Group:
 
 
 def _means(sums: Mapping[str, float], counts: Mapping[str, int]) -> str:
+    """The mean of each component, as `team 0.500`."""
     return ", ".join(f"{name} {sums[name] / counts[name]:.3f}" for name in sorted(counts)) or "-"
