@@ -50,6 +50,7 @@ def load_object(
 
 
 def _put_first(entry: str) -> None:
+    """Search modules in a folder before all others, unless it is searched already."""
     if entry not in sys.path:
         sys.path.insert(0, entry)
 
@@ -84,7 +85,8 @@ def _load_file(field: str, spec: str, source: str) -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
         raise ConfigError(field, spec, "must be a file that exists", f"No file is at {path}.")
-    if (packaged := _load_packaged(field, spec, path)) is not None:
+    packaged = _load_packaged(field, spec, path)
+    if packaged is not None:
         return packaged
     _put_first(str(path.parent))
     loaded = sys.modules.get(path.stem)
@@ -113,10 +115,13 @@ def _load_packaged(field: str, spec: str, path: Path) -> ModuleType | None:
     while (root / "__init__.py").is_file():
         names.insert(0, root.name)
         root = root.parent
-    top = sys.modules.get(names[0])
-    elsewhere = top is not None and str(root / names[0]) not in map(str, getattr(top, "__path__", ()))
-    if len(names) == 1 or elsewhere or not all(name.isidentifier() for name in names):
+    if len(names) == 1 or not all(name.isidentifier() for name in names):
         return None
+    loaded_package = sys.modules.get(names[0])
+    if loaded_package is not None:
+        folders = map(str, getattr(loaded_package, "__path__", ()))
+        if str(root / names[0]) not in folders:  # another package of this name
+            return None
     for entry in (str(path.parent), str(root)):  # the file's folder too, as it may import its neighbours by plain name
         _put_first(entry)
     try:
@@ -136,7 +141,10 @@ def remedy_of(raised: str, otherwise: str) -> str:
     answer, there are too many requests, or an answer was cut. `otherwise` for another error."""
     if _KEYLESS.search(raised):
         return _KEY
-    return next((remedy for pattern, remedy in _PROVIDER.items() if re.search(pattern, raised)), otherwise)
+    for pattern, remedy in _PROVIDER.items():
+        if re.search(pattern, raised):
+            return remedy
+    return otherwise
 
 
 _KEYLESS = re.compile(
@@ -144,25 +152,26 @@ _KEYLESS = re.compile(
     r"|api_?key\b.{0,40}\b(required|must be (set|provided)|not set|missing|not found)\b"
 )
 _KEY = (
-    "Set the key that it asks for, or load the .env file that has it. Where no provider is asked, as in check and "
-    "train, any text will do: export OPENAI_API_KEY=none."
+    "Set the key that it asks for, or load the .env file that has it. If no provider is called, as in check and train, "
+    "any text will do: export OPENAI_API_KEY=none."
 )
 _PROVIDER = {
     r"(?i)connection error|connection refused|all connection attempts failed|name or service not known": (
-        "Nobody answers at the address that it asks: is its provider, server or tool up, and the address right "
-        "(OPENAI_BASE_URL)?"
+        "No answer came from the address that it calls. Check that the provider, server or tool runs, and that the "
+        "address is right (OPENAI_BASE_URL)."
     ),
     r"Error code: 40[13]\b|AuthenticationError": "The provider refuses the key: set the right one (OPENAI_API_KEY).",
     r"Error code: 429\b|RateLimitError": "The provider has too many requests: lower the concurrency, or try later.",
     r"LengthFinishReasonError": (
-        "Raise max_tokens of that call (sampling.max_tokens where it names none), or let the application go on from an "
-        "answer that was cut."
+        "Raise max_tokens of that call (sampling.max_tokens if it names none), or let the application continue after "
+        "an answer that was cut."
     ),
 }
 """Remedies for errors of a provider, by patterns of their texts."""
 
 
 def _broken(field: str, spec: str, error: Exception) -> ConfigError:
+    """The error for a module that raised `error` when it was imported."""
     text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
     fault = f"must be a module that imports; this one raised {text}{_line_of(error)}"
     return ConfigError(field, spec, fault, remedy_of(text, "Fix it first."))
@@ -173,12 +182,12 @@ def _line_of(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     importers = (Path(__file__), Path(importlib.__file__))
-    frames = []
+    frames: list[traceback.FrameSummary] = []
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith("<") and Path(frame.filename) not in importers:
             frames.append(frame)
-    outside = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
     if not frames:
         return ""
-    innermost = (outside or frames)[-1]
+    of_user = [frame for frame in frames if not frame.filename.startswith((sys.prefix, sys.base_prefix))]
+    innermost = (of_user or frames)[-1]
     return f" ({innermost.filename}:{innermost.lineno})"

@@ -65,7 +65,7 @@ def write_blanks(run: str | Path, to: str | Path, *, role: str | None = None) ->
     Only calls (of `role`) with different candidates are used. Returns the number of lines.
     """
     with open_store(run, read_only=True) as store, Path(to).open("xb") as file:
-        usable = []
+        usable: list[CallRecord] = []
         for episode in store.episodes():
             for call in store.calls(episode.id):
                 answers = {candidate.text or str(candidate.message) for candidate in call.candidates}
@@ -99,13 +99,17 @@ def read_labelled(
         if episode.id in labels:
             episodes.append(episode)
             recorded_ids.add(episode.id)
-        for call in store.calls(episode.id) if labelled_calls else ():
+        if not labelled_calls:  # only episodes have labels: their calls need not be read
+            continue
+        for call in store.calls(episode.id):
             if call.id in labelled_calls:
                 calls.append((call, episode.task))
                 recorded_ids.update(candidate_id(call.id, candidate.index) for candidate in call.candidates)
     unknown = [id for id in labels if id not in recorded_ids]
     if unknown:
-        first_ids = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        first_ids = ", ".join(unknown[:3])
+        if len(unknown) > 3:
+            first_ids += ", ..."
         fault = f"has ids that are not on record ({len(unknown)} of {len(labels)}): {first_ids}"
         raise ConfigError("labels", source, fault, EXAMPLE)
     return calls, episodes

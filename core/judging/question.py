@@ -47,15 +47,17 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     def response_format(self, *, reason: bool = True) -> dict[str, Any]:
         """The schema of the answer, as `response_format` of a chat request."""
-        most = len(self.labels)
+        n_entries = len(self.labels)
         tier = {
             "type": "array",
             "items": {"type": "string", "enum": list(self.labels)},
             "minItems": 1,
-            "maxItems": most,
+            "maxItems": n_entries,
         }
-        ranking = {"type": "array", "items": tier, "minItems": 1, "maxItems": most}
-        properties = {**({"reason": {"type": "string"}} if reason else {}), "ranking": ranking}
+        properties: dict[str, Any] = {}
+        if reason:  # before the ranking, so that the judge thinks first
+            properties["reason"] = {"type": "string"}
+        properties["ranking"] = {"type": "array", "items": tier, "minItems": 1, "maxItems": n_entries}
         schema = {
             "type": "object",
             "properties": properties,
@@ -80,24 +82,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         if sorted(chain.from_iterable(tiers)) != sorted(self.labels):
             raise Unusable("its ranking does not have each letter once")
         number_of = dict(zip(self.labels, self.order, strict=True))
-        ranked = []
-        for tier in tiers:
-            if tier:
-                ranked.append([number_of[label] for label in tier])
-        return Verdict(ranked, str(clean(reason)).strip() if isinstance(reason, str) else "")
+        ranked = [[number_of[label] for label in tier] for tier in tiers if tier]
+        reason_text = str(clean(reason)).strip() if isinstance(reason, str) else ""
+        return Verdict(ranked, reason_text)
 
     def answer(self, verdict: Verdict) -> str:
         """An answer with this verdict and without other text."""
         label_of = dict(zip(self.order, self.labels, strict=True))
-        ranking = []
-        for tier in verdict.tiers:
-            ranking.append([label_of[number] for number in tier])
+        ranking = [[label_of[number] for number in tier] for tier in verdict.tiers]
         return canonical({"reason": verdict.reason, "ranking": ranking}).decode()
 
     def feedback(self, verdict: Verdict, entry: int) -> str:
         """The reason as a text for the entry with this number; empty without a reason. The reason names entries by
         their letters."""
-        return verdict.reason and f"This is {self.labels[self.order.index(entry)]}. {verdict.reason}"
+        if not verdict.reason:
+            return ""
+        label = self.labels[self.order.index(entry)]
+        return f"This is {label}. {verdict.reason}"
 
 
 def question(
@@ -110,19 +111,25 @@ def question(
     `turn` 1 reverses the order of the question with `turn` 0, the question with 3 the order of 2, and so on. With
     `reason`, the judge gives a reason first.
     """
-    content = sorted(entries)
-    mark = address("\x1f".join([str(seed), rubric, shared, *content]).encode())
+    digest = address("\x1f".join([str(seed), rubric, shared, *sorted(entries)]).encode())
     order = sorted(range(len(entries)), key=lambda i: entries[i])
-    random.Random(seed_of(seed, turn // 2, mark)).shuffle(order)
-    order = order[::-1] if turn % 2 else order
+    random.Random(seed_of(seed, turn // 2, digest)).shuffle(order)
+    if turn % 2:
+        order.reverse()
+
+    mark = digest[:8]  # an entry cannot contain it, as it depends on all of them
     labels = tuple(_label(i) for i in range(len(entries)))
-    shown = "\n".join(_text_between(mark[:8], label, entries[i]) for label, i in zip(labels, order, strict=True))
+    shown_entries: list[str] = []
+    for label, i in zip(labels, order, strict=True):
+        shown_entries.append(_text_between(mark, label, entries[i]))
+    all_entries = "\n".join(shown_entries)
     parts = [
         f"Rubric:\n{rubric.strip()}",
-        f"What they share:\n{_text_between(mark[:8], 'request', shared)}",
-        f"{what[0].upper()}{what[1:]}:\n{shown}",
+        f"What they share:\n{_text_between(mark, 'request', shared)}",
+        f"{what[0].upper()}{what[1:]}:\n{all_entries}",
     ]
-    system = {"role": "system", "content": _SYSTEM.format(what=what, mark=mark[:8], reason=_REASON * reason)}
+    instruction = _SYSTEM.format(what=what, mark=mark, reason=_REASON if reason else "")
+    system = {"role": "system", "content": instruction}
     return Question(
         messages=[system, {"role": "user", "content": "\n\n".join(parts)}], labels=labels, order=tuple(order)
     )
@@ -145,12 +152,15 @@ def values_of_tiers(tiers: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _text_between(mark: str, name: str, text: str) -> str:
+    """A text between marks, so that the judge sees where it begins and ends."""
     return f"<<{mark} {name}>>\n{text}\n<<{mark} end of {name}>>"
 
 
 def _label(number: int) -> str:
-    more, last = divmod(number, 26)
-    return (_label(more - 1) if more else "") + ascii_uppercase[last]
+    """The letter of an entry: A to Z, then AA, AB, ..."""
+    earlier_letters, last = divmod(number, 26)
+    prefix = _label(earlier_letters - 1) if earlier_letters else ""
+    return prefix + ascii_uppercase[last]
 
 
 def _json_objects(text: str) -> Iterator[Mapping[str, Any]]:

@@ -96,8 +96,10 @@ def well_formed(answer: Answer) -> tuple[Answer, str | None]:
     fixed = replace(answer, candidates=candidates, usage=usage, prompt_ids=prompt_ids)
     if not faults:
         return fixed, None
-    more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-    return fixed, f"the provider's answer is malformed: {', '.join(faults[:_NAMED])}{more}"
+    text = ", ".join(faults[:_NAMED])
+    if len(faults) > _NAMED:
+        text += f" and {len(faults) - _NAMED} more"
+    return fixed, f"the provider's answer is malformed: {text}"
 
 
 def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
@@ -138,10 +140,10 @@ def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         faults.append(f"{where}message is {_kind(sent)}")
         return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
-    # The client library may have found wrong fields before: keep these too.
+    # An integration may have found wrong fields before: keep these too.
     earlier = plain.pop(MALFORMED, {})
-    wrong = dict(earlier) if isinstance(earlier, dict) else {MALFORMED: earlier}
-    faults.extend(f"{where}{name}" for name in wrong)
+    wrong_fields = dict(earlier) if isinstance(earlier, dict) else {MALFORMED: earlier}
+    faults.extend(f"{where}{name}" for name in wrong_fields)
     for name, decode in _fields.items():
         if name not in plain:
             continue
@@ -149,11 +151,13 @@ def _message(sent: Any, where: str, faults: list[str]) -> dict[str, Any]:
             decode(_encode(plain[name]))
         except msgspec.ValidationError:
             faults.append(f"{where}message.{name} is {_kind(plain[name])}")
-            wrong[name] = plain.pop(name)
-    if not wrong and "role" in plain:
+            wrong_fields[name] = plain.pop(name)
+    if not wrong_fields and "role" in plain:
         return plain
     message = {"role": "assistant", "content": None, **plain}
-    return {**message, MALFORMED: wrong} if wrong else message
+    if wrong_fields:
+        message[MALFORMED] = wrong_fields
+    return message
 
 
 def storable(value: Any) -> Any:
@@ -162,7 +166,7 @@ def storable(value: Any) -> Any:
     try:
         return msgspec.json.decode(_encode(value))
     except (ValueError, TypeError, OverflowError, RecursionError):
-        pass
+        pass  # a value that the quick encoder refuses: the slow way below can replace it
     try:
         text = json.dumps(value, default=repr, skipkeys=True)
         return msgspec.json.decode(json.dumps(clean(json.loads(text))))
@@ -184,33 +188,33 @@ def clean(value: Any) -> Any:
         return [clean(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return str(value)
-    return value if not isinstance(value, float) or math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _count(value: Any, name: str, faults: list[str]) -> int:
-    if isinstance(value, float) and value.is_integer() and 0 <= value < MOST:
-        return int(value)
-    if _is_count(value):
+    """A count that a provider reports under `name`; 0 for a wrong value, which is named in `faults`."""
+    is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+    if is_whole and 0 <= value < MOST:
         return int(value)
     faults.append(f"{name} is {_kind(value)}")
     return 0
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
-
-
 def _are_ids(ids: Sequence[int]) -> bool:
+    """Whether these are token ids that a store can pack."""
     try:
         return not ids or (min(ids) >= 0 and bool(pack_ids(ids)))
-    except (struct.error, TypeError, OverflowError):
+    except (struct.error, TypeError, OverflowError):  # other values than integers, or too large ones
         return False
 
 
 def _are_logprobs(values: Sequence[float]) -> bool:
+    """Whether these are finite numbers that float32 can hold."""
     try:
         return not values or (all(map(math.isfinite, values)) and max(map(abs, values)) < 1e38)
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError):  # other values than numbers, or too large ones
         return False
 
 

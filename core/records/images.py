@@ -67,9 +67,11 @@ def join_images(body: Any, image: Callable[[str], bytes | None]) -> Any:
         return body
 
     def restored_url(url: str) -> str:
-        match = _REFERENCE.fullmatch(url)
-        data = image(match[2]) if match else None
-        return url if match is None or data is None else data_url(Image(match[1], data))
+        reference = _REFERENCE.fullmatch(url)
+        if reference is None:
+            return url
+        data = image(reference[2])
+        return url if data is None else data_url(Image(reference[1], data))
 
     return {**body, "content": [_change_url(part, restored_url) for part in body["content"]]}
 
@@ -82,7 +84,7 @@ def holds_images(messages: Iterable[Any]) -> bool:
 def images_of(messages: Iterable[Any]) -> tuple[bytes, ...]:
     """The encoded bytes of all images of a request, in order. Raises RequestRefused for an image that is not part of
     the request: cotune never downloads one."""
-    images = []
+    images: list[bytes] = []
     for message in messages:
         for url in _image_urls(message):
             image = decoded_image(url)
@@ -106,8 +108,10 @@ def shown_image(url: str) -> str:
     image = decoded_image(url)
     if image is not None:
         return f"[{image.media_type}, {len(image.data):,} bytes, sha256 {image.id[:12]}]"
-    lost = _REFERENCE.fullmatch(url)
-    return f"[{lost[1]}, sha256 {lost[2][:12]}, lost]" if lost else f"[image at {url[:200]}]"
+    reference = _REFERENCE.fullmatch(url)
+    if reference is not None:  # the store no longer has the image
+        return f"[{reference[1]}, sha256 {reference[2][:12]}, lost]"
+    return f"[image at {url[:200]}]"
 
 
 def without_image_bytes(body: Any) -> Any:
@@ -125,10 +129,13 @@ def content_text(content: Any) -> str:
 
 
 def _part_text(part: Any) -> str:
+    """A part of a message's content as text: a phrase for an image, else its text."""
     url = _url(part)
     if isinstance(url, str):
         return shown_image(url)
-    return str(part["text"]) if isinstance(part, Mapping) and isinstance(part.get("text"), str) else str(part)
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    return str(part)
 
 
 def decoded_image(url: Any) -> Image | None:
@@ -136,15 +143,19 @@ def decoded_image(url: Any) -> Image | None:
     match = _DATA.match(url) if isinstance(url, str) else None
     if match is None:
         return None
+    encoded = "".join(url[match.end() :].split())  # senders may break it into lines
     try:
-        return Image(match[1], base64.b64decode("".join(url[match.end() :].split()), validate=True))
-    except (binascii.Error, ValueError):
+        return Image(match[1], base64.b64decode(encoded, validate=True))
+    except (binascii.Error, ValueError):  # not base64
         return None
 
 
 def _image_urls(message: Any) -> Iterator[Any]:
+    """The addresses of the images in a message."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    for part in content if isinstance(content, list | tuple) else ():
+    if not isinstance(content, list | tuple):
+        return
+    for part in content:
         if isinstance(part, Mapping) and part.get("type") == "image_url":
             yield _url(part)
 
@@ -156,11 +167,17 @@ def _url(part: Any) -> Any:
 
 
 def _change_url(part: Any, change: Callable[[str], str]) -> Any:
+    """A part of a message's content with another address of its image; `part` itself if nothing changes."""
     url = _url(part)
-    if not isinstance(url, str) or (new := change(url)) == url:
+    if not isinstance(url, str):
+        return part
+    new_url = change(url)
+    if new_url == url:
         return part
     image = part["image_url"]
-    return {**part, "image_url": {**image, "url": new} if isinstance(image, Mapping) else new}
+    if isinstance(image, Mapping):
+        return {**part, "image_url": {**image, "url": new_url}}
+    return {**part, "image_url": new_url}
 
 
 def prompt_id(prompt: str, images: Sequence[str]) -> str:

@@ -35,11 +35,13 @@ def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
             raise ConfigError(FIELD, text, fault, f"Write {last}:{first}, or leave it out.")
         ranges.append((first, last))
     ranges.sort(key=lambda range_: range_[0])
-    for (first, last), (following, _) in itertools.pairwise(ranges):
-        if last is None or following <= last:
-            fault = f"has ranges that overlap in step {following}"
-            remedy = f"End the range that begins with {first} before step {following}."
-            raise ConfigError(FIELD, text, fault, remedy if first < following else "Leave one of the two out.")
+    for (first, last), (next_first, _) in itertools.pairwise(ranges):
+        if last is None or next_first <= last:
+            fault = f"has ranges that overlap in step {next_first}"
+            remedy = f"End the range that begins with {first} before step {next_first}."
+            if first == next_first:
+                remedy = "Leave one of the two out."
+            raise ConfigError(FIELD, text, fault, remedy)
     return tuple(ranges)
 
 
@@ -47,7 +49,8 @@ def within(text: str, step: int) -> bool:
     """Whether `step`, counted from 0 as in the records, is in the ranges of `text`. An empty text means every step."""
     if not text:
         return True
-    return any(first <= step + 1 and (last is None or step < last) for first, last in step_ranges(text))
+    number = step + 1
+    return any(first <= number and (last is None or number <= last) for first, last in step_ranges(text))
 
 
 def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
@@ -55,12 +58,15 @@ def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
     `ranges` has the text of each trained policy; an empty text means every step."""
     for text in filter(None, ranges.values()):
         for first, last in step_ranges(text):
-            if (beyond := max(first, last or 0)) > steps:
-                fault = f"names step {beyond}, beyond the last step of the run"
+            named_step = first if last is None else last
+            if named_step > steps:
+                fault = f"names step {named_step}, beyond the last step of the run"
                 raise ConfigError(FIELD, text, fault, f"The run has {steps} steps: raise `steps`, or end it there.")
-    if ranges and all(ranges.values()) and (idle := _first_idle(ranges.values(), steps)):
-        remedy = "Extend a range, or leave out `train` for one of the policies."
-        raise ConfigError(FIELD, dict(ranges), f"leaves step {idle} without a policy that is trained", remedy)
+    if ranges and all(ranges.values()):  # a policy without ranges is trained in every step
+        idle_step = _first_idle(ranges.values(), steps)
+        if idle_step is not None:
+            remedy = "Extend a range, or leave out `train` for one of the policies."
+            raise ConfigError(FIELD, dict(ranges), f"leaves step {idle_step} without a policy that is trained", remedy)
 
 
 def _first_idle(texts: Iterable[str], steps: int) -> int | None:

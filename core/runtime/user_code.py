@@ -71,23 +71,30 @@ class AppThread:
             """Run the function in its context, and hand its result or error to the event loop that waits for it."""
             process = os.getpid()
             value: Any = None
-            end: Callable[[Any], None] = future.set_result
+            raised: BaseException | None = None
             try:
                 value = context.run(fn, *args)
             except BaseException as error:  # noqa: BLE001
-                # The function forked, and this is the child: it must not run the rest of the run.
-                if os.getpid() != process:
-                    end_child(error)
-                end = future.set_exception
-                value = error
-                if isinstance(error, StopIteration) or not isinstance(error, Exception):  # a future rejects these
-                    value = Stopped(error_phrase(error))
-                    value.__cause__ = error
+                raised = error
             if os.getpid() != process:
-                end_child(None)
+                # The function forked, and this is the child: it must not run the rest of the run.
+                end_child(raised)
+            if isinstance(raised, StopIteration) or (raised is not None and not isinstance(raised, Exception)):
+                stopped = Stopped(error_phrase(raised))  # a future rejects such an exception
+                stopped.__cause__ = raised
+                raised = stopped
             self.busy = False
+
+            def end() -> None:
+                if future.done():  # cancelled meanwhile
+                    return
+                if raised is not None:
+                    future.set_exception(raised)
+                else:
+                    future.set_result(value)
+
             try:
-                loop.call_soon_threadsafe(lambda: None if future.done() else end(value))
+                loop.call_soon_threadsafe(end)
             except RuntimeError:  # the loop is closed, so nobody waits for the result
                 return
 

@@ -350,7 +350,7 @@ def test_what_is_no_number_has_a_way_to_say_that_nobody_knows(value, name):
     [
         ("Executor is already running.", "Several episodes run at the same time"),
         ("This event loop is already running", "Fix the workflow."),
-        ("Connection error.", "Nobody answers at the address that it asks"),
+        ("Connection error.", "No answer came from the address that it calls"),
         ("Error code: 401 - {'error': 'invalid key'}", "The provider refuses the key"),
         ("Error code: 429 - slow down", "The provider has too many requests"),
         ("LengthFinishReasonError: Could not parse response content", "Raise max_tokens of that call"),
