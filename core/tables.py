@@ -19,7 +19,10 @@ from cotune.records.structs import Candidate
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-GOOD, BAD, QUIET, NAME = "green", "red", "dim", "cyan"
+GOOD = "green"
+BAD = "red"
+QUIET = "dim"
+NAME = "cyan"
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
 """Maximum number of characters of a curve. In a run with more steps, several steps share a character."""
@@ -45,9 +48,11 @@ def first_line(text: str | None) -> str:
 
 def answer_line(candidate: Candidate) -> str:
     """An answer on one line: its text and its tool calls."""
-    functions = [tool.get("function") or {} for tool in candidate.tool_calls]
-    calls = [f"{function.get('name')}({function.get('arguments', '')})" for function in functions]
-    return snippet(" ".join(filter(None, [candidate.text, *calls])) or "(nothing)")
+    texts = [candidate.text] if candidate.text else []
+    for tool_call in candidate.tool_calls:
+        function = tool_call.get("function") or {}
+        texts.append(f"{function.get('name')}({function.get('arguments', '')})")
+    return snippet(" ".join(texts) or "(nothing)")
 
 
 def scores(rewards: Mapping[str, float | None]) -> Text:
@@ -80,11 +85,11 @@ class Grid(Table):
             with_values = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
             self.columns = [replace(column, _index=index) for index, column in enumerate(with_values)]
         widths = [_width(column, console, options) for column in self.columns]
-        width_of_columns = options.max_width - _BETWEEN * (len(widths) - 1)
-        if sum(smallest for smallest, _ in widths) > width_of_columns:
+        room_for_columns = options.max_width - _BETWEEN * (len(widths) - 1)
+        if sum(smallest for smallest, _ in widths) > room_for_columns:
             yield from self._lines(options.max_width)
             return
-        for column, width in zip(self.columns, _fitted(widths, width_of_columns), strict=True):
+        for column, width in zip(self.columns, _fitted(widths, room_for_columns), strict=True):
             column.width = width
         if not self.below:
             yield from super().__rich_console__(console, options)
@@ -117,11 +122,15 @@ class Grid(Table):
         if self.title:
             yield Text(f"{self.title}", style="bold")
         for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
-            shown = [(column, cell) for column, cell in zip(self.columns, cells(row), strict=True) if cell.plain]
             line = Text()
-            for column, cell in shown:
-                line.append(" · " if line else "", style=QUIET)
-                line.append(f"{column.header} " if column.header else "", style=QUIET).append_text(cell)
+            for column, cell in zip(self.columns, cells(row), strict=True):
+                if not cell.plain:
+                    continue
+                if line:
+                    line.append(" · ", style=QUIET)
+                if column.header:
+                    line.append(f"{column.header} ", style=QUIET)
+                line.append_text(cell)
             yield line
             yield from self._below(number, width)
 
@@ -142,7 +151,8 @@ def grid(*columns: str, title: str = "") -> Grid:
 def _width(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
     """The minimum width of a column, the length of its longest word (at most `_WORD`), and its full width."""
     sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-    return min(_WORD, max(size.minimum for size in sizes)), max(size.maximum for size in sizes)
+    longest_word = max(size.minimum for size in sizes)
+    return min(_WORD, longest_word), max(size.maximum for size in sizes)
 
 
 def _fitted(widths: Sequence[tuple[int, int]], max_width: int) -> list[int]:
@@ -151,8 +161,9 @@ def _fitted(widths: Sequence[tuple[int, int]], max_width: int) -> list[int]:
     """
     fitted = [full for _, full in widths]
     while sum(fitted) > max_width:
-        spare = [width if width > smallest else 0 for width, (smallest, _) in zip(fitted, widths, strict=True)]
-        fitted[spare.index(max(spare))] -= 1
+        narrowable = [i for i, (smallest, _) in enumerate(widths) if fitted[i] > smallest]
+        widest = max(narrowable, key=lambda i: fitted[i])
+        fitted[widest] -= 1
     return fitted
 
 

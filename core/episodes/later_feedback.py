@@ -45,8 +45,12 @@ def feedback(
     address = records or os.environ.get("COTUNE_COLLECTOR")
     if not address:
         raise ConfigError("records", None, "is missing", "Name a store or a collector, or set COTUNE_COLLECTOR.")
-    if bool(episode) == bool(key):
-        raise ConfigError("episode", episode or None, "or `key` is needed, and not both")
+    if not episode and not key:
+        raise ConfigError(
+            "episode", None, "is missing, and so is `key`", "Pass one of them: key=, or the id `trace.id`."
+        )
+    if episode and key:
+        raise ConfigError("episode", episode[:100], "cannot be combined with `key`", "Pass only one of them.")
     if episode and TARGET.fullmatch(episode) is None:
         raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
     source = "The reward of cotune.feedback"

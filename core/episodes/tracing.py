@@ -257,11 +257,13 @@ class Trace:
         self.__exit__(kind, error, traceback)
 
     def _reading(self) -> AbstractContextManager[MemoryRecords | Store]:
+        """The records so far, open for reading. Raises RecordError before the block."""
         self._episode()
         assert self._sink is not None
         return self._sink.reading()
 
     def _episode(self) -> LiveEpisode:
+        """The episode of the trace. Raises RecordError before the block."""
         if self._live is None:
             raise RecordError("The trace has not begun.", "Use it as a block: with cotune.trace(...) as t.")
         return self._live

@@ -117,7 +117,9 @@ class Workflow:
         """
         if prompts is None or prompts == "":
             return self
-        return replace(self, prompts=prompts if isinstance(prompts, Prompts) else read_prompts(prompts))
+        if not isinstance(prompts, Prompts):
+            prompts = read_prompts(prompts)
+        return replace(self, prompts=prompts)
 
     @overload
     def scorer(
@@ -141,11 +143,13 @@ class Workflow:
         bounds that are not two numbers in order.
         """
         if not timeout > 0:
-            cause = f"The scorer of role {role!r} has timeout = {timeout!r}."
+            cause = f"The scorer of role {role!r} has timeout = {timeout!r}, which is not a positive number."
             raise WorkflowError(cause, "Pass the maximum seconds for a candidate, for example 120.")
         if bounds is not None:
             bounds = _checked_bounds(role, bounds)
-        first = "candidates" if group else "candidate"
+        signature = "(candidate, call, task) -> float"
+        if group:
+            signature = "(candidates, call, task) -> list[float]"
 
         def add(fn: Any) -> Any:
             """Register `fn` as the scorer of the role, and return it unchanged."""
@@ -153,8 +157,8 @@ class Workflow:
                 raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
             if not takes(fn, 3):
                 name = getattr(fn, "__name__", repr(fn))
-                remedy = f"Define it as: def {name}({first}, call, task) -> {'list[float]' if group else 'float'}."
-                raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
+                cause = f"The scorer {name} of role {role!r} does not take three arguments."
+                raise WorkflowError(cause, f"Define it as: def {name}{signature}.")
             self.scorers[role] = OfGroup(fn, timeout, bounds) if group else OfOne(fn, timeout, bounds)
             return fn
 
@@ -316,7 +320,8 @@ def _of_graph(
         )
 
     async def run(task: Any) -> Any:
-        state = await runner(inputs(task) if inputs else task)
+        graph_input = inputs(task) if inputs else task
+        state = await runner(graph_input)
         # Calls of the reward function, for example of a judge, are not part of the episode.
         with context_value(current_episode, None):
             outcome = reward(state, task)
@@ -326,13 +331,14 @@ def _of_graph(
 
 
 def _checked_bounds(role: str, bounds: Any) -> Bounds:
-    """Raises WorkflowError unless these are two finite numbers, the lower one first."""
+    """The declared bounds of a scorer as floats. Raises WorkflowError unless they are two finite numbers, the lower one
+    first."""
     try:
         low, high = map(float, bounds)
     except (TypeError, ValueError):
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        cause = f"The scorer of role {role!r} has bounds = {bounds!r}."
+        cause = f"The scorer of role {role!r} has bounds = {bounds!r}, which are not two finite numbers in order."
         raise WorkflowError(cause, "Pass the lowest and the highest number that it returns, for example (0, 1).")
     return low, high
 

@@ -61,15 +61,16 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transcript(self) -> str:
         """The conversation as text: each message once, each answer under its role."""
-        shown: set[str] = set()
-        lines: list[str] = []
+        already_shown: set[str] = set()
+        parts: list[str] = []
         for call in self.calls:
             texts = [shown_messages([message]) for message in call.messages]
-            new = [text for text in texts if text not in shown]
-            lines += [*new, f"[{call.role} answers]\n{shown_message(call.answer.message)}"]
+            new_texts = [text for text in texts if text not in already_shown]
+            parts += [*new_texts, f"[{call.role} answers]\n{shown_message(call.answer.message)}"]
+            already_shown.update(new_texts)
             # The answer may come back as an assistant message of a later call.
-            shown.update([*new, shown_messages([{**call.answer.message, "role": "assistant"}])])
-        return "\n\n".join(lines) or "(nothing was said)"
+            already_shown.add(shown_messages([{**call.answer.message, "role": "assistant"}]))
+        return "\n\n".join(parts) or "(nothing was said)"
 
 
 EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Rewards | Awaitable[Rewards]]
@@ -208,9 +209,12 @@ async def _outcomes_of_task(judge: EpisodeJudge, store: Store, ended: Sequence[E
 
 
 def _above_failed(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
-    """Extend a rank, the share of `others` that an episode is better than, by the `failed` episodes: it is better than
-    all of these."""
-    if isinstance(outcome, WorkflowError) or not failed or (others and name not in outcome.rewards):
+    """Count the failed episodes in a rank. `name` is the name of the rank, the share of the `others` that an episode is
+    better than. It is better than all of the `failed` episodes too.
+    """
+    if isinstance(outcome, WorkflowError) or not failed:
+        return outcome
+    if others and name not in outcome.rewards:  # the judge gave no rank
         return outcome
     rank = (outcome.rewards.get(name, 0.0) * others + failed) / (others + failed)
     return outcome._replace(rewards={**outcome.rewards, name: rank})

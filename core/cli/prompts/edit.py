@@ -50,17 +50,19 @@ def run(a: argparse.Namespace) -> int:
     from cotune.prompts.parts import why_not
 
     if bool(a.app) != bool(a.tasks):
-        raise ConfigError("--app", a.app, "and --tasks belong together", "For example: --app app:solve --tasks t.jsonl")
+        fault = "needs --tasks" if a.app else "is missing: --tasks needs it"
+        raise ConfigError("--app", a.app, fault, "For example: --app app:solve --tasks tasks.jsonl")
     prompts, source_file, recorded = source(a.source, keep=a.keep)
     file = prompts_path(a.out) if a.out else source_file
     if recorded is not None and file.is_file():
         raise ConfigError("--out", str(file), "exists already", f"Edit it: cotune prompts edit {file} --part ...")
     part = part_named(prompts, a.part)
     reason = why_not(part.kind, part.old, part.support.tasks)
-    for found_part in recorded.parts if recorded else ():
-        if found_part.part == part and found_part.why:
-            reason = found_part.why  # the records know more than the file: a part may match another part's texts
-            break
+    if recorded is not None:
+        for found_part in recorded.parts:
+            if found_part.part == part and found_part.why:
+                reason = found_part.why  # the records know more than the file: a part may match another part's texts
+                break
     if reason:
         raise ConfigError("--part", part.name, f"cannot be edited: {reason}", "Record more tasks that differ.")
     before = part.now
