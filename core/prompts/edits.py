@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.prompts.chat_texts import Kind, map_body
-from cotune.prompts.templates import AMBIGUOUS, Template
+from cotune.prompts.templates import Reading, Template
 from cotune.records.ids import canonical
 
 Outcome = Literal["edited", "prompt_unmatched", "prompt_ambiguous"]
@@ -71,10 +71,13 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """SHA-256 of the edits; "" without edits."""
-        edited = [
-            [part.roles, part.kind, part.key, part.old.pieces, part.now.pieces] for part in self.parts if part.edited
-        ]
-        return hashlib.sha256(canonical(sorted(edited, key=canonical))).hexdigest() if edited else ""
+        edits: list[list[Any]] = []
+        for part in self.parts:
+            if part.edited:
+                edits.append([part.roles, part.kind, part.key, part.old.pieces, part.now.pieces])
+        if not edits:
+            return ""
+        return hashlib.sha256(canonical(sorted(edits, key=canonical))).hexdigest()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -141,24 +144,37 @@ class CallEdits:
         candidates = self._edits.among(kind, key)
         if not candidates:
             return None
-        matches = [(part, values) for part in candidates if (values := part.old.match(text)) is not None]
-        # The parts are in the order of their constant text: the first match has the most.
-        matches = [(part, values) for part, values in matches if part.old.constant == matches[0][0].old.constant]
+        matches: list[tuple[PromptPart, tuple[str, ...] | Reading]] = []
+        for part in candidates:  # the ones with the most constant text first
+            if matches and part.old.constant < matches[0][0].old.constant:
+                break
+            values = part.old.match(text)
+            if values is not None:
+                matches.append((part, values))
         self._recognized[kind, key] = self._recognized.get((kind, key), False) or bool(matches)
         if not matches:
-            self._count_miss(kind, key, text)
+            self._note_miss(kind, key, text)
             return None
         edited = [part for part, _ in matches if part.edited]
         if not edited:
             return None
-        replacements = {text if values is AMBIGUOUS else part.now.fill(values) for part, values in matches}
-        if len(replacements) > 1 or any(values is AMBIGUOUS for _, values in matches):
+
+        replacements: set[str] = set()
+        is_ambiguous = False
+        for part, values in matches:
+            if isinstance(values, Reading):
+                is_ambiguous = True
+            else:
+                replacements.add(part.now.fill(values))
+        if is_ambiguous or len(replacements) > 1:
             self.ambiguous = (*self.ambiguous, edited[0].name)
             return None
         self.edited += 1
         return replacements.pop()
 
-    def _count_miss(self, kind: Kind, key: str, text: str) -> None:
+    def _note_miss(self, kind: Kind, key: str, text: str) -> None:
+        """Note a text that matches no part although an edited part belongs at its place: the most similar one counts
+        (`difference`)."""
         if not self._edits.edits(kind, key):
             return
         edited = [part for part in self._edits.among(kind, key) if part.edited]
@@ -175,11 +191,14 @@ class CallEdits:
         """
         if self.ambiguous:
             return "prompt_ambiguous"
-        places = {place: matched for place, matched in self._recognized.items() if self._edits.edits(*place)}
-        for (kind, _), matched in places.items():
+        matched_at_edited_place = False
+        for (kind, key), matched in self._recognized.items():
+            if not self._edits.edits(kind, key):
+                continue
             if not matched and kind != "user":
                 return "prompt_unmatched"
-        if any(places.values()):
+            matched_at_edited_place = matched_at_edited_place or matched
+        if matched_at_edited_place:
             return "edited"
         # Only tools or schemas are edited, and this call has none of them.
         only_others = not self._edits.edits("system") and not self._edits.edits("user")

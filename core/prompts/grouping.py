@@ -106,7 +106,11 @@ def group_texts(texts: Iterable[SeenText]) -> list[Group]:
     Comparing all pairs would take too long, so a sample is compared first, and the other texts join its prompts in
     rounds.
     """
-    singles = [Group(row, [text]) for text in texts if constant_characters(row := row_of(text.text, text.gaps))]
+    singles: list[Group] = []
+    for text in texts:
+        row = row_of(text.text, text.gaps)
+        if constant_characters(row):
+            singles.append(Group(row, [text]))
 
     # 1. Compare all pairs of a few texts, from all over the records.
     step = max(1, len(singles) // _SAMPLE_TEXTS)
@@ -137,7 +141,10 @@ def group_texts(texts: Iterable[SeenText]) -> list[Group]:
 
     # 3. Later texts may have removed the words in which two prompts differed.
     groups = [*groups, *separate, *waiting]
-    return _merge_groups(groups) if len(singles) > len(sample) and len(groups) <= 2 * _SAMPLE_TEXTS else groups
+    has_later_texts = len(singles) > len(sample)
+    if has_later_texts and len(groups) <= 2 * _SAMPLE_TEXTS:
+        groups = _merge_groups(groups)
+    return groups
 
 
 def _merge_groups(groups: Sequence[Group]) -> list[Group]:
@@ -166,7 +173,11 @@ def _join_text(groups: list[Group], single: Group) -> None:
     new prompt."""
     if _add_to_match(groups, single):
         return
-    fits = {number: fit for number, group in enumerate(groups) if (fit := _fit_groups(group, single))}
+    fits: dict[int, _Fit] = {}
+    for number, group in enumerate(groups):
+        fit = _fit_groups(group, single)
+        if fit is not None:
+            fits[number] = fit
     if not fits:
         groups.append(single)
         return
@@ -177,12 +188,16 @@ def _join_text(groups: list[Group], single: Group) -> None:
 def _add_to_match(groups: Sequence[Group], single: Group) -> bool:
     """Add a text to the prompt that it matches, the one with the most constant text; False if it matches none."""
     (text,) = single.texts
-    constant, number = max(
-        ((group.constant_if_matching(text), number) for number, group in enumerate(groups)), default=(0, 0)
-    )
-    if constant <= 0:
+    most_constant = 0
+    best: Group | None = None
+    for group in groups:
+        constant = group.constant_if_matching(text)
+        if constant > 0 and constant >= most_constant:
+            most_constant = constant
+            best = group
+    if best is None:
         return False
-    groups[number].texts.append(text)
+    best.texts.append(text)
     return True
 
 
@@ -191,11 +206,9 @@ def _fit_groups(a: Group, b: Group) -> _Fit | None:
     if not _may_fit(a, b):
         return None
     blocks = blocks_of(a.row, b.row)
-    return (
-        _Fit(common_characters(a.row, blocks), blocks)
-        if are_one_prompt(a.row, b.row, blocks, a.is_firm, b.is_firm)
-        else None
-    )
+    if not are_one_prompt(a.row, b.row, blocks, a.is_firm, b.is_firm):
+        return None
+    return _Fit(common_characters(a.row, blocks), blocks)
 
 
 def _may_fit(a: Group, b: Group) -> bool:
@@ -211,4 +224,5 @@ def _may_fit(a: Group, b: Group) -> bool:
 
 
 def _join_pair(a: Group, b: Group, fit: _Fit) -> Group:
+    """One prompt for the texts of two groups."""
     return Group(merge_rows(a.row, b.row, fit.blocks), [*a.texts, *b.texts])

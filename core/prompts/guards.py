@@ -59,7 +59,9 @@ class ProtectedTexts:
         self.names: set[str] = set()
         """Names of tools, roles and fields."""
         self._rows: set[int] = set()
+        """Rows of words in tasks, answers and results of tools (`_word_rows`)."""
         self._values: Counter[str] = Counter()
+        """Distinctive values of tasks, with the number of tasks that have each."""
 
     def task(self, task: Task) -> None:
         """Add a task: its rows of words, and the values that are specific to it."""
@@ -78,10 +80,10 @@ class ProtectedTexts:
 
     def copied(self, new: str, old: str) -> str:
         """The first words of `new` that are a copy and are not in `old`; "" without a copy."""
-        before = _word_rows(old)
+        rows_of_old = _word_rows(old)
         words = _WORD.findall(new)
         for start, row in enumerate(_hash_rows(words)):
-            if row in self._rows and row not in before:
+            if row in self._rows and row not in rows_of_old:
                 return " ".join(words[start : start + _COPIED_WORDS])
         for value, count in self._values.items():
             if count < _LABEL_TASKS and _holds_word(new, value) and not _holds_word(old, value):
@@ -96,9 +98,8 @@ def max_characters(part: PromptPart) -> int:
 
 def find_refusals(part: PromptPart, new: Template, known: ProtectedTexts | None = None) -> list[Refusal]:
     """The reasons why a text must not replace the text of a part; empty if it may."""
-    if new.constant > (
-        limit := max_characters(part)
-    ):  # checked first: the other rules take time that grows with the text
+    limit = max_characters(part)
+    if new.constant > limit:  # checked first: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {limit:,} are allowed")]
     reasons: list[Refusal] = []
     if fault := fault_of(part.old, new):
@@ -124,16 +125,20 @@ def find_refusals(part: PromptPart, new: Template, known: ProtectedTexts | None 
 
 
 def _text_with_slots(template: Template) -> str:
+    """A template as one text, to compare: each slot is its number between characters that no prompt has."""
     return "".join(piece if isinstance(piece, str) else f"\0{piece}\0" for piece in template.pieces)
 
 
 def _word_rows(text: str) -> set[int]:
+    """The rows of `_COPIED_WORDS` words in a text, as hashes."""
     return set(_hash_rows(_WORD.findall(text)))
 
 
 def _hash_rows(words: list[str]) -> Iterable[int]:
+    """A hash of each row of `_COPIED_WORDS` words, by the row's first word. Upper and lower case are the same."""
     folded = [word.casefold() for word in words]
-    return (hash(tuple(folded[start : start + _COPIED_WORDS])) for start in range(len(folded) - _COPIED_WORDS + 1))
+    for start in range(len(folded) - _COPIED_WORDS + 1):
+        yield hash(tuple(folded[start : start + _COPIED_WORDS]))
 
 
 def _is_distinctive(value: str) -> bool:
@@ -157,10 +162,12 @@ def _holds_word(text: str, value: str) -> bool:
 
 
 def _is_inside_word(a: str, b: str) -> bool:
+    """Whether two adjacent characters belong to one word. At the end of a text, one of them is empty."""
     return a.isalnum() and b.isalnum()
 
 
 def _numbers_in(value: Any) -> Iterable[str]:
+    """All numbers in a JSON value, as texts."""
     return (str(leaf) for leaf in leaves(value) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 

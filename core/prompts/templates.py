@@ -65,11 +65,12 @@ class Template(msgspec.Struct, frozen=True):
         Each constant text has a first and a last possible place. Every match lies between them, so if all first and
         last places are equal, there is only one.
         """
-        first = self._earliest_spans(text)
-        if first is None:
+        earliest = self._earliest_spans(text)
+        if earliest is None:
             return None
-        last = self._latest_spans(text)
-        return _values(text, first) if first == last else AMBIGUOUS
+        if self._latest_spans(text) != earliest:
+            return AMBIGUOUS
+        return _values(text, earliest)
 
     def reach(self, text: str) -> int:
         """The number of characters at the beginning of `text` that match, to show where a text departs from the
@@ -118,10 +119,13 @@ class Template(msgspec.Struct, frozen=True):
             position = start + len(piece)
             after_slot = False
             spans.append((start, position))
-        return self._with_edges(spans, text) if after_slot or position == len(text) else None
+        if not after_slot and position < len(text):  # the template ends before the text
+            return None
+        return self._with_edges(spans, text)
 
     def _latest_spans(self, text: str) -> list[tuple[int, int]]:
-        """The latest start and end of each constant text in `text`, in order. The text must match (`_first`)."""
+        """The latest start and end of each constant text in `text`, in order. The text must match
+        (`_earliest_spans`)."""
         spans: list[tuple[int, int]] = []
         position = len(text)
         before_slot = False

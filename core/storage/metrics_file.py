@@ -105,7 +105,11 @@ class _MetricsFile:
         self._file = file
         self._lock = threading.Lock()
         self._lines: list[dict[str, Any]] = []
-        self._inode = self._end = self._number = 0
+        self._inode = 0
+        self._end = 0
+        """Where the last complete line ended, in bytes."""
+        self._number = 0
+        """Number of complete lines so far."""
         self._last = b""
         """The line that ended at `_end`: if it is no longer there, the file was rewritten."""
 

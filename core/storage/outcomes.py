@@ -57,7 +57,9 @@ def metric(value: object) -> float | None:
     reports nothing: None."""
     if isinstance(value, str):
         return _WORDS.get(value.lower())
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def success_counts(where: str = "true") -> str:
@@ -105,5 +107,6 @@ def outcome_sum(on_failure: str, lowest: float, reward_sum: str = _REWARD_SUM) -
 
 
 def _value(on_failure: str, lowest: str) -> str:
+    """An SQL expression: the reward of a failed episode. `lowest` is the expression for the lowest reward."""
     value = failure_reward(on_failure)
     return lowest if value == "lowest" else repr(value)

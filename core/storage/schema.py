@@ -208,29 +208,29 @@ def _call_row(call: CallRecord) -> Row:
     have only their numbers, with which `call_from` splits the columns again.
     """
     # bytearray instead of bytes: for bytes, sqlite3 searches its adapters, which costs more than the rest of binding.
-    stored = []
+    stored: list[StoredCandidate] = []
     token_ids = bytearray()
     logprobs = bytearray()
-    for c in call.candidates:
-        n_tokens = len(c.token_ids)
-        n_logprobs = len(c.logprobs)
+    for candidate in call.candidates:
+        n_tokens = len(candidate.token_ids)
+        n_logprobs = len(candidate.logprobs)
         stored.append(
             StoredCandidate(
-                c.index,
-                c.text,
-                c.message,
-                c.finish_reason,
+                candidate.index,
+                candidate.text,
+                candidate.message,
+                candidate.finish_reason,
                 n_tokens,
                 n_logprobs,
-                c.malformed,
-                c.shown,
-                c.stop,
+                candidate.malformed,
+                candidate.shown,
+                candidate.stop,
             )
         )
         if n_tokens:
-            token_ids += pack_ids(c.token_ids)
+            token_ids += pack_ids(candidate.token_ids)
         if n_logprobs:
-            logprobs += packer(f"<{n_logprobs}f").pack(*c.logprobs)
+            logprobs += packer(f"<{n_logprobs}f").pack(*candidate.logprobs)
     # A packed id has 4 bytes. Answers of a provider have no ids, only the number of tokens that it reports.
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
@@ -287,38 +287,40 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
     If `token_ids` is None, the call is lean: its candidates have the right numbers of token ids, but not the ids, and
     only the beginning of texts and tool calls.
     """
-    lean = token_ids is None
-    ids = () if token_ids is None else unpack_ids(token_ids)
-    values: Any = array("f", logprobs) if lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
     # The arrays hold the token ids and log-probabilities of all candidates, one after another.
-    decoded = []
-    id_start = value_start = 0
-    for entry in _stored.decode(candidates):
-        text = entry.text
-        message = entry.message
-        shown = entry.shown
-        candidate_ids = ids[id_start : id_start + entry.tokens]
-        if lean:
-            tools = message.get("tool_calls")
+    is_lean = token_ids is None
+    all_ids = () if token_ids is None else unpack_ids(token_ids)
+    all_logprobs: Any = array("f", logprobs) if is_lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+    decoded: list[Candidate] = []
+    ids_start = logprobs_start = 0
+    for stored in _stored.decode(candidates):
+        ids_end = ids_start + stored.tokens
+        logprobs_end = logprobs_start + stored.logprobs
+        text = stored.text
+        message = stored.message
+        shown = stored.shown
+        candidate_ids = all_ids[ids_start:ids_end]
+        if is_lean:
+            tool_calls = message.get("tool_calls")
             text = text[:1]
-            message = {"tool_calls": tools[:1]} if tools else {}
+            message = {"tool_calls": tool_calls[:1]} if tool_calls else {}
             shown = None
-            candidate_ids = cast(tuple[int, ...], range(entry.tokens))
+            candidate_ids = cast(tuple[int, ...], range(stored.tokens))
         candidate = Candidate(
-            index=entry.index,
+            index=stored.index,
             text=text,
             message=message,
             token_ids=candidate_ids,
-            logprobs=values[value_start : value_start + entry.logprobs],
-            finish_reason=entry.finish_reason,
-            malformed=entry.malformed,
+            logprobs=all_logprobs[logprobs_start:logprobs_end],
+            finish_reason=stored.finish_reason,
+            malformed=stored.malformed,
             shown=shown,
-            stop=entry.stop,
+            stop=stored.stop,
         )
-        id_start += entry.tokens
-        value_start += entry.logprobs
+        ids_start = ids_end
+        logprobs_start = logprobs_end
         decoded.append(candidate)
-    if (not lean and id_start != len(ids)) or value_start != len(values):
+    if (not is_lean and ids_start != len(all_ids)) or logprobs_start != len(all_logprobs):
         raise ValueError("the arrays have other lengths than the candidates")
     call = _with_valid_times(_calls.decode(body))
     if not (0 <= call.step < 1 << 31 and 0 <= call.turn < 1 << 31):

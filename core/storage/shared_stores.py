@@ -35,6 +35,8 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(slots=True)
 class _SharedStore:
+    """A store, the number of traces that use it, and since when none does."""
+
     store: Store
     users: int = 0
     unused_since: float = 0.0
@@ -149,6 +151,7 @@ def _flush_and_end(number: int, frame: FrameType | None) -> None:
 
 
 def _start_closer() -> None:
+    """Start the thread that closes unused stores, unless it runs."""
     if _stores.closer is None:
         _stores.closer = threading.Thread(target=_close_unused, name="cotune-unused-stores", daemon=True)
         _stores.closer.start()
