@@ -551,7 +551,7 @@ class Figures:
         times: list[CallTime] = []
         for *columns, body in self.rows(sql, (episode,)):
             parents = tuple(map(str, _list_field(body, "parents")))
-            times.append(CallTime(*columns, parents))
+            times.append(CallTime._make((*columns, parents)))
         return times
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
