@@ -169,8 +169,8 @@ def scored() -> RenderableType:
     names = {"cites_sources": 123.0, "exact_match": 45.0}
     of = Rescored(
         groups=1024, candidates=8192, failed=12, others_best=512,
-        before=Counter(names), had=Counter(dict.fromkeys(names, 8)), after=Counter(names),
-        have=Counter(dict.fromkeys(names, 8)),
+        sums_before=Counter(names), counts_before=Counter(dict.fromkeys(names, 8)),
+        sums_after=Counter(names), counts_after=Counter(dict.fromkeys(names, 8)),
     )  # fmt: skip
     return score_table(Rescoring(roles=dict.fromkeys(ROLES, of)))
 

@@ -338,7 +338,7 @@ def test_what_is_no_number_has_a_way_to_say_that_nobody_knows(value, name):
     """The remedy works: what it names is taken."""
     with pytest.raises(WorkflowError) as caught:
         outcome_of(value, "it")
-    assert caught.value.remedy == f'Return finite numbers only; if it is unknown, {{"{name}": None}}.'
+    assert caught.value.remedy == f'Return finite numbers only; if it is unknown, return {{"{name}": None}}.'
     assert outcome_of({name: None}, "it") == ({}, {})
     with pytest.raises(WorkflowError) as metric:
         outcome_of({"team": 1, "metrics": {"turns": math.nan}}, "it")
