@@ -75,13 +75,13 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-# Three workers on two cores, as tests wait for processes a third of their time: one has the engines of vLLM, one all other
-# tests on Ray (see tests/conftest.py), the third the rest meanwhile, quick files first. mypy runs while they begin.
+# Four workers on two cores, as tests wait for processes two fifths of their time: one has the engines of vLLM, one all
+# other tests on Ray (see tests/conftest.py), the others the rest meanwhile, quick files first. mypy runs while they begin.
 # cotune is compiled first: with PYTHONDONTWRITEBYTECODE, each process that tests start would compile it again.
 test: style browser bubblewrap postgresql
 	$(BIN)/python -m compileall -q build/__editable__*
 	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -p xdist -n 3 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest -p xdist -n 4 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; echo mypy:; cat build/mypy.log; test $$tests -eq 0 && test $$types -eq 0
 
 # All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.

@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long  # `test_training.py` trains two bases in one process, and `run/test_cluster.py` one on Ray
 def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
     policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(other_base)}]
     assert trainer(worker_app.parity, policy=policy, cluster={**CLUSTER, "learners": 1}, **SETTINGS).finished

@@ -50,6 +50,7 @@ def test_a_run_on_workers_ends_with_the_weights_of_a_local_one(
                 assert own[policy][name] == pytest.approx(theirs[policy][name], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.long  # `test_critic.py` of the learner compares two workers with one, `test_sweet_rl.py` runs the recipe
 def test_a_critic_on_workers_gives_the_advantages_of_a_local_one(
     ray_runtime: str, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
