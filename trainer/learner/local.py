@@ -416,8 +416,9 @@ class LocalLearner:
                 files.read_optimizer(folder, policy, self._optimizers[name])
                 if name in self._critic:
                     self._critic.load(name, files.read_critic(folder, policy))
-                self._gradient_checks[name].steps = files.read_progress(folder, policy, self._order[name])
-                if self._gradient_checks[name].steps and not self._optimizers[name].state:
+                steps = files.read_progress(folder, policy, self._order[name])
+                self._gradient_checks[name].steps = steps
+                if steps and not self._optimizers[name].state:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
 
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:

@@ -147,11 +147,11 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         dtype = getattr(torch, self._dtype)
         return any(weight.dtype != dtype for weight in weights)
 
-    def take_products(self, dtype: str) -> None:
+    def round_logit_products(self, dtype: str) -> None:
         """Round the factors of the logits' products to `dtype` on a CPU, as `products.join_layers` does in layers."""
         self._head = Head(self.network.get_output_embeddings().weight) if dtype == "bfloat16" else None
 
-    def compute_by_itself(self, copies: AdapterCopies) -> None:
+    def use_copies(self, copies: AdapterCopies) -> None:
         """Refresh `copies` before each pass: layers now compute with their adapters in one step
         (`products.join_layers`). Autocast is then only needed for other weights in another precision."""
         self._copies = copies

@@ -124,9 +124,10 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             p = z.exp()
             entropy[part] = -torch.linalg.vecdot(p, z)
             if slope is not None:
-                # (onehot(y) - p) / T, written over p, which is not needed any more.
-                p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
-                slope[part] = product(p.to(weight.dtype), weight.t())
+                # d log p[y] / d(W h) = (onehot(y) - p) / T, written over p, which is not needed any more.
+                gradient = p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1))
+                gradient /= temperature[part, None]
+                slope[part] = product(gradient.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
         ctx.options = options
         # An output that the loss does not use has the gradient None, in place of a tensor of zeros.

@@ -338,7 +338,9 @@ def even_cuts(lengths: Ints, common: Ints, parts: int) -> list[int]:
     def reaches_end(most: int) -> bool:
         return cuts_with_largest(most)[-1] == len(lengths)
 
-    smallest = bisect_left(range(int(ends[-1]) + 1), True, key=reaches_end)
+    # The larger the parts may be, the further they reach. Find the smallest size of parts that reach the end.
+    all_tokens = int(ends[-1])
+    smallest = bisect_left(range(all_tokens + 1), True, key=reaches_end)
     return cuts_with_largest(smallest)
 
 

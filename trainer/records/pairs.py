@@ -172,6 +172,7 @@ def _prompt_key(episode: Episode, call: CallRecord) -> Hashable:
 
 
 def _answer(episode: Episode, call: CallRecord, candidate: Candidate, reward: float) -> _Answer:
+    """Return a candidate with its reward, for comparison with other answers to its prompt."""
     return _Answer(
         episode=episode.id,
         task=episode.task.id,

@@ -315,7 +315,8 @@ class WorkerPool:
         """Take the result of a job from a worker. A second result of the same job is dropped, and so is the result of a
         lost worker, whose jobs are run again."""
         # A lost worker keeps its jobs in `running`, for `_settle`.
-        if worker.loss.done() or worker.running.pop(job.request.id, None) is not job or job.ended.done():
+        is_expected = not worker.loss.done() and worker.running.pop(job.request.id, None) is job
+        if not is_expected or job.ended.done():
             self.counters["results_dropped"] += 1
             return
         if isinstance(result, EpisodeLost):

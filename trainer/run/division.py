@@ -156,17 +156,17 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> Division:
             else:
                 engine = "vllm"
 
-    samples_here = _samples(config)
+    starts_engine = _starts_engines(config)
     per_engine = 0.0
     per_learner = 0.0
-    if resources.gpus and samples_here:
+    if resources.gpus and starts_engine:
         per_engine = SHARED
         per_learner = SHARED
     elif resources.gpus:
         per_learner = 1.0
     # Making [cluster] with this address raises ConfigError for settings that need Ray.
     cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)
-    if samples_here:
+    if starts_engine:
         _check_gpus_per_engine(cluster, per_engine)
     cluster = cluster.divided(engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner)
     divided = msgspec.structs.replace(config, engine=engine, cluster=cluster)
@@ -191,7 +191,7 @@ def _count_used(cluster: ClusterConfig) -> int:
     return int(cluster.gpus_per_engine + cluster.gpus_per_learner)
 
 
-def _samples(config: TrainConfig) -> bool:
+def _starts_engines(config: TrainConfig) -> bool:
     """Return whether the run starts engines."""
     return not config.from_records and not engine_kind(config).by_url
 
@@ -233,7 +233,7 @@ def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
     cluster = config.cluster
     if cluster.shares_gpu:
         return True
-    if resources.gpus != 1 or not _samples(config):
+    if resources.gpus != 1 or not _starts_engines(config):
         return False
     # There is one GPU for both, unless the configuration asks for more than it has.
     asks_for_several = cluster.engines > 1 or cluster.learners > 1 or cluster.gpus_per_engine != 0
@@ -246,7 +246,7 @@ def _divide_gpus(config: TrainConfig, resources: Resources) -> ClusterConfig:
     gpus = resources.gpus
     if not gpus:
         return cluster.divided(engines=cluster.engines or 1, learners=cluster.learners or 1, gpus_per_learner=0)
-    if not _samples(config):
+    if not _starts_engines(config):
         return cluster.divided(engines=1, learners=cluster.learners or gpus, gpus_per_learner=1)
 
     # `cluster.engines` is the number of engines of each set.
@@ -287,7 +287,7 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return f"the teacher {teacher} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:
         return "other processes cannot import the application. Put it into a module"
-    if not _samples(config):
+    if not _starts_engines(config):
         return ""
     cluster = msgspec.structs.replace(config.cluster, address="local")
     on_ray = msgspec.structs.replace(config, engine="vllm", cluster=cluster)

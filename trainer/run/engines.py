@@ -46,11 +46,13 @@ class EngineSet(msgspec.Struct, frozen=True):
 def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
     """Return the sets of engines that a run needs; the run's own model comes first. Raises ConfigError if it needs
     several sets and cannot have them."""
-    holds_one_policy = engine_kind(config).fixed  # of full weights
     bases = policies.bases(config.model)
     sets: list[EngineSet] = []
     for model, names in bases.items():
-        with_own_engines = [name for name in names if holds_one_policy and policies.specs[name].kind == "full"]
+        # A policy of full weights needs engines of its own if an engine holds the weights of one policy only.
+        with_own_engines: list[str] = []
+        if engine_kind(config).fixed:
+            with_own_engines = [name for name in names if policies.specs[name].kind == "full"]
         others = tuple(name for name in names if name not in with_own_engines)
         sets += [EngineSet(model, "full", (name,)) for name in with_own_engines]
         if others or not with_own_engines:

@@ -56,8 +56,7 @@ class TaskSchedule(Generic[Item]):
         # Steps are drawn in order, as each takes the next tasks of a pass.
         while len(self._drawn) <= step:
             next_step = len(self._drawn)
-            count = [count for first, count in self._counts if first <= next_step][-1]
-            self._drawn.append(self._draw(count))
+            self._drawn.append(self._draw(count_at(self._counts, next_step)))
         return [self._tasks[index] for index in self._drawn[step]]
 
     def level(self, step: int) -> int:
@@ -83,6 +82,15 @@ class TaskSchedule(Generic[Item]):
         used = set(of_new_pass)
         self._rest_of_pass = [index for index in order if index not in used]
         return drawn + of_new_pass
+
+
+def count_at(counts: Sequence[tuple[int, int]], step: int) -> int:
+    """Return the number of tasks of a step. `counts` has (first step, tasks per step), sorted by step."""
+    tasks_per_step = 0
+    for first_step, tasks in counts:
+        if first_step <= step:
+            tasks_per_step = tasks
+    return tasks_per_step
 
 
 def lr_scale(schedule: ScheduleConfig, step: int, steps: int) -> float:

@@ -14,7 +14,7 @@ from cotune.config.rollouts import CurriculumConfig
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
 from cotune.trainer.schedules.curriculum import schedule_of
-from cotune.trainer.schedules.schedule import Schedule
+from cotune.trainer.schedules.schedule import Schedule, count_at
 
 
 class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
@@ -89,20 +89,26 @@ class TaskPool:
 
         The weight of a task is one over its chance of being drawn.
         """
-        count = [count for first, count in self._counts if first <= step][-1]
+        count = count_at(self._counts, step)
         # The step takes all tasks. None is left for a refill, and each has the chance 1, so none needs a weight.
         if count >= len(self._ids):
             return DrawnTasks(tuple(self._ids))
-        relative_chances = task_chances(self._places, facts, roles, EVEN_SHARE)  # [tasks], as all arrays here
-        times = arrivals(relative_chances, [self._seed, step])
+
+        # Sort the tasks by random times of arrival. The first ones are for the step, and the next ones for its refill.
+        relative_chances = task_chances(self._places, facts, roles, EVEN_SHARE)  # [tasks]
+        times = arrivals(relative_chances, [self._seed, step])  # [tasks]
         order = np.argsort(times, kind="stable")
-        drawn = [self._ids[index] for index in order[: count + extra_tasks(self._budget, count)].tolist()]
+        first, others = order[:count], order[count:]
+        for_refill = others[: extra_tasks(self._budget, count)]
+
         # A task is drawn if it arrives before the first task that is not drawn. Given the time of the latter, this is
         # its chance (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
-        time_of_first_other = times[order[count]]
-        chances = -np.expm1(-relative_chances[order[:count]] * time_of_first_other)
-        weights = 1.0 / chances
-        return DrawnTasks(tuple(drawn[:count]), tuple(drawn[count:]), tuple(weights.tolist()))
+        chances = -np.expm1(-relative_chances[first] * times[others[0]])
+        return DrawnTasks(
+            own=tuple(self._ids[index] for index in first),
+            reserve=tuple(self._ids[index] for index in for_refill),
+            weights=tuple((1.0 / chances).tolist()),
+        )
 
     def named(self, ids: Iterable[str]) -> list[Task]:
         """Return the tasks with these ids."""

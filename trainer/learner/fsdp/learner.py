@@ -57,6 +57,7 @@ class Ranks:
                 timeout=HANG_SECONDS,
             )
         ranks = cls(workers)
+        # Rank 0 serves a store on its machine, in which the ranks find each other.
         try:
             port = ranks.call("listen", workers.host, HANG_SECONDS)
             ranks.call("join", workers.host, port, device, HANG_SECONDS)

@@ -48,7 +48,7 @@ def open_joined(
         if policy.adapter is not None and (device != "cpu" or only_adapters):
             compute_joined(policy.logprob_model, settings.precision)
             if device == "cpu":
-                policy.logprob_model.take_products(settings.precision)
+                policy.logprob_model.round_logit_products(settings.precision)
     return opened
 
 
@@ -56,7 +56,7 @@ def compute_joined(model: LogprobModel, precision: str) -> AdapterCopies:
     """Let a model with adapters compute each frozen layer and its adapters in one step, in `precision`. `cotune doctor`
     does the same to a model without storage, to count the memory of a pass."""
     copies = join_layers(model.network, getattr(torch, precision))
-    model.compute_by_itself(copies)
+    model.use_copies(copies)
     return copies
 
 

@@ -157,7 +157,7 @@ def test_without_autocast_gradients_are_as_exact_as_with_it(base: str, shared: b
         if kind == "float64":
             model.network.bfloat16().double()
         if kind == "joined":
-            model.compute_by_itself(products.join_layers(model.network, torch.bfloat16))
+            model.use_copies(products.join_layers(model.network, torch.bfloat16))
             assert not model._autocast
         model.checkpointing.on = checkpointed
         found[kind] = state_gradients(policy, make_rows())
@@ -190,7 +190,7 @@ def test_weights_in_another_precision_keep_autocast(base: str) -> None:
     assert model._autocast  # adapters of PEFT
     copies = products.join_layers(policy.network, torch.bfloat16)
     policy.network.model.norm.float()
-    model.compute_by_itself(copies)
+    model.use_copies(copies)
     assert model._autocast
     full = open_policy_models(base, policies_for("full", ["a"], SMALL), change(FAST, dtype="bfloat16"), reference=())[
         "a"
