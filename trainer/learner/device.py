@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """A tensor or array of the CPU, on `device`.
+    """Copy a tensor or an array of the CPU to `device`, without waiting for a GPU to compute.
 
-    An ordinary copy to a GPU waits until the GPU has done all work before it, and the host could not prepare the next
-    pass meanwhile. CUDA has read the CPU's memory when the call returns, so it may be changed or freed then.
+    An ordinary copy waits until the GPU has done all work before it, and the host could not prepare the next pass
+    meanwhile. When this returns, CUDA has read the CPU's memory, which may then be changed or freed.
     """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.to(device, non_blocking=True)

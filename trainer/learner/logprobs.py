@@ -147,31 +147,34 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _slices(len(targets), ctx.options.rows):
             z = _logits(hidden, weight, bias, temperature, ctx.options, part)
-            z -= lse[part, None]  # log p
-            grad = z.exp()  # p; becomes the gradient of the logits
+            z -= lse[part, None]  # from here on, z is log p
+            grad_logits = z.exp()  # p, which becomes the gradient of the logits in place
+
+            # The terms that are multiples of p: p (-(log p + H) grad_entropy - grad_logprobs).
             if grad_entropy is None:
                 assert grad_logprobs is not None
-                grad *= -grad_logprobs[part, None]
+                grad_logits *= -grad_logprobs[part, None]
             else:
-                # p * (-(log p + H) dH - dlogp): the terms of both outputs that are multiples of p.
                 z += entropy[part, None]
                 z *= -grad_entropy[part, None]
                 if grad_logprobs is not None:
                     z -= grad_logprobs[part, None]
-                grad *= z
+                grad_logits *= z
             # The one-hot term of d log p[y] / dz.
             if grad_logprobs is not None:
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad /= temperature[part, None]
-            grad = grad.to(weight.dtype)
+                grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad_logits /= temperature[part, None]
+
+            # From the logits to hidden states, weight and bias.
+            rounded = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = product(grad, weight.t())
-            if grad_weight is not None and grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.T, hidden[part])
+                grad_hidden[part] = product(rounded, weight.t())
+            if grad_weight is not None and grad_weight.dtype == rounded.dtype:
+                grad_weight.addmm_(rounded.T, hidden[part])
             elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += rounded.T @ hidden[part]
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias += rounded.sum(0)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 3
 
 

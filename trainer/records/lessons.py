@@ -140,8 +140,19 @@ def _row_length(row: TrainRow) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
 
-def split_episodes(recorded: Recorded, seed: int, all_tasks: Collection[str] = ()) -> tuple[list[str], list[str], str]:
-    """Return the episodes to learn from, the episodes of held-out tasks, and a note if there are none.
+class EpisodeSplit(NamedTuple):
+    """The recorded episodes of a run, by their ids."""
+
+    learned: list[str]
+    """The episodes to learn from."""
+    held_out: list[str]
+    """The episodes of held-out tasks."""
+    note: str
+    """The reason if there is no held-out episode."""
+
+
+def split_episodes(recorded: Recorded, seed: int, all_tasks: Collection[str] = ()) -> EpisodeSplit:
+    """Divide the recorded episodes into episodes to learn from, and episodes of held-out tasks.
 
     Held-out tasks are drawn from `all_tasks`, by default the tasks of these rows. Different rows of the same records
     hold out the same tasks if they are split with the same `all_tasks`.
@@ -149,14 +160,15 @@ def split_episodes(recorded: Recorded, seed: int, all_tasks: Collection[str] = (
     episodes = list(recorded.rows)
     row_tasks = {recorded.tasks[episode] for episode in episodes}
     if len(row_tasks) < FEWEST:
-        return episodes, [], f"no held-out loss: {len(row_tasks)} tasks are too few to hold one out (from {FEWEST} on)"
+        note = f"no held-out loss: {len(row_tasks)} tasks are too few to hold one out (from {FEWEST} on)"
+        return EpisodeSplit(episodes, [], note)
     tasks = sorted(all_tasks or row_tasks)
     random.Random(f"held out {seed}").shuffle(tasks)
     held_out_tasks = set(tasks[: max(1, round(HELD_OUT * len(tasks)))])
     held_out = [episode for episode in episodes if recorded.tasks[episode] in held_out_tasks]
-    others = [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks]
+    learned = [episode for episode in episodes if recorded.tasks[episode] not in held_out_tasks]
     note = "" if held_out else "no held-out loss: nothing to learn from is of a held-out task"
-    return others, held_out, note
+    return EpisodeSplit(learned, held_out, note)
 
 
 def count_rows(rows: Mapping[str, Mapping[str, bytes]], episodes: Collection[str]) -> Counter[str]:

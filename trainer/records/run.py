@@ -37,7 +37,7 @@ from cotune.trainer.opening.resume import tasks_per_step
 from cotune.trainer.opening.warm_start import warm_start
 from cotune.trainer.records.answers import counts_text, read_answers
 from cotune.trainer.records.choice import choose_episodes
-from cotune.trainer.records.lessons import Reader, Readers, Recorded, count_rows, split_episodes
+from cotune.trainer.records.lessons import EpisodeSplit, Reader, Readers, Recorded, count_rows, split_episodes
 from cotune.trainer.records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.records.pairs import read_pairs
 from cotune.trainer.records.turn_critic import (
@@ -115,10 +115,10 @@ async def open_records_run(
         recorded = await asyncio.to_thread(_read, config, chosen, labels)
         _keep_or_check_digest(folder, recorded)
         policies, untrained_note = _policies_with_rows(config, recorded)
-        episodes, held_out, held_out_note = split_for(policies, recorded, config.seed, split_tasks)
-        summary = _summary(config, store, recorded, episodes, held_out)
+        split = split_for(policies, recorded, config.seed, split_tasks)
+        summary = _summary(config, store, recorded, split)
         notes = [
-            *division_notes, *critic_notes, untrained_note, summary, *recorded.notes, held_out_note, choice_note
+            *division_notes, *critic_notes, untrained_note, summary, *recorded.notes, split.note, choice_note
         ]  # fmt: skip
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
@@ -133,8 +133,10 @@ async def open_records_run(
             store=store,
             learner=_make_objective(config, learner),
             recorded=recorded,
-            schedule=TaskSchedule(episodes, config.seed, tasks_per_step(config, folder.described.get("changes", ()))),
-            held_out=recorded.of(held_out, players),
+            schedule=TaskSchedule(
+                split.learned, config.seed, tasks_per_step(config, folder.described.get("changes", ()))
+            ),
+            held_out=recorded.of(split.held_out, players),
             notes=(),
             state=Checkpoint(policies=policies),
         )
@@ -255,9 +257,9 @@ async def _turn_advantages(
     policies = _policies(config, turns)
     players = policies.learning
     outcomes = await asyncio.to_thread(outcome_values, store, failure_reward(config.on_failure))
-    episodes, held_out, _ = split_for(policies, turns, config.seed, split_tasks)
-    pairs = count_turns(turns, pair_episodes(episodes, turns.tasks, outcomes), players)
-    held_out_pairs = count_turns(turns, pair_episodes(held_out, turns.tasks, outcomes), players)
+    split = split_for(policies, turns, config.seed, split_tasks)
+    pairs = count_turns(turns, pair_episodes(split.learned, turns.tasks, outcomes), players)
+    held_out_pairs = count_turns(turns, pair_episodes(split.held_out, turns.tasks, outcomes), players)
 
     with_choice = await asyncio.to_thread(policies_with_choice, turns, players)
     notes = _drop_policies_without_critic(pairs, policies.trained, with_choice)
@@ -368,18 +370,16 @@ def _policies_with_rows(config: TrainConfig, recorded: Recorded) -> tuple[Polici
     return resolve_policies(config_with_rows, sorted(all_roles)), note
 
 
-def split_for(
-    policies: Policies, recorded: Recorded, seed: int, all_tasks: Collection[str] = ()
-) -> tuple[list[str], list[str], str]:
-    """Split as `split_episodes` does, but hold out nothing if a policy would have no row left to learn from."""
-    episodes, held_out, note = split_episodes(recorded, seed, all_tasks)
-    rows_of_role = count_rows(recorded.rows, episodes)
+def split_for(policies: Policies, recorded: Recorded, seed: int, all_tasks: Collection[str] = ()) -> EpisodeSplit:
+    """Divide the recorded episodes as `split_episodes` does, but hold out nothing if a policy would have no row left to
+    learn from."""
+    split = split_episodes(recorded, seed, all_tasks)
+    rows_of_role = count_rows(recorded.rows, split.learned)
     for name in policies.trained:
         if not any(rows_of_role[role] for role in policies.roles_of(name)):
             note = f"no held-out loss: all answers of policy {name!r} would be held out"
-            all_episodes = list(recorded.rows)
-            return all_episodes, [], note
-    return episodes, held_out, note
+            return EpisodeSplit(learned=list(recorded.rows), held_out=[], note=note)
+    return split
 
 
 def _keep_or_check_digest(folder: RunFolder, recorded: Recorded) -> None:
@@ -431,21 +431,18 @@ async def _open_learner(
     return await cluster.open_learner(policies, loss, trainings)
 
 
-def _summary(
-    config: TrainConfig, store: Store, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]
-) -> str:
-    """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out.
-    `episodes` are the ones to learn from."""
+def _summary(config: TrainConfig, store: Store, recorded: Recorded, split: EpisodeSplit) -> str:
+    """Return a sentence with the numbers of rows (or pairs) of each role, and of the answers that are left out."""
     unit = "rows"
     rows_per_unit = 1
     if config.recipe in PAIRED:
         unit = "pairs"
         rows_per_unit = 2
-    rows_of_role = count_rows(recorded.rows, episodes)
+    rows_of_role = count_rows(recorded.rows, split.learned)
     counts = [f"{role} {count // rows_per_unit}" for role, count in sorted(rows_of_role.items())]
-    text = f"recipe {config.recipe}: {unit} from {plural(len(episodes), 'episode')}"
-    if held_out:
-        text += f", {len(held_out)} held out"
+    text = f"recipe {config.recipe}: {unit} from {plural(len(split.learned), 'episode')}"
+    if split.held_out:
+        text += f", {len(split.held_out)} held out"
     text += f": {', '.join(counts)}"
     if left_out := counts_text(recorded.left_out):
         text += f"; left out: {left_out}"

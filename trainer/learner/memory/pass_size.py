@@ -408,7 +408,8 @@ def _probe_rows(groups: int) -> list[TrainRow]:
     prompt_length, response_length = 24, 9
     rows: list[TrainRow] = []
     for group in range(groups):
-        # The two rows of a group share their prompt. Prompts of different groups differ from the first token on.
+        # The two rows of a group share their prompt. Prompts of different groups differ from the first token on, and
+        # no prompt has the tokens of the responses.
         for token in (groups, groups + 1):
             row = TrainRow(
                 id="",
