@@ -154,17 +154,34 @@ class Analysed:
 def analyse(app: Application, rng: random.Random, *, tasks: int, runs: int, halve: bool = True) -> Analysed:
     """Run the rounds of `cotune blame` on an application: `runs` runs of each of so many tasks, drawn by chance."""
     chosen = rng.sample(range(len(app.own)), tasks)
-    outcomes, live = Outcomes(), list(app.roles)
+
+    def outcome(arm: Arm, task: int, number: int) -> float:
+        return float(rng.random() < app.chance(task, arm))
+
+    return run_rounds(app.roles, chosen, runs, outcome, halve=halve)
+
+
+def run_rounds(
+    roles: Sequence[str],
+    tasks: Sequence[int],
+    runs: int,
+    outcome: Callable[[Arm, int, int], float],
+    *,
+    halve: bool = True,
+) -> Analysed:
+    """Run the rounds of `cotune blame`, up to `runs` runs of each task. `outcome` runs a task in an arm, for the first
+    time (0) or once more. With `halve`, only the better half of the roles goes on after every second round."""
+    outcomes, live = Outcomes(), list(roles)
     used, number = 0, 0
     while True:
-        arms = arms_of_round(live, app.roles)
+        arms = arms_of_round(live, roles)
         used += len(arms)
         if number and used > runs:
-            return Analysed(outcomes, app.roles, live)
+            return Analysed(outcomes, roles, live)
         for arm in arms:
-            for task in chosen:
-                outcomes.add(arm, str(task), float(rng.random() < app.chance(task, arm)))
+            for task in tasks:
+                outcomes.add(arm, str(task), outcome(arm, task, number))
         number += 1
         if halve and number % 2 == 0:
-            scores = {effect.role: effect.score.mean for effect in role_effects(outcomes, app.roles, 1.0)}
+            scores = {effect.role: effect.score.mean for effect in role_effects(outcomes, roles, 1.0)}
             live = better_half(live, scores)

@@ -77,26 +77,41 @@ def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
     assert done == ["train", "train", "resume"]
 
 
-def planted_fault(application: str, cost: float | None, named: list[str], **fields: Any) -> dict[str, Any]:
+def planted_fault(named: list[str], verdict: str = "named", **fields: Any) -> dict[str, Any]:
     """An analysis of a fault of the writer."""
-    verdict = "named" if named else "undecided"
-    line = {"application": application, "guilty": "writer", "rate": 0.3, "fixed": False, "cost": cost, "others": 0.0}
-    guesses = {"last_that_spoke": "writer", "judge": "reader"}
-    return {**line, "verdict": verdict, "named": named, "first": named[0] if named else "", **guesses, **fields}
+    line = {"part": "planted", "rate": 0.3, "hidden": False, "guilty": ["writer"], "verdict": verdict, "named": named}
+    costs = {"writer": 0.4, "reader": 0.12, "checker": 0.05}
+    return {**line, "first": named[0] if named else "checker", "costs": costs, "last": "writer", "judge": "", **fields}
 
 
-def test_a_planted_fault_that_the_analysis_misses_is_counted() -> None:
-    found = planted_fault("chain", 0.4, ["writer"])
-    # The fault is there, and the analysis measured next to nothing.
-    missed = planted_fault("loop", 0.02, [])
-    other_named = planted_fault("vote", 0.3, ["reader"], others=0.25)
-    every, visible = summarize([found, missed, other_named])
-    assert (every["faults"], visible["faults"]) == ("all", "visible")
-    assert (every["analysed"], every["named"], every["wrong"], every["judge"]) == (3, 1, 1, 0)
-    assert (visible["analysed"], visible["named"], visible["wrong"]) == (1, 1, 0)
+def test_the_verdicts_on_planted_faults_are_counted() -> None:
+    lines = [
+        planted_fault(["writer", "reader"]),  # The reader costs more than 10 points.
+        planted_fault(["writer", "checker"]),
+        planted_fault(["reader", "writer"], "either"),
+        planted_fault(["reader"]),
+        planted_fault([], "undecided"),
+        {"part": "planted", "rate": 0.3, "hidden": True},
+    ]
+    (counts,) = summarize(lines, "part", "rate")
+    assert (counts["hidden"], counts["analysed"], counts["undecided"], counts["last"], counts["judge"]) == (
+        1,
+        5,
+        1,
+        5,
+        0,
+    )
+    assert (counts["named"], counts["one found"], counts["wrong"], counts["also"]) == (2, 3, 1, 1)
 
 
-def test_without_measured_costs_every_planted_fault_counts() -> None:
-    every, visible = summarize([planted_fault("chain", None, [], others=None)] * 2)
-    assert every["analysed"] == visible["analysed"] == 2
-    assert visible["last that spoke"] == 2
+def test_of_two_faults_both_have_to_be_in_the_verdict() -> None:
+    both = planted_fault(["reader", "writer"], guilty=["writer", "reader"], part="two")
+    one = planted_fault(["reader"], guilty=["writer", "reader"], part="two")
+    (counts,) = summarize([both, one], "part")
+    assert (counts["named"], counts["all found"], counts["one found"], counts["wrong"]) == (2, 1, 2, 0)
+
+
+def test_a_healthy_application_in_which_a_role_is_named_counts_as_wrong() -> None:
+    lines = [planted_fault(["reader"], guilty=[]), planted_fault([], "nobody", guilty=[])]
+    (counts,) = summarize(lines, "part")
+    assert (counts["analysed"], counts["wrong"], counts["nobody"], counts["all found"]) == (2, 1, 1, 0)
