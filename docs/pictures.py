@@ -8,9 +8,8 @@
         --tasks runs/demo/tasks.jsonl --plan replay -k 4 --steps 2 --tasks-per-step 8 --out runs/replay
     python -m docs.pictures runs/replay --of replay          # replay.png: the candidates of a fork
 
-    python -m benchmarks.blame_applications --applications flow_of_three --rates 0.6 --tasks 10 --runs 12 --first \\
-        --out runs/planted
-    python -m docs.pictures runs/planted/flow_of_three-reader-0.6-drawn-0 --of blame  # blame.png: who is at fault
+    python -m benchmarks.blame_applications --applications flow_of_three --parts planted --rates 0.6 --keep runs/planted
+    python -m docs.pictures runs/planted/flow_of_three-planted-0.6-drawn-0 --of blame  # blame.png: who is at fault
 
     python -m examples.judged.demo
     python -m docs.pictures runs/judged/run --of judges      # judges.png: candidates that a judge has ranked
