@@ -77,8 +77,6 @@ from cotune.trainer.blame.tasks import TasksToAnalyse, draw_tasks
 NATURAL = (0.02, 0.15)
 """Least and greatest error rate of a role without a fault."""
 REFERENCE_RATE = 0.02
-TASKS = {0.3: 20, 0.6: 10, 1.0: 10}
-"""Number of tasks by the error rate of a planted fault; 20 in the other parts."""
 MOST_DRAWS = 100
 """Draws of natural error rates until a healthy application has no role that costs 10 points."""
 PARTS = ("planted", "healthy", "two", "obeys")
@@ -113,7 +111,7 @@ class Case:
 
     @property
     def tasks(self) -> int:
-        return TASKS[self.rate] if self.part == "planted" else 20
+        return 10 if self.part == "planted" and self.rate >= 0.6 else 20
 
 
 def cases(names: Sequence[str], parts: Sequence[str], rates: Sequence[float], rounds: int) -> Iterator[Case]:
@@ -144,16 +142,16 @@ class Drawn:
 
 
 def draw_errors(case: Case) -> Drawn | None:
-    """The faulty roles of a case and the kind of their errors; None if no kind of error makes the case count."""
+    """Draw the faulty roles of a case and the kind of their errors; None if no kind of error makes the case count."""
     roles = APPLICATIONS[case.application].roles
-    sizes = {"planted": 1, "healthy": 0, "two": 2, "obeys": 1}
-    choices = list(itertools.combinations(roles, sizes[case.part]))
+    faulty_roles = {"planted": 1, "healthy": 0, "two": 2, "obeys": 1}[case.part]
+    choices = list(itertools.combinations(roles, faulty_roles))
     chance = random.Random(case.key)
     # Each round takes another role, and so does each error rate. Of two faulty roles, any pair may be one that counts.
-    place = list(APPLICATIONS).index(case.application) + round(10 * case.rate) + case.fixed
-    first = (case.round + place) % len(choices)
+    offset = list(APPLICATIONS).index(case.application) + round(10 * case.rate) + case.fixed
+    first = (case.round + offset) % len(choices)
     choices = choices[first:] + choices[:first] if case.part == "two" else [choices[first]]
-    kinds = chance.sample(KINDS, len(KINDS)) if sizes[case.part] else [""] * MOST_DRAWS
+    kinds = chance.sample(KINDS, len(KINDS)) if faulty_roles else [""] * MOST_DRAWS
     for faulty, kind in itertools.product(choices, kinds):
         natural = {role: chance.uniform(*NATURAL) for role in roles}
         own = Errors(natural, dict.fromkeys(faulty, case.rate), kind, case.fixed)
@@ -228,8 +226,8 @@ def analyse_plainly(case: Case, drawn: Drawn, runs: int) -> dict[str, Any]:
     """The analysis on the application without its framework. Its runs draw the answers of the framework's runs."""
     tasks, costs = tasks_of(case), drawn.costs
 
-    def outcome(arm: Arm, place: int, number: int) -> float:
-        task = tasks[place]
+    def outcome(arm: Arm, task_number: int, number: int) -> float:
+        task = tasks[task_number]
         swapped = [role for role in costs.roles if arm.swaps(role)]
         return float(costs.run(task, task["id"], swapped, f"{arm.phase} {number}"))
 
