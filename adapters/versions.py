@@ -149,10 +149,11 @@ def _keep(export: Path, replaced: Path, number: int) -> None:
     sync(export)
     sync(export.parent)
 
-    # The version just replaced stays, even if a roll-back had brought back the oldest one: the next goes back to it.
+    # The next roll-back returns to the version just replaced, so that one stays even if its number is the lowest.
     policies = read_manifest(export).policies
     whole_models = any(policy.folder and policy.lora is None for policy in policies)
     most = EARLIER_MODELS if whole_models else EARLIER_ADAPTERS
     others = [other for other in earlier_versions(export) if other != number]
-    for other in others[: len(others) + 1 - most]:
+    surplus = max(0, len(others) + 1 - most)
+    for other in others[:surplus]:
         shutil.rmtree(versions / str(other))

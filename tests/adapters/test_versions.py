@@ -90,6 +90,16 @@ def test_one_earlier_version_of_whole_models_is_kept(tmp_path: Path, policies: l
     assert (version_of(out), kept(out)) == (3, [2])
 
 
+def test_no_earlier_version_is_removed_below_the_limit(
+    tmp_path: Path, policies: list[TrainedPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.adapters.versions.EARLIER_ADAPTERS", 5)
+    out = tmp_path / "adapters"
+    for _ in range(7):
+        present = write_export(out, policies).export_version
+        assert kept(out) == list(range(max(1, present - 5), present))
+
+
 def test_a_link_to_an_export_stays_a_link(tmp_path: Path, policies: list[TrainedPolicy]) -> None:
     (tmp_path / "store").mkdir()
     link = tmp_path / "adapters"
