@@ -247,12 +247,12 @@ def _write(
     exported: list[ExportedPolicy] = []
     roles: list[ExportedRole] = []
     for policy in policies:
-        taken_folders = [entry.folder for entry in exported if entry.folder]
-        exported.append(_write_policy(folder, policy, base_of(policy), taken_folders, merge, gguf))
+        folders_in_use = [entry.folder for entry in exported if entry.folder]
+        exported.append(_write_policy(folder, policy, base_of(policy), folders_in_use, merge, gguf))
         for role in policy.roles:
             metrics = dict(policy.metrics.get(role, {}))
             roles.append(ExportedRole(role=role, policy=policy.name, metrics=metrics))
-    trained_with_others = prompts is not None and origin.trained_with != prompts.id
+    trained_with_other_prompts = prompts is not None and origin.trained_with != prompts.id
     manifest = Manifest(
         format=FORMAT,
         cotune=version("cotune"),
@@ -263,7 +263,7 @@ def _write(
         other_roles="frozen" if others else "provider",
         other_base=base_of(others) if others else None,
         prompts=prompts.id if prompts is not None else "",
-        trained_with=origin.trained_with if trained_with_others else "",
+        trained_with=origin.trained_with if trained_with_other_prompts else "",
     )
     if prompts is not None:
         write_prompts(folder, prompts)
@@ -275,8 +275,8 @@ def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = No
 
     Raises RunError, AdapterError, ConfigError.
     """
-    # A block of q8_0 has 32 values of a byte each, and a scale of two bytes.
-    bytes_per_value = {None: 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf]
+    # Merged models are float32. A block of q8_0 has 32 values of a byte each, and a scale of two bytes.
+    bytes_per_value = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf or "f32"]
     described = read_run(run)
     policies = read_policies(_newest_checkpoint(run))
     bases = _places_of_bases(Path(run), described, policies, model)
@@ -292,17 +292,19 @@ def _write_policy(
     folder: Path,
     policy: TrainedPolicy,
     base: Base | None,
-    taken_folders: list[str],
+    folders_in_use: Sequence[str],
     merge: bool,
     gguf: Precision | None,
 ) -> ExportedPolicy:
-    """Write one policy below the export folder, and describe it for roles.json."""
+    """Write one policy below the export folder, and describe it for roles.json. Its folder is named after the policy,
+    but not like one of `folders_in_use`.
+    """
     if policy.kind in ("frozen", "provider"):
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
     if policy.weights is None or base is None:
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
-    taken = [*taken_folders, "README.md", "roles.json", PROMPTS, CURVE, VERSIONS]
-    name = readable_file_name(policy.name, taken, "policy")
+    names_in_use = [*folders_in_use, "README.md", MANIFEST, PROMPTS, CURVE, VERSIONS]
+    name = readable_file_name(policy.name, names_in_use, "policy")
     (folder / name).mkdir()
     weights = _write_weights(folder / name, policy, base, merge, gguf)
     return ExportedPolicy(
@@ -327,7 +329,7 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
     assert weights is not None
     if gguf is not None:
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as merged:
-            merged_weights = _write_weights(Path(merged), policy, base, True, None)
+            merged_weights = _write_weights(Path(merged), policy, base, merge=True, gguf=None)
             name = f"{policy.name} of {Path(base.model).name}"
             write_gguf(Path(merged), folder / f"{folder.name}.gguf", gguf, name=name, base=base.model)
         (folder / "Modelfile").write_text(f"FROM ./{folder.name}.gguf\n")
@@ -336,7 +338,7 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
         write_model(model, weights, folder)
         return weights
     if policy.lora is None:
-        raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Give its LoraSpec.")
+        raise AdapterError(f"Policy {policy.name!r} is a LoRA without its shape.", "Pass its LoraSpec as `lora`.")
     if merge:
         return write_merged(model, weights, policy.lora, folder)
     write_adapter(folder, weights, policy.lora, base.model)
@@ -344,6 +346,7 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
 
 
 def _sync(folder: Path) -> None:
+    """Sync an export to disk, after giving all its files the access rights of roles.json."""
     mode = (folder / MANIFEST).stat().st_mode
     for path in (*folder.rglob("*"), folder):
         if path.is_file():
@@ -379,7 +382,9 @@ class TrainedPolicy:
     """The `top_p`, `top_k` and `min_p` of its roles in evaluations, as far as its run sets them."""
 
     def check_trained_on(self, model: str, present: BaseFingerprint) -> None:
-        """Raise AdapterError if `present`, the fingerprint of `model`, differs from the base that it was trained on."""
+        """Raise AdapterError if the policy was trained on another base than `model`, which has the fingerprint
+        `present`.
+        """
         if wrong := differing_parts(self.trained_on, msgspec.to_builtins(present)):
             cause = f"{model} is not the base model that the run was started with: its {', '.join(wrong)} differ."
             raise AdapterError(cause, "Put the old one back, or name its place with --model.")

@@ -37,8 +37,8 @@ class Export:
     @property
     def roles(self) -> dict[str, PolicyRef]:
         """Role -> policy version, for the roles that this export answers (not those left to a provider)."""
-        played = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
-        return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
+        policy_of_role = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
+        return {role: policy.ref for role, policy in policy_of_role.items() if policy.kind != "provider"}
 
     def folder_now(self) -> Path:
         """The present folder of this version. A later export to its folder moves it to .versions, or removes it.
@@ -50,7 +50,7 @@ class Export:
             try:
                 other = read_manifest(folder)
             except AdapterError:
-                continue
+                continue  # a damaged version may be another one
             if (other.export_version, other.created) == (self.manifest.export_version, self.manifest.created):
                 return folder
         cause = f"{self.folder} no longer has {self.manifest.title}: later exports replaced it."

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cotune.adapters.manifest import Manifest
-from cotune.adapters.open_policies import LocalPolicies, ServedModel, base_of_others, served_base, served_policy
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, base_of_unlisted_roles, served_base, served_policy
 from cotune.errors import ConfigError
 from cotune.near_names import did_you_mean, near_names
 from cotune.records.policies import UNTRAINED
@@ -68,22 +68,14 @@ def _shared_name_text(name: str, roles: Sequence[str]) -> str:
 def name_models(
     local: LocalPolicies, aliases: Mapping[str, str] | None = None, default: str = "", *, prompts: bool = False
 ) -> ModelNames:
-    """Give each model name its policy.
+    """Choose the policy of each model name that requests to a server may have.
 
     `aliases` map further names to roles. `default` names the policy for all other names, or is "base" for the untrained
-    model; without it, the only policy of an export takes them if it played every recorded role. With `prompts`,
-    requests are edited by role, so each name must lead to exactly one role. Raises ConfigError for an alias or a
-    default that the export does not have.
+    model. Without it, the only policy of an export answers all other names if it played every recorded role. With
+    `prompts`, requests are edited by role, so each name must lead to exactly one role. Raises ConfigError for an alias
+    or a default that the export does not have.
     """
-    served = dict(local.served)
-    for name, role in (aliases or {}).items():
-        if role not in local.served:
-            fault = f"names a role that is not served; the roles are {', '.join(local.served)}"
-            raise ConfigError("aliases", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
-        if name in local.served:
-            raise ConfigError("aliases", f"{name}={role}", f"cannot rename a role: {name} is one", "Leave it out.")
-        served[name] = local.served[role]
-
+    served = {**local.served, **_served_aliases(local, aliases or {})}
     manifest = local.manifest
     if manifest is None:
         if default:
@@ -98,25 +90,55 @@ def name_models(
         if role not in served and role not in local.left_to_provider and local.others is not None:
             served[role] = replace(local.others, name=role)
 
+    names_from_training, shared = _names_from_training(manifest, served, prompts)
+    choices = [policy.name for policy in manifest.policies if policy.base is not None]
+    answers_others = _default_model(local, manifest, default or _policy_of_all_roles(manifest, prompts), choices)
+    remedy = f"Start the server with --default POLICY ({', '.join(choices)}) or --default {UNTRAINED.name}."
+    return ModelNames({**served, **names_from_training}, shared, answers_others, remedy, local.left_to_provider)
+
+
+def _served_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> dict[str, ServedModel]:
+    """The policy of each alias. Raises ConfigError for an alias of an unknown role, or with the name of a role."""
+    served = {}
+    for name, role in aliases.items():
+        if role not in local.served:
+            fault = f"names a role that is not served; the roles are {', '.join(local.served)}"
+            raise ConfigError("aliases", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
+        if name in local.served:
+            fault = f"gives a role another policy: {name} is the name of a role"
+            raise ConfigError("aliases", f"{name}={role}", fault, "Leave it out, or choose another name.")
+        served[name] = local.served[role]
+    return served
+
+
+def _names_from_training(
+    manifest: Manifest, served: Mapping[str, ServedModel], prompts: bool
+) -> tuple[dict[str, ServedModel], dict[str, list[str]]]:
+    """The model names that roles asked for in training, without the names that are served already.
+
+    Returns the policy of each name that leads to one policy, and the roles of each name that does not. A name that only
+    roles of the application's provider asked for is in neither.
+    """
     roles_of_model: dict[str, list[str]] = {}
     for role, models in manifest.models.items():
         for model in models:
             roles_of_model.setdefault(model, []).append(role)
+
+    unambiguous: dict[str, ServedModel] = {}
     shared: dict[str, list[str]] = {}
     for name, roles in roles_of_model.items():
         if name in served:
             continue
+        # None stands for the application's provider.
         policies = {served[role].policy if role in served else None for role in roles}
-        # Roles of one policy may share a name, unless each role has edited prompts.
         if len(roles) > 1 and (prompts or len(policies) > 1):
+            # With edited prompts, even roles of one policy get different answers.
             shared[name] = roles
         elif roles[0] in served:
-            served[name] = replace(served[roles[0]], name=roles[0] if len(roles) == 1 else "")
-
-    choices = [policy.name for policy in manifest.policies if policy.base is not None]
-    answers_others = _default_model(local, manifest, default or _policy_of_all_roles(manifest, prompts), choices)
-    remedy = f"Start the server with --default POLICY ({', '.join(choices)}) or --default {UNTRAINED.name}."
-    return ModelNames(served, shared, answers_others, remedy, local.left_to_provider)
+            # A call is counted and edited as its role; a name of several roles does not tell the role.
+            role_name = roles[0] if len(roles) == 1 else ""
+            unambiguous[name] = replace(served[roles[0]], name=role_name)
+    return unambiguous, shared
 
 
 def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
@@ -141,7 +163,7 @@ def _default_model(
     if not default:
         return None
     if default == UNTRAINED.name:
-        return served_base(base_of_others(manifest))
+        return served_base(base_of_unlisted_roles(manifest))
     policy = next((p for p in manifest.policies if p.name == default and p.base is not None), None)
     if policy is None:
         fault = f"is not a policy of the export; choose from: {', '.join(choices)}, {UNTRAINED.name}"

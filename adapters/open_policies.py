@@ -92,11 +92,11 @@ async def open_local(
         raise ConfigError("role", names[0], "cannot be used with an export, which names its roles", "Leave it out.")
     export = load_export(source, base, untrained=untrained)
     if untrained:
-        base_of_others(export.manifest)
+        base_of_unlisted_roles(export.manifest)  # raises before an engine starts
     if not export.engines:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
     if tool_format and len(export.engines) > 1:
-        fault = f"would be that of {', '.join(engine.base.model for engine in export.engines)}"
+        fault = f"would apply to several base models: {', '.join(engine.base.model for engine in export.engines)}"
         remedy = "Write it into roles.json, as tool_format of each `base` of that model."
         raise ConfigError("tool_format", tool_format, fault, remedy)
     return await _open_export(export, tool_format)
@@ -110,6 +110,7 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
     try:
         folder = locate_model(source)
     except ConfigError as error:
+        # The source may also have been meant as an export.
         fault = error.fault.replace("is not a model folder", "is not an export, model folder", 1)
         raise ConfigError(error.field, error.value, fault, error.remedy) from None
     digest = base_fingerprint(folder).weights
@@ -122,31 +123,9 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
 
 async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
     """Open the engines of an export, and assign a policy to each of its roles."""
-    # 1. Open an engine for each base, all at once; if one fails, close the others.
-    several = len(export.engines) > 1
-    opening = [
-        asyncio.create_task(
-            _open_engine(
-                functools.partial(export.model_folder, engine),
-                tool_format or engine.base.tool_format,
-                engine.base.dtype,
-                functools.partial(export.publish, engine),
-                engine.base.model if several else "",
-            )
-        )
-        for engine in export.engines
-    ]
-    try:
-        opened = await asyncio.gather(*opening)
-    except BaseException:
-        for task in opening:
-            task.cancel()
-        for result in await asyncio.gather(*opening, return_exceptions=True):
-            if isinstance(result, _OpenedEngine):
-                await result.sampler.aclose()
-        raise
-    # 2. Name the policy of each role. The first engine's chat format and length are the default; policies on other
-    # engines have their own.
+    opened = await _open_engines(export, tool_format)
+
+    # The first engine's chat format and length are the default; policies on other engines have their own.
     manifest = export.manifest
     first = opened[0]
     engine_of_policy: dict[str, _OpenedEngine] = {}
@@ -154,7 +133,7 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
         for policy in model.policies:
             engine_of_policy[policy.name] = engine
     sampler: Sampler = first.sampler
-    if several:
+    if len(opened) > 1:
         sampler = PolicySampler({name: engine.sampler for name, engine in engine_of_policy.items()}, first.sampler)
     served = {role: served_policy(role, manifest.policy(role)) for role in export.roles}
     return LocalPolicies(
@@ -171,6 +150,29 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
     )
 
 
+async def _open_engines(export: Export, tool_format: str | None) -> list[_OpenedEngine]:
+    """Open an engine for each base model of an export, all at once. If one fails, close the others."""
+    opening = []
+    for engine in export.engines:
+        opened = _open_engine(
+            model=functools.partial(export.model_folder, engine),
+            tool_format=tool_format or engine.base.tool_format,
+            dtype=engine.base.dtype,
+            publish=functools.partial(export.publish, engine),
+            name=engine.base.model if len(export.engines) > 1 else "",
+        )
+        opening.append(asyncio.create_task(opened))
+    try:
+        return await asyncio.gather(*opening)
+    except BaseException:
+        for task in opening:
+            task.cancel()
+        for result in await asyncio.gather(*opening, return_exceptions=True):
+            if isinstance(result, _OpenedEngine):
+                await result.sampler.aclose()
+        raise
+
+
 def served_policy(name: str, policy: ExportedPolicy) -> ServedModel:
     """A policy of an export under a name."""
     assert policy.base is not None, "policies of a provider are served by nobody here"
@@ -183,19 +185,24 @@ def served_base(base: Base) -> ServedModel:
     return served_policy("", ExportedPolicy(name=UNTRAINED.name, kind="frozen", version=0, base=base))
 
 
-def base_of_others(manifest: Manifest) -> Base:
-    """The model of `--default base`. Raises ConfigError if policies have different base models."""
+def base_of_unlisted_roles(manifest: Manifest) -> Base:
+    """The base model that answers names without a policy (`--default base`).
+
+    Raises ConfigError if the policies have different base models and the export chooses none of them.
+    """
     if manifest.other_base is not None:
         return manifest.other_base
     if len(manifest.bases) > 1:
         models = ", ".join(base.model for base in manifest.bases)
-        fault = f"is not one model: the policies have different ones ({models})"
+        fault = f"is ambiguous: the policies have different base models ({models})"
         raise ConfigError("default", UNTRAINED.name, fault, "Name a policy.")
     return manifest.bases[0]
 
 
 @dataclass(frozen=True)
 class _OpenedEngine:
+    """An engine of one base model, and how requests to it are rendered."""
+
     sampler: Restarting
     chat: ChatFormat
     max_model_len: int
@@ -208,9 +215,10 @@ async def _open_engine(
     publish: Callable[[Sampler], Awaitable[None]] | None = None,
     name: str = "",
 ) -> _OpenedEngine:
-    """Open an engine on a model folder, in the precision of training, and send it policies by `publish`.
+    """Open an engine on the model folder that `model` returns, and send it policies by `publish`.
 
-    A restart calls `model` and `publish` again: the folder may have moved by then.
+    `dtype` is the precision of the base in training. `name` names the engine in messages. A restart calls `model` and
+    `publish` again: the folder may have moved by then.
     """
 
     async def open_and_publish() -> EngineThatEnds:

@@ -25,24 +25,26 @@ class EngineThatEnds(Sampler, Protocol):
 
 
 RESTARTS = 3
-WITHIN = 600.0
-"""Most restarts of an engine, and the seconds in which they are counted."""
+"""Most restarts of an engine within `RESTART_WINDOW`."""
+RESTART_WINDOW = 600.0
+"""Seconds, up to now, whose restarts are counted."""
 log = logging.getLogger("cotune.engine")
 
 
 @dataclass(eq=False)
 class Restarting:
-    """A `Sampler` that replaces its engine when that ends. Requests that failed by it are sent once more.
+    """A `Sampler` that replaces its engine when the engine ends. Requests that failed because of this are sent again,
+    once.
 
-    `opened` opens an engine and publishes its policies to it. `model` names the engine in messages; empty if there is
-    only one. May be used from any event loop.
+    `open_engine` opens an engine and publishes its policies to it. `model` names the engine in messages; empty if there
+    is only one. May be used from any event loop.
     """
 
-    opened: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
+    open_engine: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
     _sampler: EngineThatEnds
     model: str = ""
     restarts: int = 0
-    _ends: list[float] = field(default_factory=list)
+    _end_times: list[float] = field(default_factory=list)
     _lost: EngineLost | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
@@ -61,7 +63,7 @@ class Restarting:
         return await next_sampler.sample(prompt_token_ids, n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Not used: `opened` publishes to each engine."""
+        """Not used: `open_engine` publishes to each engine."""
         raise NotImplementedError
 
     async def retire(self, policy: PolicyRef) -> None:
@@ -101,17 +103,18 @@ class Restarting:
         asyncio.run(self._sampler.aclose())
         while not self._closed:
             now = time.monotonic()
-            self._ends = [ended for ended in self._ends if ended > now - WITHIN] + [now]
-            if len(self._ends) > RESTARTS:
-                used_up = f"Its restarts are used up: {RESTARTS} within {WITHIN / 60:g} minutes."
+            recent_ends = [ended for ended in self._end_times if ended > now - RESTART_WINDOW]
+            self._end_times = [*recent_ends, now]
+            if len(self._end_times) > RESTARTS:
+                used_up = f"Its restarts are used up: {RESTARTS} within {RESTART_WINDOW / 60:g} minutes."
                 remedy = "Look at the machine's memory and at the engine's own messages above, then start again."
                 self._lost = EngineLost(f"{cause} {used_up}", remedy)
                 raise self._lost
-            log.error("%s It is started again (%d of %d).", cause, len(self._ends), RESTARTS)
+            log.error("%s It is started again (%d of %d).", cause, len(self._end_times), RESTARTS)
             try:
-                self._sampler = asyncio.run(self.opened())
+                self._sampler = asyncio.run(self.open_engine())
             except (CotuneError, OSError) as error:
-                cause = str(error)
+                cause = str(error)  # this start counts as a restart that failed
             else:
                 self.restarts += 1
                 log.warning("The engine%s is back.", f" of {self.model}" if self.model else "")

@@ -45,8 +45,8 @@ def present_version(export: Path) -> int:
 def numbered(manifest: Manifest, export: Path) -> Manifest:
     """The manifest as the next version of an export: its number is higher than the number of any version."""
     present = present_version(export)
-    following = max([present, *earlier_versions(export)]) + 1
-    return msgspec.structs.replace(manifest, export_version=following, replaced_version=present)
+    next_version = max([present, *earlier_versions(export)]) + 1
+    return msgspec.structs.replace(manifest, export_version=next_version, replaced_version=present)
 
 
 def replace_export(export: Path, incoming: Path) -> None:
@@ -55,8 +55,8 @@ def replace_export(export: Path, incoming: Path) -> None:
     `incoming` lies next to the export or in its .versions. A crash loses no version: `finish_replacement`, which runs
     before the next replacement, undoes or completes it.
     """
-    replaced = _being_replaced(export)
-    number = present_version(export)
+    replaced = _folder_being_replaced(export)
+    number = present_version(export)  # read before the folder moves
     if is_export(export):
         export.rename(replaced)
         if incoming.is_relative_to(export):  # it has moved with its parent
@@ -69,7 +69,7 @@ def replace_export(export: Path, incoming: Path) -> None:
         raise
     sync(export.parent)
     if replaced.exists():
-        _keep(export, replaced, number)
+        _keep_as_earlier(export, replaced, number)
 
 
 def finish_replacement(export: Path) -> None:
@@ -77,11 +77,11 @@ def finish_replacement(export: Path) -> None:
 
     The replaced version becomes an earlier one, or is put back if no other version has taken its place.
     """
-    replaced = _being_replaced(export)
+    replaced = _folder_being_replaced(export)
     if not replaced.exists():
         return
     if is_export(export):
-        _keep(export, replaced, present_version(replaced))
+        _keep_as_earlier(export, replaced, present_version(replaced))
     else:
         replaced.rename(export)
         sync(export.parent)
@@ -89,7 +89,7 @@ def finish_replacement(export: Path) -> None:
 
 def interrupted_replacement(export: Path) -> Path | None:
     """The folder of the replaced version, if a replacement was interrupted before the new one took its place."""
-    replaced = _being_replaced(export)
+    replaced = _folder_being_replaced(export)
     return replaced if replaced.exists() and not export.exists() else None
 
 
@@ -97,7 +97,7 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     """Bring back an earlier version of an export: version `number`, or the one that the present version replaced.
 
     The present version becomes one of the earlier ones. Raises AdapterError if `folder` is no export or the earlier
-    version is damaged, and ConfigError if it is not kept.
+    version is damaged, and ConfigError if the version is not kept.
     """
     export = Path(folder).resolve()
     finish_replacement(export)
@@ -107,8 +107,12 @@ def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
     if number is None:
         number = _replaced_by_present(export, earlier)
     if number not in earlier:
-        remedy = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
-        fault = f"is not an earlier version of {folder}" if number else f"is missing: {folder} replaced no version"
+        remedy = "It keeps no earlier version."
+        if earlier:
+            remedy = f"These are kept: {', '.join(map(str, earlier))}."
+        fault = f"is missing: {folder} replaced no version"
+        if number:
+            fault = f"is not an earlier version of {folder}"
         raise ConfigError("roll_back", number or None, fault, f"{remedy} To export a checkpoint again: --step N.")
 
     # A damaged version must not take the place of one that works.
@@ -131,18 +135,22 @@ def _replaced_by_present(export: Path, earlier: dict[int, Path]) -> int:
         return max(earlier, default=0)
 
 
-def _being_replaced(export: Path) -> Path:
-    """The temporary place of the version that is being replaced. The name is fixed, to find it after a crash."""
+def _folder_being_replaced(export: Path) -> Path:
+    """The temporary folder of the version that is being replaced. Its name is fixed, to find it after a crash."""
     return export.with_name(f".{export.name}.replaced")
 
 
-def _keep(export: Path, replaced: Path, number: int) -> None:
-    """Move the replaced version `number`, with its earlier versions, below the new version. Remove the oldest ones."""
+def _keep_as_earlier(export: Path, replaced: Path, number: int) -> None:
+    """Make the version in the folder `replaced`, with its earlier versions, the earlier version `number` of the export.
+
+    Removes the oldest versions beyond the limit.
+    """
     versions = export / VERSIONS
     if (replaced / VERSIONS).is_dir():
         (replaced / VERSIONS).rename(versions)
     versions.mkdir(exist_ok=True)
-    if (versions / str(number)).exists():  # somebody copied folders
+    # The number is taken if somebody copied folders.
+    if (versions / str(number)).exists():
         number = max(earlier_versions(export)) + 1
     replaced.rename(versions / str(number))
     sync(versions)

@@ -433,7 +433,7 @@ def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
     [
         ({"gpt": "critic"}, r"aliases = 'gpt=critic' names a role that is not served; the roles are planner, writer"),
         ({"gpt": "planer"}, r"the roles are planner, writer\. Did you mean planner\?"),
-        ({"writer": "planner"}, r"writer is one"),
+        ({"writer": "planner"}, r"writer is the name of a role"),
     ],
 )
 def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str) -> None:

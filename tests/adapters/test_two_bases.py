@@ -143,7 +143,7 @@ def test_an_evaluation_reads_the_tool_calls_of_each_base(team: list[TrainedPolic
 
 
 def test_one_tool_format_is_not_taken_for_all_bases(team_export: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tool_format = 'mistral' would be that of .*tiny, .*short"):
+    with pytest.raises(ConfigError, match=r"'mistral' would apply to several base models: .*tiny, .*short"):
         asyncio.run(open_local(team_export, tool_format="mistral"))
 
 
