@@ -23,20 +23,20 @@ _PAUSE = 1.0
 """Seconds before a request that failed is made again."""
 
 
-class Passing(Exception):
-    """A fault that another try may not meet: a time-out, a lost connection, a server's own error."""
+class TransientError(Exception):
+    """An error that may not happen again: a time-out, a lost connection, an error of the server itself."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Further settings of a `cotune.Judge`. Raises ConfigError for a bound of 0."""
 
     name: str = "judge"
-    """Of the reward."""
+    """The name of the reward."""
     passes: int = 1
     """Requests per group: the second shows the siblings in reversed order, and so on in pairs; rewards are their
     mean."""
     seed: int = 0
-    """Of the order in which siblings are shown."""
+    """Seed of the order in which siblings are shown."""
     max_calls: int | None = None
     """Most requests of a run."""
     concurrency: int = 8
@@ -46,11 +46,11 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 1024
     """Most tokens of an answer."""
     params: Mapping[str, Any] = {}
-    """More of the request, such as `reasoning_effort`, or another `temperature` than 0."""
+    """Further parameters of the request, such as `reasoning_effort`, or a `temperature` other than 0."""
     reason: bool = True
-    """Whether the judge says why before it ranks, which helps most models and costs a sentence."""
+    """Whether the judge gives a reason before it ranks, which helps most models and costs a sentence."""
     structured: bool = True
-    """Whether to ask for a JSON schema (`response_format`); some endpoints know none."""
+    """Whether to ask for a JSON schema (`response_format`); some endpoints do not support it."""
     folder: str | Path | None = None
     """Where answers and costs are kept, to share them between runs; without it the run's own folder, or the judge's
     memory outside a run."""
@@ -95,88 +95,88 @@ class Endpoint:
     async def ask(self, body: Mapping[str, Any], ledger: Ledger) -> str:
         """Send a chat request to the judge's model, and return the text of its answer.
 
-        Requests wait for a place among the concurrent ones, and reserve their cost before they are sent. Raises Passing
-        if another try may succeed, otherwise JudgeError.
+        At most `concurrency` requests are sent at once, and each reserves its cost before it is sent. Raises
+        TransientError if another attempt may succeed, otherwise JudgeError.
         """
         loop_client = self._client_of_loop()
         async with loop_client.gate:
-            request = await self._reserve(body, ledger, loop_client)
+            reservation = await self._reserve(body, ledger, loop_client)
             with loop_client.counting_request():
-                try:
-                    return await self._send_request(loop_client.client, body, ledger, request)
-                finally:
-                    loop_client.request_ended.set()
-                    loop_client.request_ended = asyncio.Event()
+                return await self._send_request(loop_client.client, body, ledger, reservation)
 
     async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, loop_client: _LoopClient) -> int:
-        """Enter a request in the ledger and return its number.
+        """Reserve the highest possible cost of a request in the ledger, and return the number of the reservation.
 
-        If the highest possible cost would pass the cap, it waits for requests in progress, which may cost less than was
-        reserved for them. Raises JudgeError for a request over the cap.
+        If this cost would exceed the cap, it waits for requests in progress, which may cost less than was reserved for
+        them. Raises JudgeError for a request over the cap.
         """
         max_tokens = body.get("max_completion_tokens") or body["max_tokens"]
         # A token has at least one byte, so the prompt has at most as many tokens as bytes.
         most_cost = money(self._price, len(canonical(body)), int(max_tokens))
         while True:
-            entered = ledger.reserve(self._judge, most_cost, max_calls=self._max_calls, max_cost=self._max_cost)
-            if isinstance(entered, int):
-                return entered
-            # The cap is passed. Requests in progress may end cheaper than what was reserved for them.
-            if entered == "max_cost" and loop_client.open_requests:
+            result = ledger.reserve(self._judge, most_cost, max_calls=self._max_calls, max_cost=self._max_cost)
+            if isinstance(result, int):
+                return result
+            exceeded_cap = result
+            if exceeded_cap == "max_cost" and loop_client.open_requests:
                 await loop_client.request_ended.wait()
                 continue
             ledger.count(self._judge, "over_budget")
-            cap = self._max_cost if entered == "max_cost" else self._max_calls
+            cap = self._max_cost if exceeded_cap == "max_cost" else self._max_calls
             raise JudgeError(
-                f"{self._name} is over its budget: another request would pass {entered} = {cap}.",
-                f"Raise {entered} of its cotune.Judge, and continue with --resume.",
+                f"{self._name} is over its budget: another request would pass {exceeded_cap} = {cap}.",
+                f"Raise {exceeded_cap} of its cotune.Judge, and continue with --resume.",
             )
 
     async def _send_request(
-        self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int
+        self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, reservation: int
     ) -> str:
-        """Send one request to the judge and settle its cost in the ledger. Returns the answer's text.
+        """Send one request to the judge and replace its reserved cost in the ledger by the real one. Returns the
+        answer's text.
 
-        Raises Passing if another attempt may succeed, JudgeError if the judge refuses the request for good.
+        A request whose cost is unknown keeps the reserved cost. Raises TransientError if another attempt may succeed,
+        JudgeError if the judge refuses the request for good.
         """
         import openai
 
         try:
             async with asyncio.timeout(self._timeout):
                 reply = await client.chat.completions.create(**body)
-        except (TimeoutError, openai.APITimeoutError):  # its cost is unknown: the reserved most stays
+        except (TimeoutError, openai.APITimeoutError):
             ledger.count(self._judge, "timeouts")
-            raise Passing(f"no answer within {self._timeout:g} s") from None
+            raise TransientError(f"no answer within {self._timeout:g} s") from None
         except openai.APIStatusError as error:
-            ledger.settle(request, 0, 0, 0.0)
+            ledger.settle(reservation, prompt_tokens=0, completion_tokens=0, cost=0.0)
             ledger.count(self._judge, "refused")
             status = f"status {error.status_code}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 await asyncio.sleep(_PAUSE)
-                raise Passing(status) from None
+                raise TransientError(status) from None
             why = " ".join(error.message.split())[:200]
             raise JudgeError(
                 f"{self._name} was refused: {status}: {why}.",
                 "Check its model, base_url, api_key and params.",
             ) from None
         except openai.APIConnectionError as error:
-            ledger.settle(request, 0, 0, 0.0)
+            ledger.settle(reservation, prompt_tokens=0, completion_tokens=0, cost=0.0)
             ledger.count(self._judge, "unreachable")
             await asyncio.sleep(_PAUSE)
-            raise Passing(f"{client.base_url} cannot be reached ({error.__cause__ or error})") from None
+            raise TransientError(f"{client.base_url} cannot be reached ({error.__cause__ or error})") from None
         except (openai.OpenAIError, ValueError, TypeError) as error:
-            raise Passing(f"the answer cannot be read ({type(error).__name__})") from None
+            raise TransientError(f"the answer cannot be read ({type(error).__name__})") from None
+
         usage = getattr(reply, "usage", None)
-        prompt = getattr(usage, "prompt_tokens", None)
-        written = getattr(usage, "completion_tokens", None)
-        if isinstance(prompt, int) and isinstance(written, int):
-            ledger.settle(request, prompt, written, money(self._price, prompt, written))
+        prompt_tokens = getattr(usage, "prompt_tokens", None)
+        completion_tokens = getattr(usage, "completion_tokens", None)
+        if isinstance(prompt_tokens, int) and isinstance(completion_tokens, int):
+            cost = money(self._price, prompt_tokens, completion_tokens)
+            ledger.settle(reservation, prompt_tokens, completion_tokens, cost)
         else:
             ledger.count(self._judge, "uncounted")
         try:
             return str(reply.choices[0].message.content or "")
         except (AttributeError, IndexError, TypeError):
-            return ""
+            return ""  # an answer without a text cannot be used, so the judge is asked again
 
     def _client_of_loop(self) -> _LoopClient:
         """The client of this event loop, and its limit of concurrent requests: a client cannot be shared between
@@ -198,19 +198,22 @@ class Endpoint:
 
 
 class _LoopClient:
-    """The client and the gate of one event loop."""
+    """The client of one event loop, and the limit of its concurrent requests."""
 
     def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
         self.client = client
         self.gate = asyncio.Semaphore(concurrency)
         self.request_ended = asyncio.Event()
-        """Set, and replaced, whenever a request has ended."""
+        """The end of the next request that ends; replaced each time."""
         self.open_requests = 0
 
     @contextmanager
     def counting_request(self) -> Iterator[None]:
+        """Count the block as an open request. Its end wakes the requests that wait for money it did not need."""
         self.open_requests += 1
         try:
             yield
         finally:
             self.open_requests -= 1
+            self.request_ended.set()
+            self.request_ended = asyncio.Event()

@@ -7,11 +7,12 @@ import functools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 from cotune.errors import ConfigError, JudgeError, SamplerError
-from cotune.integrations.judging.endpoint import Endpoint, JudgeSettings, Passing
+from cotune.integrations.judging.endpoint import Endpoint, JudgeSettings, TransientError
 from cotune.judging.episodes import FinishedEpisode, Ranking
 from cotune.judging.question import AGAIN, Question, Unusable, Verdict, question, values_of_tiers
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
@@ -29,7 +30,40 @@ from cotune.storage.judge_ledger import Ledger
 log = logging.getLogger("cotune")
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
-"""Answers a chat request with a text; raises Passing or JudgeError."""
+"""Answers a chat request with a text; raises TransientError or JudgeError."""
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The part of a question that depends on the siblings."""
+
+    kind: str
+    """What the siblings are."""
+    shared: str
+    """The request or the task that they have in common."""
+    texts: list[str]
+    """The text of each sibling."""
+    episode: LiveEpisode | None
+    """The episode of the candidates, or the episode for the judge's calls about whole episodes."""
+
+
+def _show_candidates(candidates: Sequence[Candidate], call: Call) -> _Shown:
+    shared = [shown_messages(call.messages), shown_tools(call.tools)]
+    return _Shown(
+        kind="answers to one request",
+        shared="\n\n".join(filter(None, shared)),
+        texts=[shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates],
+        episode=call.episode if isinstance(call, LiveCall) else None,
+    )
+
+
+def _show_episodes(episodes: Sequence[FinishedEpisode], task: Any) -> _Shown:
+    return _Shown(
+        kind="attempts at one task",
+        shared=canonical(task).decode(),
+        texts=[episode.transcript for episode in episodes],
+        episode=judging.get().episode,
+    )
 
 
 class Judge(Ranking):
@@ -101,7 +135,7 @@ class Judge(Ranking):
             del self._body["max_tokens"]
         self._folder = None if settings.folder is None else Path(settings.folder).absolute()
         self._memory = Ledger(None)
-        self._place = base_url
+        self._base_url = base_url
         self.key = f"{self.name}:{model or role}:{address(canonical([base_url, rubric]))[:8]}"
         """The key under which its answers and costs are kept."""
         self._endpoint = Endpoint(self.key, str(self), base_url, api_key, price or (0.0, 0.0), max_cost, settings)
@@ -110,71 +144,87 @@ class Judge(Ranking):
         return f"The judge {self.model or self.role}"
 
     @overload
-    async def __call__(self, of: Sequence[Candidate], call: Call, task: Any, /) -> Sequence[Feedback | None]: ...
+    async def __call__(self, siblings: Sequence[Candidate], call: Call, task: Any, /) -> Sequence[Feedback | None]: ...
     @overload
-    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Feedback | None]: ...
-    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Feedback | None]:
-        """Rewards of the candidates of a call, or of the episodes of a task, with reasons. A single one gets no reward.
+    async def __call__(self, siblings: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Feedback | None]: ...
+    async def __call__(self, siblings: Sequence[Any], *context: Any) -> Sequence[Feedback | None]:
+        """Rank the candidates of a call, or the episodes of a task. Returns their rewards, with reasons.
 
-        Raises JudgeError.
+        A single sibling gets no reward. If all siblings have the same text, each gets 0.5. Raises JudgeError.
         """
-        episode: LiveEpisode | None
-        if len(about) == 2:  # the call and its task: `of` are candidates
-            call, _ = about
-            shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
-            entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in of]
-            kind = "answers to one request"
-            episode = call.episode if isinstance(call, LiveCall) else None
-        else:  # the task: `of` are episodes
-            (task,) = about
-            shared = canonical(task).decode()
-            entries = [episode.transcript for episode in of]
-            kind = "attempts at one task"
-            episode = judging.get().episode
-        if len(entries) < 2:
-            return [None] * len(entries)
-        # Siblings with the same text are shown to the judge as one.
-        distinct = list(dict.fromkeys(entries))
+        if len(context) == 2:
+            call, _ = context
+            shown = _show_candidates(siblings, call)
+        else:
+            (task,) = context
+            shown = _show_episodes(siblings, task)
+        if len(siblings) < 2:
+            return [None] * len(siblings)
+
+        # Siblings with the same text are shown to the judge as one entry.
+        entries = list(dict.fromkeys(shown.texts))
         new_question = functools.partial(
-            question, self.rubric, shared, distinct, what=kind, seed=self.settings.seed, reason=self.settings.reason
+            question,
+            self.rubric,
+            shown.shared,
+            entries,
+            what=shown.kind,
+            seed=self.settings.seed,
+            reason=self.settings.reason,
         )
+        episode = shown.episode
         if episode is not None and episode.offline:
-            return await self._dry_run(shared, len(entries), new_question, episode)
-        if len(distinct) == 1:
-            return [Feedback({self.name: 0.5}, "")] * len(entries)
+            return await self._dry_run(shown.shared, len(siblings), new_question, episode)
+        if len(entries) == 1:
+            return [Feedback({self.name: 0.5}, "")] * len(siblings)
 
         ask = self._ask(episode)
         redaction = judging.get().redaction if episode is None else episode.redaction
         questions = [new_question(turn=turn) for turn in range(self.settings.passes)]
-        passes = (self._verdict_on(each, ask, redaction) for each in questions)
-        verdicts = await asyncio.gather(*passes, return_exceptions=True)
-
-        # The reward of a sibling is the mean over all passes, and its text has the reasons of all.
-        numbers = [distinct.index(entry) for entry in entries]
-        sums = [0.0] * len(entries)
-        reasons: list[list[str]] = [[] for _ in entries]
-        for each, verdict in zip(questions, verdicts, strict=True):
-            if isinstance(verdict, BaseException):
+        answers = await asyncio.gather(
+            *(self._verdict_on(asked, ask, redaction) for asked in questions), return_exceptions=True
+        )
+        verdicts = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
                 self._ledger.count(self.key, "dropped")
-                raise verdict
+                raise answer
+            verdicts.append(answer)
+        return self._mean_feedback(questions, verdicts, [entries.index(text) for text in shown.texts])
+
+    def _mean_feedback(
+        self, questions: Sequence[Question], verdicts: Sequence[Verdict], entry_of_sibling: Sequence[int]
+    ) -> list[Feedback]:
+        """The mean reward of each sibling over all questions, with the reasons of all.
+
+        `entry_of_sibling` has the number of the entry that each sibling was shown as.
+        """
+        sums = [0.0] * len(entry_of_sibling)
+        reasons: list[list[str]] = [[] for _ in entry_of_sibling]
+        for asked, verdict in zip(questions, verdicts, strict=True):
             tiers = []
             for tier in verdict.tiers:
-                tiers.append([sibling for sibling, number in enumerate(numbers) if number in tier])
+                tiers.append([sibling for sibling, entry in enumerate(entry_of_sibling) if entry in tier])
             for sibling, reward in enumerate(values_of_tiers(tiers)):
                 sums[sibling] += reward
-                reason = each.feedback(verdict, numbers[sibling])
+                reason = asked.feedback(verdict, entry_of_sibling[sibling])
                 if reason:
                     reasons[sibling].append(reason)
+
         feedback = []
         for total, texts in zip(sums, reasons, strict=True):
-            feedback.append(Feedback({self.name: total / self.settings.passes}, "\n".join(texts)))
+            feedback.append(Feedback({self.name: total / len(questions)}, "\n".join(texts)))
         return feedback
 
     async def _verdict_on(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
-        """Ask the judge a question, unless its answer to the same question is stored. Raises JudgeError."""
+        """The judge's verdict on a question: the stored one if it was asked before, else a new one.
+
+        After an error that may not happen again, or an answer that cannot be used, the judge is asked a second time.
+        Raises JudgeError.
+        """
         ledger = self._ledger
         body = self._request(asked)
-        key = address(canonical([self._place, body]))
+        key = address(canonical([self._base_url, body]))
         stored_answer = ledger.answer(key) if self.role is None else None
         if stored_answer is not None:
             ledger.count(self.key, "cached")
@@ -186,13 +236,14 @@ class Judge(Ranking):
             try:
                 text = await ask(body)
                 verdict = asked.verdict(text)
-            except Passing as error:
+            except TransientError as error:
                 fault = str(error)
             except Unusable as error:
                 fault = f"its answer cannot be used: {error}"
                 correction = {"role": "user", "content": AGAIN.format(fault=error)}
                 body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
             else:
+                # The answers of a role are recorded as calls of its episode.
                 if self.role is None:
                     stored = verdict
                     # The reason may quote a text that a redactor must keep out of the records.
@@ -235,8 +286,9 @@ class Judge(Ranking):
     async def _dry_run(
         self, shared: str, count: int, new_question: Callable[[], Question], episode: LiveEpisode
     ) -> Sequence[Feedback | None]:
-        """Random rewards for a dry run, which contacts no server. A judge's role is called, but its answer ignored."""
+        """Random rewards of `count` siblings for a dry run, which contacts no server."""
         if self.role is not None:
+            # The call shows the role to the dry run. Its answer has no meaning.
             await self._ask_role(episode, self._request(new_question()))
         order = random.Random(address(shared.encode())).sample(range(count), count)
         return [Feedback({self.name: value}, "") for value in values_of_tiers([[i] for i in order])]

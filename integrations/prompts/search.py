@@ -72,7 +72,7 @@ def search(
     from gepa import api
 
     optimize: Any = api.optimize  # its protocols are generic over types that it never uses
-    rounds = _Rounds(problem)
+    iterations = _IterationCounter(problem)
     optimize(
         seed_candidate=dict(start),
         trainset=_Ids(train),
@@ -83,15 +83,15 @@ def search(
         reflection_minibatch_size=min(minibatch, len(train)),
         skip_perfect_score=perfect is not None,
         perfect_score=1.0 if perfect is None else perfect,
-        stop_callbacks=[rounds],
-        callbacks=[_Told(problem)],
-        logger=_Quiet(),
+        stop_callbacks=[iterations],
+        callbacks=[_PoolObserver(problem)],
+        logger=_LogMessages(),
         seed=seed,
         cache_evaluation=False,
         track_best_outputs=False,
         raise_on_exception=True,
     )
-    return rounds.count
+    return iterations.count
 
 
 class _Ids:
@@ -153,6 +153,8 @@ def _proposer(problem: Problem) -> Any:
 
 
 class _Selector:
+    """Lets the problem choose the parts of a candidate that gepa changes next."""
+
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
@@ -162,19 +164,21 @@ class _Selector:
         return self._problem.choose(candidate, trajectories)
 
 
-class _Rounds:
-    """The stopper for gepa, which counts iterations."""
+class _IterationCounter:
+    """The stopper for gepa. It counts iterations, as gepa asks it before each one."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.count = -1
+        self.count = -1  # the last question ends the search, and so begins no iteration
 
     def __call__(self, state: Any) -> bool:
         self.count += 1
         return self._problem.stop()
 
 
-class _Told:
+class _PoolObserver:
+    """Tells the problem about each candidate that gepa adds to its pool."""
+
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
@@ -183,8 +187,8 @@ class _Told:
         self._problem.accepted(event["candidate"], event["scores_by_val_id"], parents[0] if parents else None)
 
 
-class _Quiet:
-    """A logger for gepa, whose messages would otherwise be printed. They are shown with -v."""
+class _LogMessages:
+    """Sends the messages of gepa, which would otherwise be printed, to the log. They are shown with -v."""
 
     def log(self, message: str) -> None:
         log.info("gepa: %s", message)
