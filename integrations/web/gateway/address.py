@@ -19,7 +19,7 @@ _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 _LONGEST = 200
 _MEMBER = b"cotune."
 
-_CALLS = {form.path.strip("/"): form for form in (*FORMS, MESSAGES)}
+_FORM_OF_TAIL = {form.path.strip("/"): form for form in (*FORMS, MESSAGES)}
 _METHODS = {
     "chat/completions": ("POST", "GET"),
     "chat/completions/": ("GET", "POST", "DELETE"),
@@ -98,9 +98,12 @@ def _parse(raw: bytes) -> Address | None:
     if family is None:
         served = ", ".join(dict.fromkeys(name.rstrip("/") for name in _METHODS))
         raise RequestError(404, f"Not Found: /v1/{tail[:_LONGEST]}. Served are: {served}.", code="not_found")
-    episode = None if match["episode"] is None else _id(_unquote_field(match["episode"], "episode"), "episode")
-    role = None if match["role"] is None else _role(_unquote_field(match["role"], "role"))
-    return Address(tail, _METHODS[family], _CALLS.get(tail), episode, role)
+    episode = role = None
+    if match["episode"] is not None:
+        episode = _checked_id(_unquote_field(match["episode"], "episode"), "episode")
+    if match["role"] is not None:
+        role = _checked_role(_unquote_field(match["role"], "role"))
+    return Address(tail, _METHODS[family], _FORM_OF_TAIL.get(tail), episode, role)
 
 
 def _belongs_to(tail: str, name: str) -> bool:
@@ -121,8 +124,9 @@ def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Id
     baggage: dict[str, str] = {}
     for name, value in scope["headers"]:
         if name.startswith(b"x-cotune-"):
-            field = name[9:].decode("latin-1")
-            if headers.setdefault(field, _text(value, field)) != _text(value, field):
+            field = name.removeprefix(b"x-cotune-").decode("latin-1")
+            text = _decode_field(value, field)
+            if headers.setdefault(field, text) != text:
                 raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
         elif name == b"baggage" and _MEMBER in value:
             baggage.update(_baggage_members(value))
@@ -139,12 +143,13 @@ def caller_identity(scope: Scope, address: Address, role_header: str = "") -> Id
     fields |= headers
     episode = fields.get("episode")
     role = fields.get("role")
+    parents = [part.strip() for part in fields.get("parents", "").split(",")]
     return Identity(
-        None if episode is None else _id(episode, "episode"),
-        "app" if role is None else _role(role),
-        role is not None,
-        tuple(_id(part.strip(), "parent") for part in fields.get("parents", "").split(",") if part.strip()),
-        own_key(fields.get("key", "")),
+        episode=None if episode is None else _checked_id(episode, "episode"),
+        role="app" if role is None else _checked_role(role),
+        named=role is not None,
+        parents=tuple(_checked_id(parent, "parent") for parent in parents if parent),
+        key=own_key(fields.get("key", "")),
     )
 
 
@@ -157,14 +162,16 @@ def _baggage_members(baggage: bytes) -> Iterator[tuple[str, str]]:
     """The fields of cotune in a `baggage` header, with their values. Fields of other programs are skipped."""
     for part in baggage.split(b","):
         if part.strip().startswith(_MEMBER):
-            name, equals, value = part.partition(b";")[0].strip()[len(_MEMBER) :].partition(b"=")
+            # A member has the form `cotune.FIELD=VALUE`, and may have properties after a semicolon.
+            member = part.partition(b";")[0].strip()
+            name, equals, value = member.removeprefix(_MEMBER).partition(b"=")
             if not equals:
                 raise RequestError(400, "A baggage member of cotune has no value.", code="invalid_identity")
-            field = _text(name, "baggage").strip()
-            yield field, _unquote_field(_text(value.strip(), field), field)
+            field = _decode_field(name, "baggage").strip()
+            yield field, _unquote_field(_decode_field(value.strip(), field), field)
 
 
-def _text(value: bytes, field: str) -> str:
+def _decode_field(value: bytes, field: str) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -178,14 +185,14 @@ def _unquote_field(value: str, field: str) -> str:
         raise RequestError(400, f"The {field} is not UTF-8.", param=field, code="invalid_identity") from None
 
 
-def _role(value: str) -> str:
+def _checked_role(value: str) -> str:
     if not value.strip() or len(value) > _LONGEST or not value.isprintable():
         text = f"A role is 1 to {_LONGEST} printable characters."
         raise RequestError(400, text, param="role", code="invalid_role")
     return value
 
 
-def _id(value: str, field: str) -> str:
+def _checked_id(value: str, field: str) -> str:
     if not _ID.fullmatch(value):
         text = f"This is no id of {'an' if field == 'episode' else 'a'} {field}: {value[:_LONGEST]!r}."
         raise RequestError(400, text, param=field, code=f"invalid_{field}")

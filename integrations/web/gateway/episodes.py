@@ -19,7 +19,7 @@ from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.web.gateway.address import Identity
 from cotune.integrations.web.gateway.exchange import Exchange
 from cotune.integrations.web.gateway.settings import GatewayConfig
-from cotune.integrations.web.http.bodies import aside
+from cotune.integrations.web.http.bodies import in_thread_if_large
 from cotune.integrations.web.http.requests import RequestError, own_key
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
@@ -79,7 +79,7 @@ class _OpenedEpisode:
     """The key of a session, which is an episode that the gateway opened itself; None for other episodes."""
     exchanges: set[Exchange] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
-    """Ends a session after a pause."""
+    """Ends a session that is idle."""
 
 
 class Episodes:
@@ -166,10 +166,10 @@ class Episodes:
             opened = self._episode_of_call(who)
         if opened is None:
             return None
-        call = await aside(
+        call = await in_thread_if_large(
             size,
             functools.partial(_start_call, opened.live, who, form, body),
-            lambda call: call.fail("cancelled", "the request ended before its call had started"),
+            undo=lambda call: call.fail("cancelled", "the request ended before its call had started"),
         )
         exchange = Exchange(call, form, body, size, self.config.limits, functools.partial(self._call_ended, opened))
         # The episode may have ended while the call was started in a thread.
@@ -232,7 +232,8 @@ class Episodes:
             self.warn("no_episode", f"A call names no episode. {effect}")
         if self.sink is None:
             return None
-        return self._session_of((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
+        period = time.monotonic() // IMPLICIT_SECONDS
+        return self._session_of((IMPLICIT, period), task=None)
 
     def _open_new(self, task: Task, options: OpenEpisode) -> _OpenedEpisode:
         """Open an episode for a task, with the settings of the gateway."""
@@ -277,46 +278,57 @@ class Episodes:
         self.counts[f"episodes_{ending.status}"] += 1
 
     def _call_ended(self, opened: _OpenedEpisode, exchange: Exchange) -> None:
-        """Remove a call from its episode. A session without other calls now waits for its next call."""
+        """Remove a call from its episode. After its last call, a session is idle until the next one."""
         if exchange in opened.exchanges:
             opened.exchanges.discard(exchange)
             self.counts["calls"] += 1
             if not opened.exchanges and opened.live.id in self.open and opened.key is not None:
-                self._begin_pause(opened)
+                self._restart_timer(opened)
 
     def _session_of(self, key: Hashable, task: str | None, episode_key: str = "") -> _OpenedEpisode:
-        """The open episode of a session key, or a new one with the application's key `episode_key`.
+        """The open session with this key. If there is none, a new one is opened, for the task with the id `task` and
+        with the application's key `episode_key`.
 
-        Without a task, it is an implicit episode, which is opened even beyond the limit.
+        Without a task, it is an implicit episode, which is opened even beyond the limit of open episodes. The time
+        until an idle session ends begins again.
         """
-        opened = self._sessions.get(key)
-        if opened is None:
+        session = self._sessions.get(key)
+        if session is None:
             if task is not None:
-                opened = self.open[self.start(OpenEpisode(None, key=episode_key), task_of({"id": task})).id]
+                options = OpenEpisode(task={"id": task}, key=episode_key)
+                episode = self.start(options, task_of(options.task))
+                session = self.open[episode.id]
             else:
-                opened = self._open_new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
-            self._sessions[key] = opened
-            opened.key = key
+                options = OpenEpisode(task=None, workflow=IMPLICIT)
+                session = self._open_new(Task(id=IMPLICIT, input=None), options)
+            self._sessions[key] = session
+            session.key = key
             if isinstance(key, asyncio.Future):
-                key.add_done_callback(functools.partial(self._pause_over, opened))
-        self._begin_pause(opened)
-        return opened
+                key.add_done_callback(functools.partial(self._end_if_idle, session))
+        self._restart_timer(session)
+        return session
 
-    def _begin_pause(self, opened: _OpenedEpisode) -> None:
-        """End a session after a pause without a call.
+    def _restart_timer(self, session: _OpenedEpisode) -> None:
+        """End a session once it was idle for a while.
 
-        The session of a connection ends with the connection; it ends after a pause only if the user has set one. Its
-        key is a future that is done when the connection is closed.
+        The key of a connection's session is a future that is done when the connection is closed. Such a session ends
+        with its connection. It ends after an idle time only if the user has set one.
         """
-        _stop_timer(opened)
+        _stop_timer(session)
         idle = self.config.split.idle
-        if isinstance(opened.key, asyncio.Future) and opened.key.done():
-            self._pause_over(opened)
-        elif idle is not None or not isinstance(opened.key, asyncio.Future):
-            opened.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._pause_over, opened)
+        if isinstance(session.key, asyncio.Future):
+            if session.key.done():
+                self._end_if_idle(session)
+                return
+            if idle is None:
+                return
+        session.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._end_if_idle, session)
 
-    def _pause_over(self, opened: _OpenedEpisode, _: object = None) -> None:
-        """End a session that has no call in flight. The second argument is the future of a closed connection."""
+    def _end_if_idle(self, opened: _OpenedEpisode, closed_connection: object = None) -> None:
+        """End a session that has no call in flight. A call in flight calls this again when it ends, by its timer.
+
+        `closed_connection` is not used: the callback of a connection's future passes the future.
+        """
         if opened.live.id in self.open and not opened.exchanges:
             episode = self._remove(opened.live.id)
             _end_episode(episode, EndEpisode())

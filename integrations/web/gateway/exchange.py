@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cotune.integrations.apps.openai.forms import Form, edited_body, end_with_body, part_of
-from cotune.integrations.web.http.bodies import aside, decoded, inflated, json_values
+from cotune.integrations.web.http.bodies import decoded, in_thread_if_large, inflated, json_values
 from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
 from cotune.integrations.web.http.requests import RequestError, invalid_value
 from cotune.recording.recorder import LiveCall
@@ -58,7 +58,7 @@ def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, 
 
 @dataclass(eq=False)
 class Exchange:
-    """A call in flight. Methods run on the gateway's event loop; slow work on large calls runs in threads (`aside`)."""
+    """A call in flight. Methods run on the gateway's event loop; slow work on large calls runs in threads."""
 
     call: LiveCall
     form: Form
@@ -66,10 +66,15 @@ class Exchange:
     body_bytes: int
     limits: Limits
     _on_end: Callable[[Exchange], None]
+    """Called once the call has ended."""
     _chunks: list[bytes] = field(default_factory=list)
+    """The answer so far; empty if it is longer than the limit for records."""
     size: int = 0
+    """Bytes of the answer that have arrived."""
     _kind: str = ""
+    """Content type of the answer."""
     _coding: str = ""
+    """Content coding of the answer."""
     answering: bool = False
     """Whether an answer has begun that is no error."""
     refusal: str = ""
@@ -83,7 +88,7 @@ class Exchange:
             raw_body = inflated(raw, coding, self.limits.max_body, "--max-body")
             return edited_body(self.call, self.form, self.body, raw_body)
 
-        return await aside(self.body_bytes, edited)
+        return await in_thread_if_large(self.body_bytes, edited)
 
     def begins(self, kind: str, coding: str) -> None:
         """Note that an answer begins that is no error, with its content type and content coding."""
@@ -153,10 +158,12 @@ class Exchange:
             return True
         try:
             raw = self._answer_bytes(whole=not self._streamed)
-        except RequestError as broken:
-            if broken.status != 400:
-                self.call.fail("malformed", broken.message)
-            return broken.status != 400
+        except RequestError as error:
+            # 400 is a compressed answer that is cut off or broken, which counts as incomplete.
+            if error.status == 400:
+                return False
+            self.call.fail("malformed", error.message)
+            return True
         # A body with very many JSON values takes far more memory than its bytes. The events of a stream are parsed one
         # by one, and so do not.
         if not self._streamed and (values := json_values(raw, self.limits.max_values)) > self.limits.max_values:
@@ -172,7 +179,7 @@ class Exchange:
 
     async def _in_thread_if_large(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
         """Do work that may end the call, in a thread if the call is large."""
-        result = await aside(self.body_bytes + self.size + answer_bytes, work)
+        result = await in_thread_if_large(self.body_bytes + self.size + answer_bytes, work)
         if self.call.ended:
             self._on_end(self)
         return result
@@ -188,7 +195,7 @@ class Exchange:
         try:
             return part_of(self.form, self._answer_bytes(whole=False), self._streamed)
         except RequestError:
-            return None
+            return None  # the call fails anyway, and is recorded without an answer
 
     def _answer_bytes(self, whole: bool) -> bytes:
         return inflated(b"".join(self._chunks), self._coding, self.limits.max_answer, "", whole)

@@ -21,7 +21,7 @@ from cotune.integrations.web.gateway.episodes import Episodes
 from cotune.integrations.web.gateway.exchange import Exchange, read_call
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.gateway.upstream import Upstream, UpstreamError, forwarded
-from cotune.integrations.web.http.bodies import aside, room_for
+from cotune.integrations.web.http.bodies import in_thread_if_large, room_for, size_of_body
 from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
@@ -34,7 +34,6 @@ from cotune.integrations.web.http.requests import (
 from cotune.recording.model_calls import answer, record_failure
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.failure_cause import is_refusal_status
-from cotune.runtime.bounded_cache import INLINE
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""
@@ -49,8 +48,11 @@ class _Passage:
     receive: Receive
     _send: Send
     started: bool = False
+    """Whether the response has begun."""
     done: bool = False
+    """Whether the response was sent whole."""
     exchange: Exchange | None = None
+    """The call that the request makes; None for other requests, and for calls that are not recorded."""
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
@@ -80,7 +82,9 @@ class Proxy:
         self.counts: Counter[str] = Counter()
 
     async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. If an answer breaks off, the response is left incomplete, so that the client notices."""
+        """Answer one request. If the provider's answer breaks off, the response is left incomplete, so that the client
+        notices.
+        """
         self.access.check(scope)
         if self.in_flight >= self.limits.max_inflight:
             raise RequestError(
@@ -92,7 +96,7 @@ class Proxy:
         passage = _Passage(scope, address, receive, send)
         self.in_flight += 1
         try:
-            await self._guarded(passage)
+            await self._pass_within_limits(passage)
             self.counts["passed"] += 1
         except RequestError as error:
             if passage.started:
@@ -102,8 +106,8 @@ class Proxy:
         finally:
             self.in_flight -= 1
 
-    async def _guarded(self, passage: _Passage) -> None:
-        """Pass a request on. An interruption ends its call, and is answered with the cause."""
+    async def _pass_within_limits(self, passage: _Passage) -> None:
+        """Pass a request on, within the time limit. An interruption ends its call, and is answered with the cause."""
         try:
             async with asyncio.timeout(self.limits.timeout):
                 await self._pass(passage)
@@ -147,21 +151,13 @@ class Proxy:
             await exchange.fail(status, text)
 
     async def _pass(self, passage: _Passage) -> None:
-        """Read a request, open its call if it is one, and send it to the provider or the responder."""
+        """Read a request and answer it. The request of a call opens the call first."""
         scope = passage.scope
         address = passage.address
-        own_key = any(self.access.given(scope, name) for name in KEYS)
-        headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
+        sends_our_token = any(self.access.given(scope, name) for name in KEYS)
+        headers = self._provider(scope, address).request_headers(scope["headers"], replace_key=sends_our_token)
         if address.form is not None and scope["method"] == "POST":
-            raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
-            coding = header(scope, b"content-encoding").decode("latin-1")
-            # A compressed body may be much larger than its bytes: it counts as too large for the event loop.
-            size = len(raw) + (INLINE if coding else 0)
-            call_body = await aside(size, functools.partial(read_call, address.form, raw, coding, self.limits))
-            await self._open(passage, address.form, call_body, size)
-            if (exchange := passage.exchange) is not None and exchange.call.edits is not None:
-                raw = await exchange.outgoing(raw, coding)
-                headers.popall("content-encoding", None)
+            raw = await self._read_and_open_call(passage, address.form, headers)
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             episode = self.episodes.live(caller_identity(scope, address).episode)
@@ -174,6 +170,23 @@ class Proxy:
         else:
             raw = await read_any(scope, passage.receive, self.limits.max_body, self.room)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
+
+    async def _read_and_open_call(self, passage: _Passage, form: Form, headers: CIMultiDict[str]) -> bytes:
+        """Read the request of a call, and open the call. Returns the body to forward, with the edited prompts.
+
+        An edited body has no content coding, so this header is removed from `headers`.
+        """
+        scope = passage.scope
+        raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
+        coding = header(scope, b"content-encoding").decode("latin-1")
+        size = size_of_body(raw, coding)
+        call_body = await in_thread_if_large(size, functools.partial(read_call, form, raw, coding, self.limits))
+        await self._open_call(passage, form, call_body, size)
+        exchange = passage.exchange
+        if exchange is None or exchange.call.edits is None:
+            return raw
+        headers.popall("content-encoding", None)
+        return await exchange.outgoing(raw, coding)
 
     async def _fixed_embeddings(self, passage: _Passage, episode: LiveEpisode, raw: bytes) -> None:
         """Answer a request for embeddings with fixed vectors, in an episode that contacts no provider."""
@@ -191,15 +204,15 @@ class Proxy:
         for_anthropic = address.tail.startswith("messages") or header(scope, b"anthropic-version")
         return self.anthropic if for_anthropic else self.upstream
 
-    async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
-        """Open the call of a chat request in its episode. When the episode ends, it cancels this request."""
+    async def _open_call(self, passage: _Passage, form: Form, body: dict[str, Any], size: int) -> None:
+        """Open the call of a request in its episode. When the episode ends, it cancels this request."""
         scope = passage.scope
-        who = caller_identity(scope, passage.address, self.role_header)
-        session = self.episodes.config.split.of(scope) if who.episode is None else None
-        episode = self.episodes.live(who.episode)
+        identity = caller_identity(scope, passage.address, self.role_header)
+        session = self.episodes.config.split.of(scope) if identity.episode is None else None
+        episode = self.episodes.live(identity.episode)
         if episode is not None and episode.responder is not None:
-            check_sampling(asked)
-        passage.exchange = await self.episodes.exchange(who, form, asked, session, size)
+            check_sampling(body)
+        passage.exchange = await self.episodes.exchange(identity, form, body, session, size)
         if passage.exchange is not None:
             loop = asyncio.get_running_loop()
             task = asyncio.current_task()

@@ -22,10 +22,12 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-_OURS = frozenset((b"host", b"content-length", b"expect", b"accept-encoding"))
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_CONNECT = 30
-_AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+_SET_BY_GATEWAY = frozenset((b"host", b"content-length", b"expect", b"accept-encoding"))
+"""Request headers that belong to the gateway's own request to the provider."""
+_CONTROL_CHARACTER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CONNECT_SECONDS = 30
+_ADDED_BY_AIOHTTP = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+"""Headers that aiohttp would add to a request without them."""
 
 
 class UpstreamError(Exception):
@@ -46,14 +48,14 @@ class _Answer(aiohttp.ClientResponse):
         reads = 0
         read = protocol.read
 
-        async def bounded() -> Any:
+        async def count_and_read() -> Any:
             nonlocal reads
             reads += 1
             if reads > MOST_INTERIM:
                 raise aiohttp.ClientPayloadError(f"it sent more than {MOST_INTERIM} interim answers (1xx)")
             return await read()
 
-        protocol.read = bounded
+        protocol.read = count_and_read
         try:
             return await super().start(connection)
         finally:
@@ -100,17 +102,17 @@ class Upstream:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error
 
-    def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
-        """The headers to forward. With `own_key`, the client's key is replaced by the provider's.
+    def request_headers(self, headers: Iterable[tuple[bytes, bytes]], replace_key: bool) -> CIMultiDict[str]:
+        """The headers to forward. With `replace_key`, the client's key is replaced by the provider's.
 
         Raises RequestError (400) for a header that cannot be forwarded.
         """
         client_headers = list(headers)
-        outgoing = forwarded(client_headers, _OURS)
+        outgoing = forwarded(client_headers, _SET_BY_GATEWAY)
         # The recorder can read gzip, but no other coding.
         accepts_gzip = any(name == b"accept-encoding" and b"gzip" in value.lower() for name, value in client_headers)
         outgoing.append((b"accept-encoding", b"gzip" if accepts_gzip else b"identity"))
-        if own_key:
+        if replace_key:
             uses_api_key = any(name == b"x-api-key" for name, _ in outgoing)
             outgoing = [(name, value) for name, value in outgoing if name not in (b"authorization", b"x-api-key")]
             if self._key:
@@ -136,8 +138,8 @@ class Upstream:
                 response_class=_Answer,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=_AUTOMATIC,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT),
+                skip_auto_headers=_ADDED_BY_AIOHTTP,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                 max_line_size=64 << 10,
                 max_field_size=64 << 10,
             )
@@ -147,18 +149,17 @@ class Upstream:
 def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) -> Fields:
     """Headers without the ones that belong to a single connection, the ones in `dropped`, and cotune's own."""
     headers = list(headers)
-    left_out = _HOP_BY_HOP.union(dropped)
+    not_forwarded = _HOP_BY_HOP.union(dropped)
     for name, value in headers:
         if name == b"connection":  # it lists further headers of this connection
-            left_out = left_out.union(part.strip().lower() for part in value.split(b","))
+            not_forwarded = not_forwarded.union(part.strip().lower() for part in value.split(b","))
     fields: Fields = []
     for name, value in headers:
-        if name in left_out or name.startswith(b"x-cotune-"):
+        if name in not_forwarded or name.startswith(b"x-cotune-"):
             continue
-        if name == b"baggage":
-            value = without_own_members(value)
-            if not value.strip():
-                continue
-        if not _CONTROL.search(value):
-            fields.append((name, value))
+        forwarded_value = without_own_members(value) if name == b"baggage" else value
+        is_empty_baggage = name == b"baggage" and not forwarded_value.strip()
+        # A value with control characters is no valid header.
+        if not is_empty_baggage and not _CONTROL_CHARACTER.search(forwarded_value):
+            fields.append((name, forwarded_value))
     return fields

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: how large they may be, and reading them without anybody else having to wait."""
+"""Bodies of requests and answers: how large they may be, and reading them without delaying other requests."""
 
 from __future__ import annotations
 
@@ -24,27 +24,34 @@ _ZSTD_WINDOW = 8 << 20
 _large = ThreadPoolExecutor(4, "cotune-large")
 
 
-async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
+async def in_thread_if_large(size: int, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Call `work`, whose time grows with `size` in bytes. If it would block the event loop, it runs in a thread.
 
-    If the caller was cancelled, the result is given to `unwanted`, also in a thread.
+    If the caller is cancelled while the thread works, `undo` gets the result, also in a thread.
     """
     if size <= INLINE:
         return work()
     loop = asyncio.get_running_loop()
-    begun = loop.run_in_executor(_large, work)
-    if unwanted is None:
-        return await begun
+    working = loop.run_in_executor(_large, work)
+    if undo is None:
+        return await working
 
-    def left(over: asyncio.Future[T]) -> None:
-        if not over.cancelled() and over.exception() is None:
-            loop.run_in_executor(_large, unwanted, over.result())
+    def undo_result(ended: asyncio.Future[T]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            loop.run_in_executor(_large, undo, ended.result())
 
     try:
-        return await asyncio.shield(begun)
+        return await asyncio.shield(working)
     except asyncio.CancelledError:
-        begun.add_done_callback(left)
+        working.add_done_callback(undo_result)
         raise
+
+
+def size_of_body(raw: bytes, coding: str) -> int:
+    """The size of a body for `in_thread_if_large`. A compressed body is always large, as its unpacked size is unknown
+    until it is unpacked.
+    """
+    return INLINE + len(raw) if coding else len(raw)
 
 
 def room_for(limits: BodyLimits) -> BodyRoom:
@@ -55,15 +62,18 @@ def room_for(limits: BodyLimits) -> BodyRoom:
 async def read_json(
     scope: Scope, receive: Receive, access: Access, kind: type[T], limits: BodyLimits, room: BodyRoom
 ) -> T:
-    """The JSON body of a request that `access` lets in, as `kind`. Raises RequestError."""
+    """The JSON body of a request that `access` lets in, as `kind`. While it arrives, its bytes count in `room`.
+
+    Raises RequestError.
+    """
     access.check(scope)
     raw = await read_body(scope, receive, limits.max_body, room)
     coding = header(scope, b"content-encoding").decode("latin-1")
-    # Nobody knows how large a packed body is until it is unpacked.
-    size = len(raw) + (INLINE if coding else 0)
-    return await aside(
-        size, lambda: decoded(inflated(raw, coding, limits.max_body, "--max-body"), kind, limits.max_values)
-    )
+
+    def unpack_and_decode() -> T:
+        return decoded(inflated(raw, coding, limits.max_body, "--max-body"), kind, limits.max_values)
+
+    return await in_thread_if_large(size_of_body(raw, coding), unpack_and_decode)
 
 
 def decoded(raw: bytes, kind: type[T], values: int) -> T:

@@ -22,8 +22,13 @@ _LEAST = 10.0
 """Width of the shortest call."""
 MOST_CALLS = 400
 """Most calls, and most uses of tools, that are drawn; the first ones of each are."""
-_APART = 130
+_LEAST_DISTANCE = 130
 """Least distance between two roles of the graph."""
+_HALF_NODE = 13
+"""Half the height of a node."""
+_HALF_LOOP = 12
+_LOOP_BEND = 34
+"""Distances from the middle of a node to the ends of an arc that leads to the same node, and to its control points."""
 _TOOLS = "\0tools"
 """Key of the tools' lane, different from any role."""
 
@@ -73,7 +78,7 @@ class ToolBar(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """The lane of a role: its first unit and its height."""
+    """The lane of a role: its upper edge and its height."""
 
     role: str
     y: float
@@ -155,8 +160,8 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Time
         tool_bars.append(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width))
     arrows = []
     for bar in bars.values():
-        arrows += [Arrow(_path(bars[id], bar), guessed=False) for id in bar.call.parents if id in bars]
-        arrows += [Arrow(_path(bars[id], bar), guessed=True) for id in bar.call.guessed if id in bars]
+        arrows += [Arrow(_arrow_path(bars[id], bar), guessed=False) for id in bar.call.parents if id in bars]
+        arrows += [Arrow(_arrow_path(bars[id], bar), guessed=True) for id in bar.call.guessed if id in bars]
     return Timeline(
         bars=tuple(bars.values()),
         tools=tuple(tool_bars),
@@ -182,8 +187,10 @@ def _ticks(seconds: float, scale: float) -> Iterator[Tick]:
         yield Tick(LABELS + number * size * unit * scale, f"{number * size:g} {name}" if number else "0")
 
 
-def _path(read: Bar, reader: Bar) -> str:
-    x1, y1 = read.x + read.width, read.y + ROW / 2 - 2
+def _arrow_path(read: Bar, reader: Bar) -> str:
+    """The curve from the right edge of the call that was read to the left edge of its reader."""
+    x1 = read.x + read.width
+    y1 = read.y + ROW / 2 - 2
     x2 = reader.x
     y2 = reader.y + ROW / 2 - 2
     bend = max(12.0, abs(x2 - x1) / 2)
@@ -239,39 +246,51 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
     pairs = sorted({*certain, *guessed})
     if not pairs:
         return None
+
+    # 1. Put the nodes side by side, far enough apart for their names: 9 pixels for a letter.
+    distance = max(_LEAST_DISTANCE, 9 * max(len(role) for role in roles) + 24)
     positions = {role: position for position, role in enumerate(roles)}
-    distance = max(_APART, 9 * max(len(role) for role in roles) + 24)  # between nodes; 9 pixels for a letter
-    xs = {role: distance * (position + 0.5) for role, position in positions.items()}
-    rises = [_rise(positions[source] - positions[target]) for source, target in pairs]
-    # The space that arcs and their counts need above and below the row.
-    above = max([24.0, *(rise + 16 for rise in rises if rise > 0)])
-    below = max([30.0, *(16 - rise for rise in rises if rise < 0)])
-    line = above + 6
+    node_x = {role: distance * (position + 0.5) for role, position in positions.items()}
+    nodes = tuple(Node(role, count, node_x[role]) for role, count in roles.items())
+
+    # 2. Leave the space that arcs and their counts need above and below the row of nodes.
+    rises = {(source, target): _rise(positions[target] - positions[source]) for source, target in pairs}
+    above = max([24.0, *(rise + 16 for rise in rises.values() if rise > 0)])
+    below = max([30.0, *(16 - rise for rise in rises.values() if rise < 0)])
+    row_y = above + 6
+
+    # 3. Draw an arc for each pair.
     edges = []
-    for (source, target), rise in zip(pairs, rises, strict=True):
-        source_x = xs[source]
-        target_x = xs[target]
-        start_x, end_x = source_x, target_x
-        bend_from_x, bend_to_x = source_x, target_x
-        if source == target:  # a loop
-            start_x, end_x = source_x - 12, source_x + 12
-            bend_from_x, bend_to_x = source_x - 34, source_x + 34
-        edge_y = line - (13 if rise > 0 else -13)  # at the upper or the lower edge of the nodes
-        bend_y = line - rise * 4 / 3  # a cubic curve reaches 3/4 of the way to its control points
-        path = (
-            f"M{start_x:.1f} {edge_y:.1f}C{bend_from_x:.1f} {bend_y:.1f} "
-            f"{bend_to_x:.1f} {bend_y:.1f} {end_x:.1f} {edge_y:.1f}"
-        )
-        label_x = (source_x + target_x) / 2
-        label_y = line - rise - (9 if rise > 0 else -18)
+    for (source, target), rise in rises.items():
+        path = _arc(node_x[source], node_x[target], row_y, rise)
+        label_x = (node_x[source] + node_x[target]) / 2
+        # The count stands outside of the arc. Its y is its lower edge, so below an arc it needs its own height too.
+        label_y = row_y - rise - 9 if rise > 0 else row_y - rise + 18
         n_certain = certain[source, target]
         n_guessed = guessed[source, target]
         edges.append(Edge(source, target, n_certain, n_guessed, path, label_x, label_y))
-    nodes = tuple(Node(role, count, xs[role]) for role, count in roles.items())
-    return RoleGraph(nodes, tuple(edges), line, distance * len(roles), line + below + 12)
+    return RoleGraph(nodes, tuple(edges), row_y, distance * len(roles), row_y + below + 12)
 
 
-def _rise(step: int) -> float:
-    """Height of an arc over so many places: positive (above the line) if it leads to the right or to its own role."""
-    size = 26.0 + 14 * min(abs(step), 8)
-    return size if step <= 0 else -size
+def _rise(places: int) -> float:
+    """Height of an arc that leads `places` nodes to the right, or to the left if it is negative.
+
+    Arcs to the left go below the row, so their height is negative. An arc to the same node has 0 places.
+    """
+    height = 26.0 + 14 * min(abs(places), 8)
+    return height if places >= 0 else -height
+
+
+def _arc(source_x: float, target_x: float, row_y: float, rise: float) -> str:
+    """The path of an arc between two nodes, or of a loop at one node. Its middle is `rise` above the row of nodes."""
+    start_x, end_x = source_x, target_x
+    bend_from_x, bend_to_x = source_x, target_x
+    if source_x == target_x:  # a loop
+        start_x, end_x = source_x - _HALF_LOOP, source_x + _HALF_LOOP
+        bend_from_x, bend_to_x = source_x - _LOOP_BEND, source_x + _LOOP_BEND
+    edge_y = row_y - _HALF_NODE if rise > 0 else row_y + _HALF_NODE
+    bend_y = row_y - rise * 4 / 3  # a cubic curve reaches 3/4 of the way to its control points
+    return (
+        f"M{start_x:.1f} {edge_y:.1f}C{bend_from_x:.1f} {bend_y:.1f} "
+        f"{bend_to_x:.1f} {bend_y:.1f} {end_x:.1f} {edge_y:.1f}"
+    )
