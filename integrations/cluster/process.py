@@ -55,6 +55,7 @@ class Host:
         return await self.place()
 
     async def place(self) -> tuple[int, str]:
+        """The process id and the node of this actor."""
         return os.getpid(), this_node()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -100,7 +101,8 @@ class RayProcess:
             host: class of the actor.
         """
         self._host = host
-        self._made_by = factory, dict(kwargs or {})
+        self._factory = factory
+        self._kwargs = dict(kwargs or {})
         self._options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": CALLS}
         self._runtime_env = dict(runtime_env or {})
         self._actor: Any = None
@@ -116,7 +118,7 @@ class RayProcess:
 
         runtime_env = await asyncio.to_thread(_upload_folders, self._runtime_env)
         self._actor = ray.remote(self._host).options(**self._options, runtime_env=runtime_env).remote()
-        self.pid, self.node = await _wait_for_answer(self._actor.open.remote(*self._made_by))
+        self.pid, self.node = await _wait_for_answer(self._actor.open.remote(self._factory, self._kwargs))
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object. Cancelling this call cancels the method.
@@ -130,7 +132,7 @@ class RayProcess:
         try:
             await _wait_for_answer(self._actor.aclose.remote())
         except ProcessGone:
-            pass
+            pass  # it has ended already
         finally:
             await self.kill()
 
@@ -158,12 +160,16 @@ def end_processes(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):  # first wait, then kill
+    for kill, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):  # first wait, then kill
         deadline = time.monotonic() + seconds
-        while (processes := [process for process in processes if _is_running(process)]) and time.monotonic() < deadline:
-            for process in processes if force else ():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        while time.monotonic() < deadline:
+            processes = [process for process in processes if _is_running(process)]
+            if not processes:
+                return
+            if kill:
+                for process in processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
             time.sleep(0.02)
 
 

@@ -38,7 +38,7 @@ _BEFORE_RAY = {
 workers, and hide GPUs from workers that ask for none. Actors get the same priority as the process that waits for them:
 with Ray's default niceness of 15, any other process on the machine starves them."""
 
-_LATE = "timed out during startup"
+_START_TIMEOUT = "timed out during startup"
 """Part of Ray's error if a local node has not started after 30 seconds. No setting changes this limit. A busy machine
 may need longer, but less at the second attempt, when all files are in memory."""
 _LONGEST_FOLDER = 24
@@ -71,9 +71,9 @@ def open_ray(
         arguments["runtime_env"] = {"env_vars": dict(env)}
     with ExitStack() as stack:
         if local:
-            folder = stack.enter_context(owned_folder(_parent(), "cotune-ray"))
+            folder = stack.enter_context(owned_folder(_parent_of_ray_folder(), "cotune-ray"))
             arguments |= {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
-        stack.enter_context(_signals())
+        stack.enter_context(_sigterm_runs_finally())
         _start(ray, arguments)
         try:
             yield ray.get_runtime_context().gcs_address
@@ -135,7 +135,7 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
             ray.init(**arguments)
         except Exception as error:
             ray.shutdown()
-            if _LATE not in str(error):
+            if _START_TIMEOUT not in str(error):
                 raise
             log.warning("Ray's processes did not start within half a minute; starting them once more")
             ray.init(**arguments)
@@ -164,13 +164,14 @@ def _joined_address(ray: Any, address: str | None) -> str:
     return running
 
 
-def _parent() -> Path:
+def _parent_of_ray_folder() -> Path:
+    """The folder for temporary files, or /tmp if its path is too long for Ray's sockets."""
     usual = Path(tempfile.gettempdir())
     return usual if len(str(usual)) <= _LONGEST_FOLDER else Path("/tmp")
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def _sigterm_runs_finally() -> Iterator[None]:
     """Let SIGTERM end this process through its `finally` blocks, unless the application handles the signal itself."""
     before = _sigterm()
     if before is signal.SIG_DFL:
@@ -195,6 +196,7 @@ def _handle_sigterm(handler: Any) -> None:
 
 
 _WITNESS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1] + chr(10))"
+"""A program that prints its argument if its input ends without any text, as it does when the writer is killed."""
 
 
 @contextmanager

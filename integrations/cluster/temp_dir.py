@@ -12,17 +12,19 @@ from cotune.errors import RunError
 from cotune.storage.file_lock import FileLock, LockHeldError
 
 _LOCK = ".owner"
-_ALSO = ".also"
+"""File that the owner of a folder has locked."""
+_OTHER_FILES = ".also"
+"""File with the paths of files outside the folder that are removed with it."""
 
 
-def goes_with(folder: Path, others: Iterable[Path]) -> None:
-    """Remove these files too when an owned folder is removed."""
-    (folder / _ALSO).write_text("\n".join(map(str, others)))
+def remove_together(folder: Path, others: Iterable[Path]) -> None:
+    """Note that these files are removed when an owned folder is removed."""
+    (folder / _OTHER_FILES).write_text("\n".join(map(str, others)))
 
 
 def _remove(folder: Path) -> None:
-    if (folder / _ALSO).exists():
-        for name in (folder / _ALSO).read_text().splitlines():
+    if (folder / _OTHER_FILES).exists():
+        for name in (folder / _OTHER_FILES).read_text().splitlines():
             Path(name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -169,7 +169,11 @@ class WorkerGroup:
             raise WorkersClosed(f"{self._title} were closed.", "Start new ones.")
 
     def _collect(self, method: str, refs: Sequence[Any], timeout: float) -> list[Any]:
-        """All answers by rank. Raises the error that explains a failure best."""
+        """Wait for the answers of all ranks, and return them by rank.
+
+        After an error of a rank, the others get a few seconds to fail too. Raises the error that explains the others
+        best.
+        """
         import ray
 
         deadline = time.monotonic() + timeout
@@ -179,11 +183,12 @@ class WorkerGroup:
         while pending:
             done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
-                break
+                break  # too late
+            rank = refs.index(done[0])
             try:
-                answers[refs.index(done[0])] = ray.get(done[0])
+                answers[rank] = ray.get(done[0])
             except Exception as error:  # noqa: BLE001 - any error of an actor, or of Ray about it
-                faults[refs.index(done[0])] = error
+                faults[rank] = error
                 # The errors of the other ranks may explain this one, but they may also wait for it forever.
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if not faults and not pending:
@@ -193,7 +198,7 @@ class WorkerGroup:
         if len(causes) == len(refs) and all(isinstance(cause, CotuneError) for cause in causes.values()):
             raise causes[0]
         if self._closed:
-            self._check()
+            self._check()  # raises: the group was closed during the call
         self._fail(method, causes, [refs.index(ref) for ref in pending], timeout)
         raise AssertionError
 
@@ -205,10 +210,10 @@ class WorkerGroup:
             rank = min(causes, key=lambda rank: _explanation_rank(causes[rank]))
             self.lost = f"{self._rank_title(rank)} {_describe_cause(causes[rank])} in {method!r}."
         self.close()
-        first = causes[rank] if causes else None
-        if isinstance(first, CotuneError):
-            raise first
-        raise WorkersLost(self.lost, "Start new ones.") from first
+        cause = causes[rank] if causes else None
+        if isinstance(cause, CotuneError):
+            raise cause
+        raise WorkersLost(self.lost, "Start new ones.") from cause
 
     def _where_they_hang(self, pending: Sequence[int]) -> str:
         """The present line of each rank that has not answered. Ranks that do not report it come first."""

@@ -27,11 +27,12 @@ SLACK = 4.0
 
 
 def choose_engine(engines: Sequence[Engine], homes: Mapping[int, Engine], blocks: Sequence[int], cost: int) -> Engine:
-    """The engine for a request that adds `cost` to its load; `homes` has the engine that saw a block last.
+    """Choose the engine for a request whose prompt has these prefix `blocks`, and which adds `cost` to the load.
 
-    It is the engine that saw the longest prefix, if its load is at most `SLACK` times the cost above the least loaded
-    engine. The limit keeps a prefix that all requests share from occupying a single engine. Otherwise it is the least
-    loaded engine; if there are several, the one without a new request for the longest time.
+    `homes` has the engine that saw a block last. The choice is the engine that saw the longest prefix, if its load is
+    at most `SLACK` times the cost above the least loaded engine. The limit keeps a prefix that all requests share from
+    occupying a single engine. Otherwise it is the least loaded engine; if there are several, the one without a new
+    request for the longest time.
     """
     least = min(engines, key=lambda engine: (engine.load, engine.idle_since))
     for block in reversed(blocks):
@@ -65,7 +66,7 @@ class Request:
         self.blocks = prefix_blocks(prompt, str(policy))
         self.cost = len(prompt) + n * max(params.max_tokens, 1)
         self.tried: set[Engine] = set()
-        """Engines that failed it. A restarted engine is a new object, and so may try again."""
+        """Engines that failed the request. A restarted engine is a new object, and so may try again."""
         self.placed: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
 
 
@@ -82,8 +83,8 @@ class Queue:
         self._waiting: deque[Request] = deque()
         self._homes: OrderedDict[int, Engine] = OrderedDict()
         """Block -> the engine that got it last. Only the most recently used blocks are kept."""
-        self._placed = 0
-        self._enough: bool | None = None
+        self._n_placed = 0
+        self._enough_healthy: bool | None = None
         """Whether enough engines are healthy; None before they were for the first time."""
         self._changes = asyncio.Event()
 
@@ -94,7 +95,7 @@ class Queue:
         return [r.engine for r in self._replicas if r.state == "healthy" and r.engine is not None]
 
     async def place(self, request: Request) -> Engine:
-        """Wait until the request is given to an engine. A request that an engine failed goes before the others.
+        """Wait until the request is given to an engine. A request whose engine failed goes before the others.
 
         Raises EngineLost.
         """
@@ -105,7 +106,8 @@ class Queue:
             self._waiting.append(request)
         self._dispatch()
         if not request.placed.done() and not request.tried:
-            self._counters["queued" if self._enough else "waited"] += 1
+            # "queued" waits for a busy engine, "waited" until enough engines are healthy.
+            self._counters["queued" if self._enough_healthy else "waited"] += 1
         try:
             return await request.placed
         except asyncio.CancelledError:
@@ -126,13 +128,14 @@ class Queue:
         """React to a replica's new state."""
         healthy = len(self.healthy())
         enough = healthy >= self._min_healthy
-        if self._enough is not None and enough != self._enough:
+        if self._enough_healthy is not None and enough != self._enough_healthy:
             log.warning(
                 "%d of %d engines are healthy; at least %d are needed. %s.", healthy, len(self._replicas),
                 self._min_healthy, "Requests continue" if enough else "Requests wait until more are back",
             )  # fmt: skip
-        if enough or self._enough is not None:
-            self._enough = enough
+        if enough or self._enough_healthy is not None:
+            self._enough_healthy = enough
+        # Setting the event wakes all waiters. They wait for the next change with the new one.
         self._changes.set()
         self._changes = asyncio.Event()
         self._dispatch()
@@ -144,9 +147,9 @@ class Queue:
             await self._changes.wait()
         self.check()
 
-    async def floor(self) -> None:
-        """Wait until enough engines are healthy."""
-        await self.until(lambda: self._enough)
+    async def wait_for_enough_engines(self) -> None:
+        """Wait until at least `min_healthy` engines are healthy. Raises EngineLost."""
+        await self.until(lambda: self._enough_healthy)
 
     def check(self) -> None:
         """Raise EngineLost once so many engines are lost that no request will ever be served again."""
@@ -170,27 +173,27 @@ class Queue:
                 if not request.placed.done():
                     request.placed.set_exception(EngineLost(lost.cause, lost.remedy))
             self._waiting.clear()
-        later = []
-        while self._enough and self._waiting:
+        failed_by_free_engines = []
+        while self._enough_healthy and self._waiting:
             healthy = self.healthy()
             free = [engine for engine in healthy if engine.running < limits.IN_FLIGHT]
             if not free:
                 break
             request = self._waiting.popleft()
-            untried = [engine for engine in free if engine not in request.tried]
             if request.placed.done():
                 continue  # it was cancelled just now
+            untried = [engine for engine in free if engine not in request.tried]
             if untried or request.tried.issuperset(healthy):
                 self._give(request, choose_engine(untried or free, self._homes, request.blocks, request.cost))
             else:
-                # All free engines have failed it already: it waits for another one.
-                later.append(request)
-        self._waiting.extendleft(reversed(later))
+                # It waits for a busy engine that has not failed it yet.
+                failed_by_free_engines.append(request)
+        self._waiting.extendleft(reversed(failed_by_free_engines))
 
     def _give(self, request: Request, engine: Engine) -> None:
         """Assign a waiting request to an engine, and remember the engine for the blocks of the request's prompt."""
-        self._placed += 1
-        engine.idle_since = self._placed
+        self._n_placed += 1
+        engine.idle_since = self._n_placed
         engine.running += 1
         engine.load += request.cost
         # In reverse order, so that the first blocks of a prompt, which more requests share, are forgotten last.

@@ -68,7 +68,7 @@ class Engine:
             self.down.set_result(reason)
             self._failed(kind)
 
-    def fault(self, reason: str) -> None:
+    def count_fault(self, reason: str) -> None:
         """Count a request that failed by the engine's fault. Too many in a row take the engine out."""
         log.warning("Engine %s: %s.", self.name, reason)
         self.faults += 1
@@ -81,9 +81,9 @@ class Engine:
         Raises TimeoutError, TakenOut, and the errors of `work`.
         """
         task = asyncio.ensure_future(work)
-        either: set[asyncio.Future[Any]] = {task, self.down}
+        work_or_down: set[asyncio.Future[Any]] = {task, self.down}
         try:
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(work_or_down, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
         # `task.cancel()` takes effect at the next await only. A task that is cancelled here has cancelled itself.
@@ -105,7 +105,7 @@ class Engine:
         try:
             await self.ask(method, *arguments)
         except TakenOut:
-            return
+            return  # its successor gets the present versions when it starts
         except Exception as error:  # noqa: BLE001
             command = " ".join([method, *map(str, arguments)])
             self.fail("unhealthy", f"it did not {command}: {error_line(error)}")
@@ -122,9 +122,11 @@ class Engine:
         return await self.within(self._health_timeout, self.sampler.info())
 
     async def probe(self) -> str | None:
-        """Check that it answers and serves all published versions. A fault is returned, and takes the engine out."""
+        """Check that the engine answers and serves all published versions. Returns the fault, which takes the engine
+        out; None for a healthy engine.
+        """
         before = _expected_fingerprints(self._versions)
-        lost = []
+        lost_versions = []
         try:
             served = (await self.info()).served
             for key, digest in sorted(_expected_fingerprints(self._versions).items()):
@@ -132,9 +134,9 @@ class Engine:
                 if before.get(key) != digest or served.get(key) == digest:
                     continue
                 if key in served:
-                    lost.append(f"{key} has the fingerprint {served[key]} instead of {digest}")
+                    lost_versions.append(f"{key} has the fingerprint {served[key]} instead of {digest}")
                 else:
-                    lost.append(f"{key} is missing")
+                    lost_versions.append(f"{key} is missing")
         except TakenOut as gone:
             return str(gone)
         except TimeoutError:
@@ -142,9 +144,9 @@ class Engine:
         except Exception as error:  # noqa: BLE001
             fault = error_line(error)
         else:
-            if not lost:
+            if not lost_versions:
                 return None
-            fault = f"it has lost what was published: {'; '.join(lost)}"
+            fault = f"it has lost what was published: {'; '.join(lost_versions)}"
         self.fail("unhealthy", fault)
         return fault
 
@@ -259,8 +261,8 @@ class Replica:
         assert engine is not None
         while engine.healthy:
             await asyncio.wait({engine.down}, timeout=limits.HEALTH_EVERY)
-            well = engine.healthy and await engine.probe() is None
-            if well and asyncio.get_running_loop().time() - since >= limits.FORGIVE_AFTER:
+            is_well = engine.healthy and await engine.probe() is None
+            if is_well and asyncio.get_running_loop().time() - since >= limits.FORGIVE_AFTER:
                 self._restarts = 0
 
     def _taken_out(self, kind: str) -> None:
@@ -269,6 +271,7 @@ class Replica:
             self._becomes("failed", self.engine.down.result(), kind, "is taken out")
 
     def _becomes(self, state: Literal["failed", "lost"], reason: str, counter: str, event: str) -> None:
+        """Change the state of a replica without an engine, and count and log the `event` with its reason."""
         self._counters[counter] += 1
         self.state = state
         self.fault = reason

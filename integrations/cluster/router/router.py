@@ -22,7 +22,7 @@ from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 
-_ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
+_COUNTER_OF_ERROR = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Error of an unanswered request -> its counter; for any other error the counter is "failed"."""
 
 
@@ -30,11 +30,11 @@ class NoEngine(Exception):
     """No engine is healthy at this moment."""
 
 
-class Failed(Exception):
-    """An engine failed a request. `kind` is the counter, `error` the engine's own error, if it raised one."""
+class AttemptFailed(Exception):
+    """An engine failed a request. `counter` counts such failures, `error` is the engine's own error, if it raised one."""
 
-    def __init__(self, kind: str, reason: str, error: Exception | None = None) -> None:
-        self.kind = kind
+    def __init__(self, counter: str, reason: str, error: Exception | None = None) -> None:
+        self.counter = counter
         self.error = error
         super().__init__(reason)
 
@@ -97,8 +97,8 @@ class RoutedSampler(LoopSampler):
 
     async def _open(self) -> None:
         self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self._replicas]
-        await self._queue.until(self._begun)
-        await self._queue.floor()
+        await self._queue.until(self._all_started_or_failed)
+        await self._queue.wait_for_enough_engines()
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -112,7 +112,9 @@ class RoutedSampler(LoopSampler):
         try:
             answer = await super().sample(prompt_token_ids, n, params, policy)
         except BaseException as error:
-            counter = next((counter for kind, counter in _ENDS.items() if isinstance(error, kind)), "failed")
+            counter = next(
+                (counter for kind, counter in _COUNTER_OF_ERROR.items() if isinstance(error, kind)), "failed"
+            )
             self.counters[counter] += 1
             raise
         self.counters["answered"] += 1
@@ -152,14 +154,14 @@ class RoutedSampler(LoopSampler):
         """Give the request to one engine after another until one answers."""
         # The caller's time-out has been running since the request arrived, and ends all attempts together.
         request = Request(tuple(prompt), n, msgspec.structs.replace(params, timeout=None), policy)
-        failures: list[tuple[Engine, Failed]] = []
+        failures: list[tuple[Engine, AttemptFailed]] = []
         while len(failures) < limits.ATTEMPTS:
             engine = await self._queue.place(request)
             self.counters["retried"] += bool(failures)
             try:
                 answer = await self._attempt(engine, request)
-            except Failed as failure:
-                self.counters[failure.kind] += 1
+            except AttemptFailed as failure:
+                self.counters[failure.counter] += 1
                 failures.append((engine, failure))
                 request.tried.add(engine)
                 _refuse_if_two_agree(request, failures)
@@ -176,25 +178,26 @@ class RoutedSampler(LoopSampler):
         )
 
     async def _attempt(self, engine: Engine, request: Request) -> list[Completion]:
-        """The valid answer of one engine. Raises Failed, RequestRefused."""
+        """The valid answer of one engine. Raises AttemptFailed, RequestRefused."""
         work = engine.sampler.sample(request.prompt, request.n, request.params, request.policy)
         try:
             answer = await engine.within(limits.REQUEST_SECONDS, work)
         except TakenOut as gone:
             self._queue.check()
-            raise Failed("died", str(gone)) from None
+            raise AttemptFailed("died", str(gone)) from None
         except Exception as error:
-            wrong = await engine.probe()
-            if wrong is not None:
-                raise Failed("died", f"{error_line(error)} ({wrong})") from None
+            # An unhealthy engine is the cause of its error; a healthy one may be right to refuse the request.
+            engine_fault = await engine.probe()
+            if engine_fault is not None:
+                raise AttemptFailed("died", f"{error_line(error)} ({engine_fault})") from None
             if isinstance(error, RequestRefused):
                 raise
             if isinstance(error, TimeoutError | SampleTimeout):
-                raise Failed("timeouts", f"no answer within {limits.REQUEST_SECONDS:g} s") from None
-            raise Failed("errors", error_line(error), error) from None
-        wrong = validate_completions(answer, request.n, request.params.max_tokens, self._vocabulary)
-        if wrong is not None:
-            raise Failed("garbage", f"garbage, {wrong}")
+                raise AttemptFailed("timeouts", f"no answer within {limits.REQUEST_SECONDS:g} s") from None
+            raise AttemptFailed("errors", error_line(error), error) from None
+        answer_fault = validate_completions(answer, request.n, request.params.max_tokens, self._vocabulary)
+        if answer_fault is not None:
+            raise AttemptFailed("garbage", f"garbage, {answer_fault}")
         return answer
 
     async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
@@ -203,13 +206,14 @@ class RoutedSampler(LoopSampler):
         Raises SyncError if an engine reports another fingerprint or some engines refuse, RequestRefused if all refuse,
         EngineLost.
         """
-        kept_weights = frozen_weights(weights)
+        # The caller may change its arrays later, and an engine that starts later must get the same weights.
+        unchangeable_weights = frozen_weights(weights)
         while True:
-            await self._queue.floor()
+            await self._queue.wait_for_enough_engines()
             try:
-                return await super()._publish(policy, kept_weights, lora)
+                return await super()._publish(policy, unchangeable_weights, lora)
             except NoEngine:
-                continue
+                continue  # all engines were taken out meanwhile: wait until enough of them are back
 
     async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
         """Load a version on all healthy engines. If one rejects it, remove it from the others and raise its error."""
@@ -264,7 +268,7 @@ class RoutedSampler(LoopSampler):
     async def _order(self, method: str, *arguments: Any) -> None:
         await asyncio.gather(*(engine.order(method, *arguments) for engine in self._queue.healthy()))
 
-    def _begun(self) -> bool:
+    def _all_started_or_failed(self) -> bool:
         """Whether the first start of every engine has succeeded or failed. Raises ConfigError."""
         refused = next((replica.refused for replica in self._replicas if replica.refused), None)
         if refused is not None:
@@ -277,21 +281,21 @@ class RoutedSampler(LoopSampler):
         self._queue.changed()
 
 
-def _count_faults(failures: Sequence[tuple[Engine, Failed]]) -> None:
-    """Blame the engines for their failures: another engine served the request, or the cause is unknown."""
+def _count_faults(failures: Sequence[tuple[Engine, AttemptFailed]]) -> None:
+    """Count the failures of a request as faults of the engines: another engine served it, or the cause is unknown."""
     for engine, failure in failures:
-        if failure.kind != "died":
-            engine.fault(f"{failure} ({failure.kind})")
+        if failure.counter != "died":
+            engine.count_fault(f"{failure} ({failure.counter})")
 
 
-def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Failed]]) -> None:
+def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, AttemptFailed]]) -> None:
     """Raise RequestRefused if two healthy engines failed with the request: then the cause is the request, not an
     engine.
     """
-    erring = [(engine, failure.error) for engine, failure in failures if failure.error is not None]
-    if len({engine for engine, _ in erring}) < 2:
+    error_of_engine = {engine: failure.error for engine, failure in failures if failure.error is not None}
+    if len(error_of_engine) < 2:
         return
-    error = erring[-1][1]
+    error = list(error_of_engine.values())[-1]
     if isinstance(error, CotuneError):
         raise RequestRefused(error.cause, error.remedy) from error
     raise RequestRefused(

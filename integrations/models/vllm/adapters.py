@@ -12,7 +12,7 @@ import msgspec
 
 from cotune.errors import SamplerError
 from cotune.file_names import file_name
-from cotune.integrations.cluster.temp_dir import goes_with, owned_folder
+from cotune.integrations.cluster.temp_dir import owned_folder, remove_together
 from cotune.integrations.models.folder import folder as model_folder
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -50,7 +50,7 @@ class SharedFolders:
     def adopt(self, files: Sequence[Path]) -> None:
         """Also remove these files in `close`, or after this process was killed."""
         if files:
-            goes_with(self._in(self._parent or SHARED_MEMORY), files)
+            remove_together(self._in(self._parent or SHARED_MEMORY), files)
 
     def _in(self, parent: Path) -> Path:
         if parent not in self._made:

@@ -68,7 +68,7 @@ def running(
     check_access(host, token)
     listener = _bind(host, port)
     ready: Future[tuple[uvicorn.Server, T]] = Future()
-    given_up: Future[None] = Future()
+    given_up: Future[None] = Future()  # done if the caller leaves before the server is ready
     # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
     ended = threading.Event()
 
@@ -95,14 +95,16 @@ def running(
 
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
-        bound = listener.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        yield RunningServer(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
+        bound_port = listener.getsockname()[1]
+        host_in_url = f"[{host}]" if ":" in host else host
+        _, opened = ready.result()
+        yield RunningServer(f"http://{host_in_url}:{bound_port}", bound_port, opened, ended)
     finally:
         if not ready.done():
             given_up.set_result(None)
         elif ready.exception() is None:
-            ready.result()[0].should_exit = True
+            server, _ = ready.result()
+            server.should_exit = True
         ended.wait()
         listener.close()
 
@@ -189,57 +191,59 @@ class BoundedProtocol(HttpToolsProtocol):
         self._seconds = seconds
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        self._head = 0
+        self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
+        self._stop_timer()
         super().connection_lost(exc)
         self._closed.set_result(None)
 
     def on_message_begin(self) -> None:
-        self._expect()
-        self._head = 0
+        self._start_timer()
+        self._head_bytes = 0
         super().on_message_begin()
         self.scope["cotune.connection"] = self._closed  # type: ignore[typeddict-unknown-key]
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
+        self._count_head_bytes(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_message_complete(self) -> None:
-        self._arrived()
+        self._stop_timer()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", RequestError(400, msg, code="invalid_http"))
 
-    def _expect(self) -> None:
-        self._arrived()
-        self._timer = self.loop.call_later(self._seconds, self._late)
+    def _start_timer(self) -> None:
+        """Start the time in which the next request, or the rest of this one, must arrive."""
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._seconds, self._refuse_late_request)
 
-    def _arrived(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _refuse_late_request(self) -> None:
+        # A response that has begun cannot become an error.
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
         else:
             error = RequestError(408, "The request did not arrive in time.", code="timeout")
             self._refuse(b"408 Request Timeout", error)
 
-    def _count(self, size: int) -> None:
-        self._head += size
-        if self._head > MAX_HEAD:
+    def _count_head_bytes(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD:
             raise ValueError(f"the head has more than {MAX_HEAD} bytes")
 
     def _refuse(self, status: bytes, error: RequestError) -> None:
