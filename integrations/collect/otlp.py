@@ -21,13 +21,13 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def read_spans(body: bytes, kind: str, most_values: int) -> tuple[list[Span], str]:
-    """The spans of an export request, and the name of the service that sends them, as one of an application.
+    """The spans of an export request, and the name of the service that sends them, written as an application's name.
 
-    Raises RequestError for a body that is none.
+    Raises RequestError for a body that is no export request.
     """
-    given: Any = _from_protobuf(body) if kind == PROTOBUF else decoded(body, dict[str, Any], most_values)
+    export_request: Any = _from_protobuf(body) if kind == PROTOBUF else decoded(body, dict[str, Any], most_values)
     try:
-        return list(spans_in(given) or ()), _service_name(given)
+        return list(spans_in(export_request) or ()), _service_name(export_request)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise RequestError(400, f"The spans cannot be read: {error}.", code="invalid_value") from None
 
@@ -37,8 +37,9 @@ def records_of(spans: Sequence[Span], left_out: Counter[str]) -> list[Record]:
     span_ids = {span.id for span in spans}
     sink = _MemorySink()
     import_spans(spans, sink, left_out, phase="trace")
-    if apart := sum(span.parent is not None and span.parent not in span_ids for span in spans):
-        left_out["parent_in_another_request"] += apart
+    orphans = sum(span.parent is not None and span.parent not in span_ids for span in spans)
+    if orphans:
+        left_out["parent_in_another_request"] += orphans
     return sink.records
 
 
@@ -82,16 +83,18 @@ def _from_protobuf(body: bytes) -> dict[str, Any]:
         text = f"The collector cannot read protobuf. Send application/json, or install it. {install_extra('otel')}"
         raise RequestError(415, text, code="unsupported_media_type") from None
     try:
-        found: dict[str, Any] = MessageToDict(ExportTraceServiceRequest.FromString(body))
+        export_request: dict[str, Any] = MessageToDict(ExportTraceServiceRequest.FromString(body))
     except (DecodeError, RecursionError, ValueError) as error:
         raise RequestError(400, f"The body is no OTLP request: {error}.", code="invalid_value") from None
-    return found
+    return export_request
 
 
-def _service_name(given: Mapping[str, Any]) -> str:
-    for resource in given.get("resourceSpans") or ():
+def _service_name(export_request: Mapping[str, Any]) -> str:
+    """The first `service.name` of an export request, in letters that an application's name may have."""
+    for resource in export_request.get("resourceSpans") or ():
         for pair in (resource.get("resource") or {}).get("attributes") or ():
             if pair.get("key") == "service.name":
-                name = _NO_NAME.sub("-", str((pair.get("value") or {}).get("stringValue") or "")).strip("-._")[:64]
+                value = (pair.get("value") or {}).get("stringValue")
+                name = _NO_NAME.sub("-", str(value or "")).strip("-._")[:64]
                 return name or "otel"
     return "otel"

@@ -49,6 +49,7 @@ SPOOL_MB = 64
 _NEVER = (400, 413, 415, 422)
 """The status of answers after which a batch is not sent again, as it would never be accepted."""
 _DENIED = (401, 403, 404)
+"""The status of answers that only a change of the token or the address can end."""
 
 
 class _Undelivered(Exception):
@@ -68,7 +69,10 @@ class Sender:
     _thread: threading.Thread
 
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
-        """Raises ConfigError if the address is not http or https, or if a header cannot contain the token."""
+        """Open the spool of this process. The first record starts the thread that sends it.
+
+        Raises ConfigError if the address is not http or https, or if a header cannot contain the token.
+        """
         self._scheme, self._host, self._port, self._path = _parts_of_url(url)
         self.url = url.rstrip("/")
         self.app = check_app(app)
@@ -78,32 +82,36 @@ class Sender:
                 remedy = "Take out line breaks, and letters that are not ASCII."
                 raise ConfigError("COTUNE_TOKEN", None, "cannot be sent in a header", remedy)
             self._headers["authorization"] = f"Bearer {token}"
-        self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
+        # Each collector has a folder of its own, named by a digest of its address.
+        url_digest = address(self.url.encode())[:8]
+        self.folder = spool_folder() / f"{app}-{url_digest}"
         self._bound = spool_bound()
-        self._said = ""
+        self._logged_disk_failure = ""
         """The last failure of the disk that was logged."""
         self.rejected = 0
         """The number of records that are too large or that the collector has refused."""
         self.sampled = 0
         """The number of calls that sampling rates have left out, until it is reported to the collector."""
-        self._reset()
-        self._opened()
+        self._reset_process_state()
+        self._open_spool()
         survives_fork(self)
         atexit.register(self.finish)
 
     def write(self, records: Sequence[Record]) -> None:
         """Put records into the spool. They are sent soon afterwards."""
         body, lost = pack(records)
-        if lost or len(body) > LARGEST:
-            self._reject(lost or len(records), "cannot be packed" if lost else f"take more than {LARGEST >> 20} MiB")
-            if len(body) > LARGEST:
-                return
-        spool = self._opened()
+        if lost:
+            self._reject(lost, "cannot be packed")
+        if len(body) > LARGEST:
+            if not lost:
+                self._reject(len(records), f"take more than {LARGEST >> 20} MiB")
+            return
+        spool = self._open_spool()
         spool.add(body, len(records))
-        if spool.failure and self._said != spool.failure:
-            self._said = spool.failure
+        if spool.failure and self._logged_disk_failure != spool.failure:
+            self._logged_disk_failure = spool.failure
             text = "The spool %s cannot be written (%s): records wait in memory. Free space there, or set COTUNE_SPOOL."
-            log.warning(text, self.folder, self._said)
+            log.warning(text, self.folder, spool.failure)
         if not self._news.is_set():
             self._news.set()
         if not self._started:
@@ -118,7 +126,7 @@ class Sender:
         """Send all waiting records now. Returns whether all were sent within `seconds`."""
         self._urgent.set()
         self._news.set()
-        spool = self._opened()
+        spool = self._open_spool()
         with self._sent:
             return self._sent.wait_for(lambda: not spool.waiting, seconds)
 
@@ -149,9 +157,9 @@ class Sender:
         """Prepare a forked child to make its own spool and thread with its first record."""
         if self._spool is not None:
             self._spool.after_fork()
-        self._reset()
+        self._reset_process_state()
 
-    def _reset(self) -> None:
+    def _reset_process_state(self) -> None:
         """Set the state of a process without a running thread: at the start, and after a fork, which copies no
         threads.
         """
@@ -164,17 +172,20 @@ class Sender:
         self._started = False
         self._thread = threading.Thread(target=self._run, name="cotune-collect", daemon=True)
         self._connection: http.client.HTTPConnection | None = None
-        self._down = ""
-        self._told_rejected: set[str] = set()
+        self._logged_outage = ""
+        """The logged cause of the failed deliveries; empty while the collector takes records."""
+        self._logged_rejections: set[str] = set()
         self._pause = PAUSE[0]
 
-    def _opened(self) -> Spool:
+    def _open_spool(self) -> Spool:
+        """The spool of this process. It is opened at its first use, and again after a fork."""
         with self._guard:
             if self._spool is None:
                 self._spool = Spool(self.folder, self._bound)
             return self._spool
 
     def _start(self) -> None:
+        """Start the sending thread, unless it runs."""
         with self._guard:
             if not self._started:
                 self._started = True
@@ -184,14 +195,15 @@ class Sender:
         """Loop of the thread: send new records, and from time to time the records of processes that ended without
         sending.
         """
-        spool = self._opened()
-        looked: float | None = None
+        spool = self._open_spool()
+        last_search: float | None = None
         while not self._closing.is_set():
-            if looked is None or time.monotonic() - looked >= ADOPT:
+            if last_search is None or time.monotonic() - last_search >= ADOPT:
                 self._send_abandoned()
-                looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # processes must not all search at once
+                # Processes must not all search at once.
+                last_search = time.monotonic() - random.uniform(0, ADOPT / 2)
             if not self._news.wait(ADOPT / 4):
-                continue
+                continue  # no new record: see whether it is time to search
             self._urgent.wait(LINGER)
             self._news.clear()
             try:
@@ -200,23 +212,25 @@ class Sender:
             except _Undelivered as failed:
                 self._news.set()
                 self._wait_after_failure(failed)
+
+        # The process ends. Records on the disk can wait for the next process, but records in memory would be lost.
         end = time.monotonic() + EXIT
         while True:
             try:
                 self._send_spool(spool)
             except _Undelivered:
-                if not spool.memory_bytes or time.monotonic() > end:  # only records in memory are lost with the process
+                if not spool.memory_bytes or time.monotonic() > end:
                     return
                 time.sleep(PAUSE[0])
             else:
                 break
-        if looked is None:  # if all processes of an application are this short, none has searched yet
+        if last_search is None:  # if all processes of an application are this short, none has searched yet
             self._send_abandoned()
 
     def _wait_after_failure(self, failed: _Undelivered) -> None:
         """Wait after a failed delivery, longer after each failure, and log the first failure with this cause."""
-        if self._down != failed.cause:
-            self._down = failed.cause
+        if self._logged_outage != failed.cause:
+            self._logged_outage = failed.cause
             text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
             log.warning(text, self.url, failed.cause, self.folder)
         pause = max(failed.pause, self._pause * random.uniform(0.5, 1.0))
@@ -225,16 +239,16 @@ class Sender:
 
     def _send_abandoned(self) -> None:
         """Send the spools of the application's ended processes, until the collector does not accept a batch."""
-        for spool in abandoned_spools(self.folder, self._opened().name, self._bound):
+        for spool in abandoned_spools(self.folder, self._open_spool().name, self._bound):
             try:
                 self._send_spool(spool)
             except _Undelivered:
-                return
+                return  # the other spools wait for the next search
             finally:
                 spool.close()
 
     def _send_spool(self, spool: Spool) -> None:
-        """Send all of a spool. Raises _Undelivered."""
+        """Send all records of a spool, batch by batch. Raises _Undelivered at the first batch that must wait."""
         while True:
             try:
                 parts = spool.take(BATCH_BYTES)
@@ -258,9 +272,9 @@ class Sender:
                 self.sampled -= sampled
             if dropped:
                 log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
-            if self._down:
+            if self._logged_outage:
                 log.warning("The collector %s takes records again.", self.url)
-            self._down = ""
+            self._logged_outage = ""
             self._pause = PAUSE[0]
             with self._sent:
                 self._sent.notify_all()
@@ -281,13 +295,14 @@ class Sender:
             # The counts were sent with the first half.
             self._deliver(spool, parts[half:], dropped=0, sampled=0)
         elif status in _NEVER:
-            self._reject(sum(_count(part) for part in parts), f"are refused by the collector: {text}")
+            self._reject(sum(_count_records(part) for part in parts), f"are refused by the collector: {text}")
         else:
             raise _Undelivered(f"HTTP {status}: {text}", REFUSED_PAUSE if status in _DENIED else pause)
 
     def _post(self, body: bytes) -> tuple[int, str, float]:
         """Send a body. Returns the status and text of the answer, and the seconds for which it asks to wait."""
-        for fresh in (self._connection is None, True):
+        while True:
+            is_new = self._connection is None
             if self._connection is None:
                 kind = http.client.HTTPSConnection if self._scheme == "https" else http.client.HTTPConnection
                 self._connection = kind(self._host, self._port, timeout=TIMEOUT)
@@ -298,21 +313,21 @@ class Sender:
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 self._connection = None
-                if fresh:
+                if is_new:
                     raise _Undelivered(str(error) or type(error).__name__) from None
-                continue  # the server had closed a connection that was idle
+                continue  # the server may have closed the old connection while it was idle: try a new one
             if COLLECTOR_HEADER not in answer.headers:
                 # Another server at this address or a proxy has answered. Its 200 does not mean that records are stored,
                 # and its 400 does not mean that they are wrong.
                 pause = REFUSED_PAUSE if answer.status < 500 else 0.0
                 raise _Undelivered(f"HTTP {answer.status} is not from a collector: {_message(text)}", pause)
             return answer.status, _message(text), _retry_after(answer.headers.get("retry-after", ""))
-        raise AssertionError
 
     def _reject(self, count: int, why: str) -> None:
+        """Count records that are lost, and log each reason once."""
         self.rejected += count
-        if why not in self._told_rejected:
-            self._told_rejected.add(why)
+        if why not in self._logged_rejections:
+            self._logged_rejections.add(why)
             log.error("%d records of %r %s. They are lost.", count, self.app, why)
 
 
@@ -386,5 +401,5 @@ def _message(text: bytes) -> str:
     return text[:200].decode(errors="replace").strip()
 
 
-def _count(part: bytes) -> int:
+def _count_records(part: bytes) -> int:
     return len(msgspec.msgpack.decode(part, type=list[msgspec.Raw]))

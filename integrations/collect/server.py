@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -111,18 +112,22 @@ class Collector:
             """Store the batch. It runs on a thread, as decoding and storing would block the event loop."""
             batch = _read(self._unpacked(request, raw))
             app = self.apps.app(request.scope, batch.app)
+            records = list(itertools.chain.from_iterable(batch.parts))
             # Records that the sender left out, by reason.
-            left_out = {name: count for name in ("dropped", "sampled") if (count := getattr(batch, name))}
-            records = [record for part in batch.parts for record in part]
-            done = self._commit_records(app, records, left_out)
-            self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
-            self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
-            return json_response(done.answer())
+            left_out = {}
+            if batch.dropped:
+                left_out["dropped"] = batch.dropped
+            if batch.sampled:
+                left_out["sampled"] = batch.sampled
+            outcome = self._commit_records(app, records, left_out)
+            self.counts.add("source_dropped_records", batch.dropped, app=app)
+            self.counts.add("source_sampled_calls", batch.sampled, app=app)
+            return json_response(outcome.answer())
 
         return await self._on_thread(len(raw), store)
 
     async def spans(self, request: Request) -> Response:
-        """POST /v1/traces."""
+        """POST /v1/traces: store the LLM calls among spans of OpenTelemetry, and answer how many were not stored."""
         raw, kind = await self._body(request, "application/json", PROTOBUF)
 
         def store() -> Response:
@@ -132,9 +137,11 @@ class Collector:
             records = records_of(spans, left_out)
             for reason, count in left_out.items():
                 self.counts.add("left_out_spans", count, reason=reason)
-            done = self._commit_records(self.apps.app(request.scope, "", service), records)
+            app = self.apps.app(request.scope, "", default=service)
+            outcome = self._commit_records(app, records)
             calls = sum(isinstance(record, CallRecord) for record in records)
-            return Response(response_body(kind, calls - done.stored["call"], done.refused), media_type=kind)
+            rejected_calls = calls - outcome.stored["call"]
+            return Response(response_body(kind, rejected_calls, outcome.refused), media_type=kind)
 
         return await self._on_thread(len(raw), store)
 
@@ -157,9 +164,9 @@ class Collector:
             if not rewards and not body.text.strip():
                 raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
             target = body.episode or key_target(app, body.key)
-            done = self._commit_records(app, reward_records(target, rewards, body.text))
-            if done.refused:
-                text = f"{(body.episode or body.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
+            outcome = self._commit_records(app, reward_records(target, rewards, body.text))
+            if outcome.refused:
+                text = f"{(body.episode or body.key)[:100]!r} cannot be rewarded: {', '.join(outcome.refused)}."
                 raise RequestError(400, text, param="episode", code="invalid_value")
             return json_response({"target": target, "rewards": rewards})
 
@@ -183,6 +190,7 @@ class Collector:
         return body
 
     async def _on_thread(self, size: int, work: Callable[[], Response]) -> Response:
+        """Do work on a body of `size` bytes in a thread. Meanwhile the body takes up room."""
         self.room.bytes += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._work, work)
@@ -192,8 +200,11 @@ class Collector:
     def _commit_records(
         self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None
     ) -> Outcome:
-        """Commit records of an application, and the counts of records that it has left out. Raises RequestError (503)
-        if the store fails."""
+        """Check and commit records of an application, and the counts of records that it has left out.
+
+        Raises RequestError (503) if the store fails.
+        """
+        # 1. Refuse records whose ids or times are not valid.
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
         stored = self.store.figures().stored_segments(parents)
@@ -201,13 +212,15 @@ class Collector:
         valid = select_valid(
             records, app, lambda name: self._stored_path(name) if name in stored else None, keys, refused
         )
+
+        # 2. Commit the others.
         begun = time.monotonic()
         self._commits.add(begun)
         try:
-            *first, last = keys.slices(valid)
-            dropped = [self.store.commit(part) for part in first]
+            *earlier_slices, last_slice = keys.slices(valid)
+            dropped = [self.store.commit(part) for part in earlier_slices]
             # After a failed commit, the batch is sent again, so only the last commit may count the left-out records.
-            dropped.append(self.store.commit(last, left_out))
+            dropped.append(self.store.commit(last_slice, left_out))
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
             self.failing = True
@@ -219,6 +232,8 @@ class Collector:
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
+
+        # 3. Count what was stored and refused, by the checks or by the store.
         stored_kinds = Counter(map(_kind, valid))
         for dropped_part in dropped:
             for counter, dropped_records in dropped_part.items():
@@ -273,21 +288,21 @@ class Collector:
         paths = {route.path for route in routes}
         router = application(routes)
 
-        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             """Answer a request, count it by path and status, and mark the answer as the collector's, so that a sender
             can tell it from a proxy's.
             """
 
-            async def sent(message: Message) -> None:
+            async def count_and_send(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in paths else "other"
                     self.counts.add("requests", path=path, status=str(message["status"]))
                     message["headers"] = [*message.get("headers", ()), (COLLECTOR_HEADER.encode(), b"1")]
                 await send(message)
 
-            await router(scope, receive, sent)
+            await router(scope, receive, count_and_send)
 
-        return counted
+        return answer
 
     def close(self) -> None:
         """Finish all requests that were received."""

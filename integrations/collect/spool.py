@@ -44,7 +44,7 @@ class _Segment:
     """The number of written bytes."""
     taken: int = 0
     """The number of bytes that were taken in order to send them."""
-    done: int = 0
+    acknowledged: int = 0
     """The number of acknowledged bytes."""
     damaged: int = 0
     """The end of the last damaged part that was counted."""
@@ -132,13 +132,14 @@ class Spool:
                 if self._file is not None and len(self._segments) == 1:
                     if segment.size:
                         os.ftruncate(self._file, 0)
-                    segment.size = segment.taken = segment.done = segment.damaged = segment.records = 0
+                    # The file goes on, empty: the next record needs no new one.
+                    segment.size = segment.taken = segment.acknowledged = segment.damaged = segment.records = 0
                     break
                 self._segments.popleft()
                 with contextlib.suppress(OSError):
                     segment.path.unlink()
             for segment in self._segments:
-                segment.done = segment.taken
+                segment.acknowledged = segment.taken
             in_memory = self._in_memory
             while in_memory.taken and in_memory.frames:
                 size = len(in_memory.frames.popleft())
@@ -149,7 +150,7 @@ class Spool:
         """Take the frames again that were taken and not acknowledged."""
         with self._guard:
             for segment in (*self._segments, self._in_memory):
-                segment.taken = segment.done
+                segment.taken = segment.acknowledged
 
     def subtract_dropped(self, count: int) -> None:
         """Subtract dropped records that were reported to the collector."""
@@ -160,7 +161,7 @@ class Spool:
     def waiting(self) -> int:
         """The number of bytes that are not acknowledged."""
         with self._guard:
-            return sum(segment.size - segment.done for segment in self._segments) + self._in_memory.size
+            return sum(segment.size - segment.acknowledged for segment in self._segments) + self._in_memory.size
 
     @property
     def memory_bytes(self) -> int:
@@ -171,7 +172,7 @@ class Spool:
     def close(self) -> None:
         """Release the lock, and remove all files if no frame waits. Another process sends waiting frames."""
         with self._guard:
-            has_waiting = any(segment.size > segment.done for segment in self._segments)
+            has_waiting = any(segment.size > segment.acknowledged for segment in self._segments)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
@@ -203,13 +204,14 @@ class Spool:
             self._claim_name()
         last = self._segments[-1] if self._segments else None
         if self._file is None or last is None or last.size >= self._segment_bytes:
-            last = self._begin()
+            last = self._begin_segment()
         assert self._file is not None
         written = 0
         try:
             while written < len(frame):
                 written += os.write(self._file, frame[written:])
         except OSError:
+            # Half a frame would make the frames after it unreadable.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, last.size)
             raise
@@ -217,7 +219,7 @@ class Spool:
         last.records += records
         self._drop_oldest()
 
-    def _begin(self) -> _Segment:
+    def _begin_segment(self) -> _Segment:
         """Begin a new file of the spool. Files are readable for their owner only, because records contain prompts."""
         path = self.folder / f"{self.name}-{self._next_number:06}.frames"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -242,13 +244,13 @@ class Spool:
     def _read(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
         """Take the next frames of a segment before `end`, up to about `most` bytes."""
         if segment.path is None:
-            at = 0
+            position = 0
             for waiting_frame in list(segment.frames):
-                if at >= segment.taken and most > 0:
+                if position >= segment.taken and most > 0:
                     segment.taken += len(waiting_frame)
                     most -= len(waiting_frame)
                     yield waiting_frame[_HEAD.size :]
-                at += len(waiting_frame)
+                position += len(waiting_frame)
             return
         for frame in _read_frames(segment.path, segment.taken, end):
             if most <= 0:
@@ -313,9 +315,9 @@ def _read_frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
     if len(head) < _HEAD.size:
         return None
     length, records, _ = _HEAD.unpack(head)
-    at = start + _HEAD.size + length
-    body = file.read(length) if at <= end else b""
-    return _Frame(body, records, at) if _is_intact(head, body) else None
+    frame_end = start + _HEAD.size + length
+    body = file.read(length) if frame_end <= end else b""
+    return _Frame(body, records, frame_end) if _is_intact(head, body) else None
 
 
 def _damaged_part(file: BinaryIO, start: int, end: int) -> _Frame:
@@ -327,24 +329,34 @@ def _damaged_part(file: BinaryIO, start: int, end: int) -> _Frame:
     """
     file.seek(start)
     data = memoryview(file.read(end - start))
-    offset = 1
-    budget = _MOST_CHECKED_BYTES  # bytes to compute checksums of, so that a damaged file cannot take minutes
-    while offset < len(data):
+    part_length = _find_frame(data)
+    lost = 1
+    if len(data) >= _HEAD.size:
+        length, records, _ = _HEAD.unpack(data[: _HEAD.size])
+        # The head is only credible if the next frame begins at its end, or if the file ends before.
+        frame_length = _HEAD.size + length
+        is_credible = frame_length == part_length or part_length == len(data) < frame_length
+        if is_credible and 0 < records <= length:
+            lost = records
+    return _Frame(None, lost, end if part_length == len(data) else start + part_length)
+
+
+def _find_frame(data: memoryview) -> int:
+    """The offset, above 0, of the first whole frame in damaged data; the length of the data if there is none.
+
+    It is also the length of the data if the search would compute more checksums than `_MOST_CHECKED_BYTES` allows.
+    """
+    budget = _MOST_CHECKED_BYTES
+    for offset in range(1, len(data)):
         is_frame = _is_frame(data[offset:])
-        if is_frame or budget < 0:
-            break
+        if is_frame:
+            return offset
         if is_frame is False:  # its length was possible, so its checksum was computed
             length, _records, _crc = _HEAD.unpack_from(data[offset:])
             budget -= length
-        offset += 1
-    if budget < 0:
-        offset = len(data)
-    length, records, _ = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, 0, 0)
-    # The head is only credible if the next frame begins at its end, or if the file ends before.
-    frame_end = _HEAD.size + length
-    is_credible = frame_end == offset or (offset == len(data) < frame_end)
-    lost = records if is_credible and 0 < records <= length else 1
-    return _Frame(None, lost, end if offset == len(data) else start + offset)
+        if budget < 0:
+            return len(data)
+    return len(data)
 
 
 def _is_frame(data: memoryview) -> bool | None:
@@ -369,5 +381,6 @@ def abandoned_spools(folder: Path, own: str, bound: int) -> Iterator[Spool]:
     for path in sorted(folder.glob("*.lock")):
         if path.stem == own:
             continue
+        # The spool of a running process is locked, and another process may have sent and removed this one.
         with contextlib.suppress(RunError, OSError):
             yield Spool(folder, bound, path.stem)

@@ -31,7 +31,8 @@ class NoEngine(Exception):
 
 
 class AttemptFailed(Exception):
-    """An engine failed a request. `counter` counts such failures, `error` is the engine's own error, if it raised one."""
+    """An engine failed a request. `counter` counts such failures. `error` is the engine's own error, if it raised
+    one."""
 
     def __init__(self, counter: str, reason: str, error: Exception | None = None) -> None:
         self.counter = counter

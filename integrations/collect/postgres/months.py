@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cotune.integrations.collect.postgres.tables import month_bounds
@@ -33,17 +33,24 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
     low, high = month_bounds(month)
     if high > ulid(int(before * 1000) << 80) or _must_keep(does, month, before, app, keep_trained):
         return {}
+
+    # 1. Delete the episodes of this month that have calls in another month.
     calls_here = f"SELECT 1 FROM calls_{month} AS own WHERE own.episode = calls.episode"
     episode_here = f"SELECT 1 FROM episodes_{month} AS own WHERE id = episode"
-    across = f"""SELECT DISTINCT episode FROM calls WHERE episode >= ? AND episode < ? AND (id < ? OR id >= ?)
+    across_border = f"""SELECT DISTINCT episode FROM calls WHERE episode >= ? AND episode < ? AND (id < ? OR id >= ?)
         AND (EXISTS ({calls_here}) OR EXISTS ({episode_here}))"""
-    counts = dict(delete_episodes(does, [id for (id,) in does.execute(across, [low, high, low, high])]))
+    episodes = [id for (id,) in does.execute(across_border, [low, high, low, high])]
+    counts = dict(delete_episodes(does, episodes))
+
+    # 2. Drop the partitions, after counting their rows.
     for table in ("episodes", "calls"):
         ((count,),) = does.execute(f"SELECT count(*) FROM {table}_{month}")
         counts[table] += count
     partitions = {f"{table}_{month}" for table in ("calls", "episodes", "rewards")} & _partitions(does)
     does.execute(f"SET LOCAL lock_timeout = '{_WAIT}'")
     does.execute(f"DROP TABLE {', '.join(sorted(partitions))}")
+
+    # 3. Delete the rows of tables without partitions.
     for table in ("rewards", "feedback", "replaced", "consumed"):
         does.execute(f"DELETE FROM {table} WHERE target >= ? AND target < ?", [low, high])
     return counts
@@ -52,19 +59,22 @@ def drop_month(does: Transactions, month: str, before: float, app: str, keep_tra
 def _must_keep(does: Transactions, month: str, before: float, app: str, keep_trained: bool) -> bool:
     """Whether a prune would keep an episode or a call of this month."""
     low, high = month_bounds(month)
-    kept = "(started >= ?" + (" OR app != ?)" if app else ")")
-    asked: Sequence[Any] = [before, *([app] if app else [])]
-    trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)" if keep_trained else ""
-    of_others = f"""SELECT 1 FROM episodes WHERE ({kept}{trained}) AND NOT (id >= ? AND id < ?)
+    is_kept = "(started >= ?)"
+    parameters: list[Any] = [before]
+    if app:  # records of other applications are kept
+        is_kept = "(started >= ? OR app != ?)"
+        parameters.append(app)
+    is_trained = " OR EXISTS (SELECT 1 FROM consumed WHERE target = episodes.id)" if keep_trained else ""
+    of_other_months = f"""SELECT 1 FROM episodes WHERE ({is_kept}{is_trained}) AND NOT (id >= ? AND id < ?)
         AND EXISTS (SELECT 1 FROM calls_{month} AS own WHERE own.episode = episodes.id) LIMIT 1"""
-    found = [
-        *does.execute(f"SELECT 1 FROM calls_{month} WHERE {kept} LIMIT 1", asked),
-        *does.execute(f"SELECT 1 FROM episodes_{month} WHERE {kept} LIMIT 1", asked),
-        *does.execute(of_others, [*asked, low, high]),
+    kept_rows = [
+        *does.execute(f"SELECT 1 FROM calls_{month} WHERE {is_kept} LIMIT 1", parameters),
+        *does.execute(f"SELECT 1 FROM episodes_{month} WHERE {is_kept} LIMIT 1", parameters),
+        *does.execute(of_other_months, [*parameters, low, high]),
     ]
     if keep_trained:
-        found += does.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
-    return bool(found)
+        kept_rows += does.execute("SELECT 1 FROM consumed WHERE target >= ? AND target < ? LIMIT 1", [low, high])
+    return bool(kept_rows)
 
 
 def _partitions(does: Transactions) -> set[str]:

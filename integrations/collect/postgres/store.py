@@ -115,16 +115,17 @@ class PostgresStore(SqlStore[Connection]):
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Rows of any SELECT in SQLite's dialect, on a connection of its own that cannot write."""
-        again = bool(self._readers)
+        may_use_old_connection = bool(self._readers)
         try:
             with self._reader() as db:
-                return _restore_long_texts(
-                    db, db.execute(translate_query(sql), [*map(_stored_parameter, parameters)]).fetchall()
-                )
+                stored_parameters = [_stored_parameter(parameter) for parameter in parameters]
+                rows = db.execute(translate_query(sql), stored_parameters).fetchall()
+                return _restore_long_texts(db, rows)
         except psycopg.OperationalError as error:
-            if not again:
+            if not may_use_old_connection:
                 raise _unusable(self.address, error) from error
-            while self._readers:  # opened before the server was restarted
+            # The connections may be older than the last start of the server: try again with a new one.
+            while self._readers:
                 self._readers.pop().close()
             return self.rows(sql, parameters)
         except psycopg.Error as error:
@@ -138,8 +139,8 @@ class PostgresStore(SqlStore[Connection]):
         for month in self.act(stored_months):
             dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
             try:
-                if found := self.act(dropping):
-                    yield found
+                if dropped_counts := self.act(dropping):
+                    yield dropped_counts
             except StoreFailure as error:
                 log.warning("%s: %s is deleted row by row (%s)", self.address, month, error.reason)
 
@@ -196,14 +197,16 @@ class PostgresDatabase:
     def _make_partitions(self, table: str, ids: Sequence[str]) -> None:
         """Create the partitions of the months in which these ids were made, unless they exist."""
         now = datetime.now(UTC)
-        for month in {month_of(id, now) for id in ids} - {None}:
-            if (name := f"{table}_{month}") not in self._months:
-                try:
-                    with self._db.transaction():
-                        self._db.execute(partition_statement(table, str(month)))
-                except psycopg.errors.CheckViolation:
-                    pass  # rows of it came before their time, and lie among the others
-                self._months.add(name)
+        for month in {month_of(id, now) for id in ids}:
+            name = f"{table}_{month}"
+            if month is None or name in self._months:
+                continue
+            try:
+                with self._db.transaction():
+                    self._db.execute(partition_statement(table, month))
+            except psycopg.errors.CheckViolation:
+                pass  # rows of this month came before its partition, and lie in the partition of all others
+            self._months.add(name)
 
     def widen(self) -> None:
         """The server has its own memory."""
@@ -301,15 +304,19 @@ def _one_row_per_key(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any
 
 
 def _stored_value(value: Any) -> Any:
-    """A value as the database takes it: no NUL in texts, and NaN as SQLite has it, nothing."""
+    """A value as the database takes it: a text without NUL, and NULL for NaN, as in SQLite."""
     if isinstance(value, str):
-        return value.replace("\0", "\u2400") if "\0" in value else value
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return value.replace("\0", "\u2400")
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value
 
 
 def _stored_parameter(value: Any) -> Any:
-    """The same of a parameter; in a list of names, NUL is escaped."""
-    return _ESCAPED_NUL.sub("\\1\u2400", value) if isinstance(value, NameList) else _stored_value(value)
+    """A parameter of a query as the database takes it. A list of names is JSON, in which NUL is escaped."""
+    if isinstance(value, NameList):
+        return _ESCAPED_NUL.sub("\\1\u2400", value)
+    return _stored_value(value)
 
 
 def _connect(address: str, writes: bool = False) -> Connection:
@@ -347,11 +354,13 @@ def _take_turn(db: Connection) -> None:
     except psycopg.errors.LockNotAvailable:
         if db.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
             db.execute("ROLLBACK")
-        before = db.execute(_COPYING).fetchall()
+        # A writer whose copy of rows makes no progress has stopped, but the server does not end its transaction.
+        copying = db.execute(_COPYING).fetchall()
         time.sleep(LOOK_SECONDS)
-        for pid in {pid for pid, *_ in before if before == db.execute(_COPYING).fetchall()}:
-            log.warning("a writer that stands still is disconnected (process %d of the server)", pid)
-            db.execute("SELECT pg_terminate_backend(%s)", [pid])
+        if copying == db.execute(_COPYING).fetchall():
+            for pid in {pid for pid, *_ in copying}:
+                log.warning("a writer that stands still is disconnected (process %d of the server)", pid)
+                db.execute("SELECT pg_terminate_backend(%s)", [pid])
         raise
 
 

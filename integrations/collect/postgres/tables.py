@@ -45,12 +45,17 @@ def _columns(table: str) -> str:
     """The columns of a table in PostgreSQL's types, translated from the types of SQLite."""
     columns = []
     for column in TABLES[table]:
-        name, _, rest = column.partition(" ")
-        kind, _, more = rest.partition(" ")
-        type_ = {"TEXT": 'text COLLATE "C"', "INTEGER": "bigint" if table == "counters" else "int4"}.get(
-            kind, TYPES.get(kind, kind)
-        )
-        columns.append(f"{name} {type_} {more}" if name != "PRIMARY" else column)
+        if column.startswith("PRIMARY KEY"):
+            columns.append(column)
+            continue
+        name, _, type_and_constraints = column.partition(" ")
+        kind, _, constraints = type_and_constraints.partition(" ")
+        postgres_type = TYPES.get(kind, kind)
+        if kind == "TEXT":
+            postgres_type = 'text COLLATE "C"'  # SQLite too compares texts by their bytes
+        elif kind == "INTEGER" and table == "counters":
+            postgres_type = "bigint"
+        columns.append(f"{name} {postgres_type} {constraints}")
     if table in NUMBERED:
         columns.append(f"rowid bigint NOT NULL DEFAULT nextval('{table}_numbers')")
     return ", ".join(columns)
@@ -112,7 +117,7 @@ def staging_table(table: str) -> str:
 
 
 def insertion(table: str) -> str:
-    """The statement that takes the rows from there."""
+    """The statement that inserts the rows of the staging table into the table."""
     columns = COLUMNS[table]
     indexed = INDEXED.get(table, ())
     values = [f"indexed('{name}', {name})" if name in indexed else name for name in columns]

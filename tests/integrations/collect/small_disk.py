@@ -110,13 +110,13 @@ def of_the_application(disk: Disk, work: Path) -> None:
         told, dropped = [], 0
         while not dropped:
             told.append(record(made))
-            dropped = made._opened().dropped
-        assert made._opened().memory_bytes > 3 << 20
+            dropped = made._open_spool().dropped
+        assert made._open_spool().memory_bytes > 3 << 20
         collector.start(most=resource.RLIM_INFINITY)
         assert made.flush(WAIT), "what was kept is not sent"
         disk.free()
         later = [record(made) for _ in range(20)]
-        assert made.flush(WAIT) and not made._opened().failure
+        assert made.flush(WAIT) and not made._open_spool().failure
         made.finish()
         assert collector.stop() == 0
         assert not list(disk.folder.rglob("*.frames"))
