@@ -15,15 +15,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "cotune_rows"
-_PLAIN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
+_IGNORED_OPTIONS = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
+"""Options of the model library that do not change the attention of one new token under its mask."""
 WORTH = 2 << 20
 """The bytes of keys and values that a group must save per layer. To read so many takes about as long as the
 additional products of a group."""
 
 
-class Alike(NamedTuple):
-    """Groups of rows with equal keys and values in all columns before `columns`. A group is its first row and the row
-    after its last. The groups cover all rows in order."""
+class SharedColumns(NamedTuple):
+    """Groups of rows with equal keys and values in all columns before `columns`, as the candidates of one prompt have.
+
+    A group is its first row and the row after its last. The groups cover all rows in order.
+    """
 
     columns: int
     groups: Sequence[tuple[int, int]]
@@ -35,10 +38,17 @@ def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:
     return list(pairwise([0, *edges.tolist(), len(values)]))
 
 
-def alike_rows(columns: int, groups: Sequence[tuple[int, int]], token_bytes: int) -> Alike | None:
-    """Make the groups; None if they would make the step slower. A token takes `token_bytes` per layer."""
-    saved = (groups[-1][1] - len(groups)) * columns * token_bytes
-    return Alike(columns, groups) if saved > 0 and saved >= len(groups) * WORTH else None
+def find_shared_columns(columns: int, groups: Sequence[tuple[int, int]], token_bytes: int) -> SharedColumns | None:
+    """The shared columns of these groups; None if they would make the step slower.
+
+    A token takes `token_bytes` per layer.
+    """
+    rows = groups[-1][1]
+    # Each group reads its columns once, instead of once for each of its rows.
+    saved_bytes = (rows - len(groups)) * columns * token_bytes
+    if saved_bytes <= 0 or saved_bytes < len(groups) * WORTH:
+        return None
+    return SharedColumns(columns, groups)
 
 
 def rows_attention(
@@ -48,49 +58,63 @@ def rows_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    alike: Alike | None = None,
+    shared_columns: SharedColumns | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Output [rows, 1, heads, head_dim] for `query` [rows, heads, 1, head_dim] and an additive mask.
+    """Attention of the model library's interface, for one new token per row.
+
+    Takes query [rows, heads, 1, head_dim], key and value [rows, key heads, columns, head_dim], and an additive mask
+    [rows, 1, 1, columns]. Returns [rows, 1, heads, head_dim].
 
     It takes two batched matrix products, which are faster on a CPU than the general kernel, and more products if rows
-    are `alike`. The model library's function computes all other cases: prefill, boolean masks, options of other models.
+    have `shared_columns`. The model library's function computes all other cases: prefill, boolean masks, options of
+    other models.
     """
     rows, heads, length, dim = query.shape
-    has_options = any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
-    additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    if length != 1 or has_options or attention_mask is None or not additive:
+    key_heads = key.shape[1]
+    has_other_options = any(v is not None for k, v in kwargs.items() if k not in _IGNORED_OPTIONS)
+    if (
+        length != 1
+        or has_other_options
+        or attention_mask is None
+        or not attention_mask.is_floating_point()
+        or attention_mask.shape[1] != 1
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.view(rows, key.shape[1], heads // key.shape[1], dim)
-    mask = attention_mask.expand(*shared.shape[:3], -1).flatten(0, 1)
-    out = attend(shared, key, value, mask, dim**-0.5 if scaling is None else scaling, alike)
+    # Several heads of the query read the keys of one head.
+    grouped_query = query.view(rows, key_heads, heads // key_heads, dim)
+    mask = attention_mask.expand(*grouped_query.shape[:3], -1).flatten(0, 1)
+    out = attend(grouped_query, key, value, mask, dim**-0.5 if scaling is None else scaling, shared_columns)
     return out.view(rows, 1, heads, value.shape[3]), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, alike: Alike | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, shared_columns: SharedColumns | None
+) -> Tensor:
     """Output [rows, groups, queries, width of the values] for `query` [rows, groups, queries, width] and an additive
     mask [rows x groups, queries, columns]. The `queries` of a group share the keys of one head."""
-    if alike is not None:
-        return _attend_alike(query * scaling, key, value, mask.view(*query.shape[:3], -1), alike)
+    if shared_columns is not None:
+        return _attend_shared(query * scaling, key, value, mask.view(*query.shape[:3], -1), shared_columns)
     scores = torch.baddbmm(mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
     return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(*query.shape[:3], value.shape[3])
 
 
-def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike: Alike) -> Tensor:
-    """Attention in which the rows of a group share their first `alike.columns` keys and values.
+def _attend_shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, shared_columns: SharedColumns) -> Tensor:
+    """Attention in which the rows of a group share the keys and values of their first columns.
 
-    The shared part is one product for each group instead of one for each row.
+    The shared part is one product for each group instead of one for each row. Shapes are as in `attend`, but the mask
+    is [rows, groups, queries, columns], and `query` is scaled already.
     """
-    at = alike.columns
+    n_shared = shared_columns.columns
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
-    scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))
-    for low, high in alike.groups:
-        product = torch.matmul(_join_queries(query[low:high]), key[low, :, :at].transpose(1, 2))
-        scores[low:high, ..., :at] = _split_queries(product, high - low)
+    scores[..., n_shared:] = torch.matmul(query, key[:, :, n_shared:].transpose(2, 3))
+    for low, high in shared_columns.groups:
+        product = torch.matmul(_join_queries(query[low:high]), key[low, :, :n_shared].transpose(1, 2))
+        scores[low:high, ..., :n_shared] = _split_queries(product, high - low)
     weights = torch.softmax(scores.add_(mask), -1)
-    out = torch.matmul(weights[..., at:], value[:, :, at:])
-    for low, high in alike.groups:
-        product = torch.matmul(_join_queries(weights[low:high, ..., :at]), value[low, :, :at])
+    out = torch.matmul(weights[..., n_shared:], value[:, :, n_shared:])
+    for low, high in shared_columns.groups:
+        product = torch.matmul(_join_queries(weights[low:high, ..., :n_shared]), value[low, :, :n_shared])
         out[low:high] += _split_queries(product, high - low)
     return out
 
@@ -101,6 +125,7 @@ def _join_queries(rows: Tensor) -> Tensor:
 
 
 def _split_queries(joined: Tensor, rows: int) -> Tensor:
+    """Change the shape [groups, rows x queries, n] back to [rows, groups, queries, n]."""
     return joined.unflatten(1, (rows, -1)).transpose(0, 1)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,12 @@ from transformers.cache_utils import DynamicCache
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.folder import count_token_ids
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.integrations.models.transformers.attention import Alike, alike_rows, runs, use_rows_attention
+from cotune.integrations.models.transformers.attention import (
+    SharedColumns,
+    find_shared_columns,
+    runs,
+    use_rows_attention,
+)
 from cotune.integrations.models.transformers.cache import RowCache, buffer_tokens
 from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
 from cotune.integrations.models.transformers.draw import RowParams, change_logits, draw, likeliest, uniforms
@@ -45,6 +50,19 @@ draws only the likeliest token."""
 
 UNIFORM_STEPS = 16
 """Decode steps whose random numbers are copied to the device together."""
+
+
+class _PrefillPass(NamedTuple):
+    """The result of a pass over some prompts."""
+
+    members: npt.NDArray[np.int64]
+    """The numbers of its prompts among all that were prefilled together."""
+    cache: DynamicCache
+    """Their keys and values, padded on the left."""
+    logits: Tensor
+    """The next logits, [members, vocabulary]."""
+    shift: Tensor | None = None
+    """A number to add to later positions, [members]; None for models whose positions count tokens."""
 
 
 class Batch:
@@ -78,14 +96,19 @@ class Batch:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._token_bytes = 2 * config.num_hidden_layers * heads * width * parameter.element_size()
+        layer_kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         self._one_mask = (
             getattr(model, "_supports_attention_backend", False)
-            and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+            and layer_kinds == {"full_attention"}
             and not getattr(config, "sliding_window", None)
         )
-        self._reads_once = uses_rows_attention and self._one_mask
-        self._step = DecodeStep(model, self.lora) if self._reads_once and is_usual(model) else self._library_step
+        """Whether all layers attend to all tokens of a row, so that one mask fits all."""
+        self._can_share_columns = uses_rows_attention and self._one_mask
+        self._step: Callable[[Tensor, RowCache, SharedColumns | None], Tensor] = self._library_step
+        if self._can_share_columns and is_usual(model):
+            self._step = DecodeStep(model, self.lora)
         self._groups: list[tuple[int, int]] = []
+        """The first row of each job, and the row after its last."""
         self._uniforms: Tensor | None = None
         """Random numbers of the next steps, [rows, UNIFORM_STEPS], of which `_uniforms_used` are used."""
         self._uniforms_used = 0
@@ -93,9 +116,11 @@ class Batch:
         """Tokens that the live rows can need, as of the last admission."""
         self._token_limit = math.inf
         """Tokens that may be admitted, once there was too little memory."""
-        self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
-        self._ends[list(end_token_ids)] = True
-        self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
+        self._is_end_token = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
+        """By token id, [ids]: whether the token ends a candidate."""
+        self._is_end_token[list(end_token_ids)] = True
+        self._last_tokens = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
+        """The token that each row has drawn last, [rows, 1], which the next step reads."""
         self._params = self._row_params(slice(0, 0))
 
     @property
@@ -134,8 +159,8 @@ class Batch:
         rows = self.alive + sum(job.n for job in jobs)
         self._admitted = buffer_tokens(rows, max(self.span, *(job.span for job in jobs)))
         self.cache.limit = max(max_tokens, self._admitted)
-        logits, rows_of_jobs = self._start(jobs)
-        return self._draw_tokens(logits, rows_of_jobs)
+        logits, new_rows = self._start(jobs)
+        return self._draw_tokens(logits, new_rows)
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
@@ -147,7 +172,7 @@ class Batch:
         if self.cache.full:
             rows = np.arange(self.rows)
             self.cache.rearrange(rows, rows, self.rows, self._longest_row(), 0, self.span)
-        logits = self._step(self._input[: self.rows, 0], self.cache, self._equal_beginnings())
+        logits = self._step(self._last_tokens[: self.rows, 0], self.cache, self._prompt_columns())
         self.cache.advance()
         return self._draw_tokens(logits, None)
 
@@ -166,7 +191,7 @@ class Batch:
     @torch.inference_mode()
     def _free(self) -> None:
         self.cache.release()
-        self._input = self._input[:0].clone()
+        self._last_tokens = self._last_tokens[:0].clone()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for other processes on this GPU
 
@@ -175,41 +200,41 @@ class Batch:
 
         Returns the logits of the candidates' first tokens, [candidates, vocabulary], and the rows of the candidates.
         """
+        # 1. Compute the prompts, and find a row for each candidate.
         sources = list(dict.fromkeys(job.source for job in jobs))
-        prefilled = self._prefill(sources)
-        index = {source: i for i, source in enumerate(sources)}
-        width = max(len(source.prompt) for source in sources)
+        passes = self._prefill(sources)
+        number_of_source = {source: i for i, source in enumerate(sources)}
+        longest_prompt = max(len(source.prompt) for source in sources)
         # For each candidate, [candidates]: the number of its job and of its prompt, and its row.
         job_numbers = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
-        source_numbers = np.array([index[jobs[i].source] for i in job_numbers])
+        source_numbers = np.array([number_of_source[jobs[i].source] for i in job_numbers])
         adapter_ids = np.array([jobs[i].adapter_id for i in job_numbers])
-        at = self._arrange(adapter_ids, width, max(job.span for job in jobs))
-        logits = torch.empty((len(sources), prefilled[0][2].shape[1]), dtype=prefilled[0][2].dtype, device=self.device)
-        for members, cache, out, shift in prefilled:
+        new_rows = self._arrange(adapter_ids, longest_prompt, max(job.span for job in jobs))
+
+        # 2. Copy the states of each prompt to the rows of its candidates, and collect the logits of all passes.
+        vocabulary = passes[0].logits.shape[1]
+        logits = torch.empty((len(sources), vocabulary), dtype=passes[0].logits.dtype, device=self.device)
+        for members, cache, pass_logits, shift in passes:
             # The row of each prompt in this pass; -1 for prompts of other passes.
             row_in_pass = np.full(len(sources), -1)
             row_in_pass[members] = np.arange(len(members))
             in_pass = row_in_pass[source_numbers] >= 0
             prompt_lengths = np.array([len(sources[i].prompt) for i in source_numbers[in_pass]], np.int64)
-            rows = torch.as_tensor(at[in_pass], device=self.device)
+            rows = torch.as_tensor(new_rows[in_pass], device=self.device)
             rows_in_pass = torch.as_tensor(row_in_pass[source_numbers[in_pass]], device=self.device)
             self.cache.fill(rows, cache, rows_in_pass, torch.as_tensor(prompt_lengths, device=self.device))
             if shift is not None:
                 self.cache.shift(rows, shift[rows_in_pass])
-            logits[torch.as_tensor(members, device=self.device)] = out
+            logits[torch.as_tensor(members, device=self.device)] = pass_logits
+
+        # 3. Start the candidates.
         for i, job in enumerate(jobs):
-            self.state.put(at[job_numbers == i], job, self.grammars)
+            self.state.put(new_rows[job_numbers == i], job, self.grammars)
         self._refresh_derived()
-        return logits[torch.as_tensor(source_numbers, device=self.device)], at
+        return logits[torch.as_tensor(source_numbers, device=self.device)], new_rows
 
-    def _prefill(
-        self, sources: Sequence[Source]
-    ) -> list[tuple[npt.NDArray[np.int64], DynamicCache, Tensor, Tensor | None]]:
-        """Compute the unknown tokens of these prompts, in passes over prompts with about as many unknown tokens.
-
-        Returns for each pass the numbers of its sources, their cache (padded on the left), the next logits, and the
-        shifts of later positions (None for models whose positions count tokens).
-        """
+    def _prefill(self, sources: Sequence[Source]) -> list[_PrefillPass]:
+        """Compute the unknown tokens of these prompts, in passes over prompts with about as many unknown tokens."""
         texts = sorted(
             (i for i, source in enumerate(sources) if not source.images), key=lambda i: sources[i].adapter_id
         )
@@ -219,9 +244,8 @@ class Batch:
         passes = []
         for group in group_by_length([len(sources[i].prompt) - known[i].length for i in texts]):
             members = np.array([texts[i] for i in sorted(group)])
-            passes.append(
-                (members, *self._prefill_pass([sources[i] for i in members], [known[i] for i in members]), None)
-            )
+            cache, logits = self._prefill_pass([sources[i] for i in members], [known[i] for i in members])
+            passes.append(_PrefillPass(members, cache, logits))
         with_images = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].adapter_id)
         if with_images:
             assert self.images is not None
@@ -231,7 +255,7 @@ class Batch:
                 self._route_adapters(np.array([sources[i].adapter_id for i in members]))
                 prompts = [sources[i].prompt for i in members]
                 cache, logits = prefill(self.model, prompts, [NOTHING] * len(members), image_inputs)
-                passes.append((members, cache, logits, image_shift(self.model)))
+                passes.append(_PrefillPass(members, cache, logits, image_shift(self.model)))
         return passes
 
     def _compute_stems(self, sources: Sequence[Source]) -> None:
@@ -242,20 +266,20 @@ class Batch:
         """
         done: set[Source] = set()
         while self.prefixes.limit:
-            shared: list[Source] = []
-            for adapter_id, alike in groupby(sources, key=lambda source: source.adapter_id):
-                prompts = [source.prompt for source in alike]
+            stems: list[Source] = []
+            for adapter_id, sources_of_adapter in groupby(sources, key=lambda source: source.adapter_id):
+                prompts = [source.prompt for source in sources_of_adapter]
                 known = [self.prefixes.length((self, adapter_id), prompt) for prompt in prompts]
-                shared += [Source(adapter_id, stem, ()) for stem in find_shared_stems(prompts, known)]
+                stems += [Source(adapter_id, stem, ()) for stem in find_shared_stems(prompts, known)]
             # No new stem: all are computed, or some were dropped again because the cache is full.
-            if not set(shared) - done:
+            if not set(stems) - done:
                 return
-            done |= set(shared)
-            prefixes = [self.prefixes.match((self, adapter_id), stem) for adapter_id, stem, _ in shared]
-            new_tokens = [len(stem.prompt) - prefix.length for stem, prefix in zip(shared, prefixes, strict=True)]
+            done |= set(stems)
+            prefixes = [self.prefixes.match((self, adapter_id), stem) for adapter_id, stem, _ in stems]
+            new_tokens = [len(stem.prompt) - prefix.length for stem, prefix in zip(stems, prefixes, strict=True)]
             for group in group_by_length(new_tokens):
                 members = sorted(group)
-                self._prefill_pass([shared[i] for i in members], [prefixes[i] for i in members])
+                self._prefill_pass([stems[i] for i in members], [prefixes[i] for i in members])
 
     def _prefill_pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
         """Prefill prompts in one pass, and keep their states for later prompts. `sources` are sorted by adapter."""
@@ -266,29 +290,39 @@ class Batch:
             self.prefixes.insert((self, adapter_id), prompt, partial(states_of, cache, row, len(prompt)))
         return cache, logits
 
-    def _library_step(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
-        """Decode one token by the model library's own forward pass, for models that `DecodeStep` does not know."""
+    def _library_step(self, tokens: Tensor, cache: RowCache, shared_columns: SharedColumns | None) -> Tensor:
+        """Decode one token by the model library's own forward pass, for models that `DecodeStep` does not know.
+
+        Takes the latest tokens [rows], and returns the next logits [rows, vocabulary].
+        """
+        mask = cache.mask()
+        if not self._one_mask:
+            # The layers differ, so the model builds one mask per kind of layer from the visible columns.
+            mask = mask[:, 0, 0] == 0
+        # Only `rows_attention` knows this option.
+        options = {} if shared_columns is None else {"shared_columns": shared_columns}
         out = self.model(
             input_ids=tokens.unsqueeze(1),
-            # where layers differ, the model builds one mask per kind of layer
-            attention_mask=cache.mask() if self._one_mask else cache.mask()[:, 0, 0] == 0,
+            attention_mask=mask,
             position_ids=cache.positions(),
             past_key_values=cache,
             use_cache=True,
-            **({} if alike is None else {"alike": alike}),
+            **options,
         )
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _equal_beginnings(self) -> Alike | None:
+    def _prompt_columns(self) -> SharedColumns | None:
         """The columns in which candidates of one prompt have equal keys and values: up to the end of their prompt."""
-        if not self._reads_once:
+        if not self._can_share_columns:
             return None
         rows = slice(0, self.rows)
         window = self.cache.window
-        longest = int((self.state["count"][rows] * self.state["alive"][rows]).max())
-        columns = window.end - window.first - (longest - 1)
-        return alike_rows(columns, self._groups, self.cache.token_bytes())
+        # All rows end in the same column, so the prompt of the row with the most drawn tokens ends first. The token
+        # that was drawn last has no column yet.
+        most_drawn = int((self.state["count"][rows] * self.state["alive"][rows]).max())
+        columns = window.end - window.first - (most_drawn - 1)
+        return find_shared_columns(columns, self._groups, self.cache.token_bytes())
 
     def _longest_row(self) -> int:
         """Tokens of the longest live row in the cache: all but the one that was drawn last."""
@@ -310,13 +344,15 @@ class Batch:
         self.state.reserve(rows, 0)
         self.state.move(to[moved], live[moved])
         self.cache.rearrange(live, to, rows, longest, width, span)
-        if (capacity := self.cache.window.row_capacity) > len(self._input):
-            smaller = self._input
-            self._input = self._input.new_zeros((capacity, 1))
-            self._input[: len(smaller)] = smaller
+        capacity = self.cache.window.row_capacity
+        if capacity > len(self._last_tokens):
+            smaller = self._last_tokens
+            self._last_tokens = smaller.new_zeros((capacity, 1))
+            self._last_tokens[: len(smaller)] = smaller
         if moved.any():
-            indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
-            self._input[indices[0]] = self._input[indices[1]]
+            # One copy to the device for both.
+            to_rows, from_rows = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
+            self._last_tokens[to_rows] = self._last_tokens[from_rows]
         self.rows = rows
         return at
 
@@ -341,13 +377,13 @@ class Batch:
             return torch.as_tensor(values, device=self.device).unsqueeze(1)
 
         return RowParams(
-            tensor(np.where(greedy, np.float32(1), np.maximum(temperature, COLDEST))),
-            tensor(greedy) if greedy.any() else None,
-            bool(greedy.all()),
-            tensor(top_k) if (top_k > 0).any() else None,
-            tensor(top_p) if (top_p < 1).any() else None,
-            tensor(min_p) if (min_p > 0).any() else None,
-            top.copy() if (top > 0).any() else None,
+            temperature=tensor(np.where(greedy, np.float32(1), np.maximum(temperature, COLDEST))),
+            greedy=tensor(greedy) if greedy.any() else None,
+            all_greedy=bool(greedy.all()),
+            top_k=tensor(top_k) if (top_k > 0).any() else None,
+            top_p=tensor(top_p) if (top_p < 1).any() else None,
+            min_p=tensor(min_p) if (min_p > 0).any() else None,
+            top=top.copy() if (top > 0).any() else None,
         )
 
     def _route_adapters(self, adapter_ids: npt.NDArray[np.int64]) -> None:
@@ -356,41 +392,46 @@ class Batch:
         """
         present, starts = np.unique(adapter_ids, return_index=True)
         ends = [*starts[1:], len(adapter_ids)]
-        self.lora.route(
-            [
-                (adapter_id, int(low), int(high))
-                for adapter_id, low, high in zip(present.tolist(), starts, ends, strict=True)
-                if adapter_id != BASE
-            ]
-        )
+        segments = []
+        for adapter_id, low, high in zip(present.tolist(), starts, ends, strict=True):
+            if adapter_id != BASE:
+                segments.append((adapter_id, int(low), int(high)))
+        self.lora.route(segments)
 
     def _draw_tokens(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
-        """Draw and record a token for the rows `at` (None: all). Returns the jobs whose last candidate has ended."""
+        """Draw and record a token for the rows `at` (None: all), from logits [rows, vocabulary].
+
+        Returns the jobs whose last candidate has ended.
+        """
         s = self.state
         if self.vocabulary < logits.shape[1]:
             logits[:, self.vocabulary :] = -torch.inf
         rows = slice(0, self.rows) if at is None else at
         uniform = self._next_uniforms(at)
         params = self._params if at is None else self._row_params(rows)
-        shaped = np.where(s["alive"][rows], s["shaped"][rows], _NO_CHANGES)
-        if shaped.any():
-            change_logits(logits, shaped.tolist())
+        row_numbers = np.arange(self.rows) if at is None else at
+        logit_changes = np.where(s["alive"][rows], s["logit_changes"][rows], _NO_CHANGES)
+        if logit_changes.any():
+            change_logits(logits, logit_changes.tolist())
         chunk = max(1, DRAW_ELEMENTS // logits.shape[1])
-        parts = [
-            draw(logits[i : i + chunk], uniform[i : i + chunk], params.rows(slice(i, i + chunk)))
-            for i in range(0, len(logits), chunk)
-        ]
         if params.top is not None:
-            self._note_likeliest(logits, np.arange(self.rows) if at is None else at, params, chunk)
-        token, logprob = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
+            self._note_likeliest(logits, row_numbers, params, chunk)
+        tokens = []
+        logprobs = []
+        for start in range(0, len(logits), chunk):
+            part = slice(start, start + chunk)
+            part_tokens, part_logprobs = draw(logits[part], uniform[part], params.rows(part))
+            tokens.append(part_tokens)
+            logprobs.append(part_logprobs)
+        token = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        logprob = torch.cat(logprobs) if len(logprobs) > 1 else logprobs[0]
         if at is None:
-            self._input[: self.rows, 0] = token
+            self._last_tokens[: self.rows, 0] = token
         else:
-            self._input[torch.as_tensor(at, device=self.device), 0] = token
+            self._last_tokens[torch.as_tensor(at, device=self.device), 0] = token
         # One copy for both: the host waits for the device at every copy from it.
-        both = torch.stack((token.int(), logprob.view(torch.int32))).cpu().numpy()
-        at = np.arange(self.rows) if at is None else at
-        return self._record(at, both[0].astype(np.int64), both[1].view(np.float32))
+        drawn = torch.stack((token.int(), logprob.view(torch.int32))).cpu().numpy()
+        return self._record(row_numbers, token=drawn[0].astype(np.int64), logprob=drawn[1].view(np.float32))
 
     def _next_uniforms(self, at: npt.NDArray[np.int64] | None) -> Tensor:
         """Random numbers in [0, 1) to draw the next token of the rows `at` (None: all), [rows, 1].
@@ -418,10 +459,12 @@ class Batch:
             part = asking[start : start + chunk]
             index = torch.as_tensor(part, device=self.device)
             best = likeliest(logits[index], params.rows(index), int(counts[part].max()))
-            for i, ids, logprobs in zip(part, *(values.tolist() for values in best), strict=True):
+            ids_of_rows, logprobs_of_rows = (values.tolist() for values in best)
+            for i, ids, logprobs in zip(part, ids_of_rows, logprobs_of_rows, strict=True):
                 pairs = zip(ids[: counts[i]], logprobs, strict=False)
-                row = at[i]
+                # Tokens that cannot be drawn have -inf.
                 tokens = tuple((id, logprob) for id, logprob in pairs if logprob > -np.inf)
+                row = at[i]
                 s["job"][row].top[s["candidate"][row]].append(tokens)
 
     def _record(
@@ -439,20 +482,25 @@ class Batch:
         s["logprob"][at, count] = logprob
         alive = s["alive"][at]
         s["count"][at] = count + alive
-        stopped = self._ends[token]
-        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NO_CHANGES)):
-            if not s["shaped"][at[i]].consume(int(token[i])):
+        stopped = self._is_end_token[token]
+        for i in np.flatnonzero(np.where(alive, s["logit_changes"][at], _NO_CHANGES)):
+            row = at[i]
+            if not s["logit_changes"][row].consume(int(token[i])):
                 stopped[i] = True
-                s["job"][at[i]].refused = int(token[i]), int(count[i])
-        if s["watched"][at].any():
+                s["job"][row].refused = int(token[i]), int(count[i])
+        if s["has_stops"][at].any():
             stopped |= self._stopped_rows(at)
-        ends = alive & (stopped | (count + 1 >= s["limit"][at]))
-        if not ends.any():
+        row_ends = alive & (stopped | (count + 1 >= s["limit"][at]))
+        if not row_ends.any():
             return []
-        ended = [self._end_row(int(at[i]), bool(stopped[i])) for i in np.flatnonzero(ends)]
+        ended_jobs = []
+        for i in np.flatnonzero(row_ends):
+            job = self._end_row(int(at[i]), bool(stopped[i]))
+            if job is not None:
+                ended_jobs.append(job)
         if not s["alive"][: self.rows].any():
             self.rows = self.cache.window.rows = 0
-        return [job for job in ended if job is not None]
+        return ended_jobs
 
     def _end_row(self, row: int, stopped: bool) -> Job | None:
         """Store the completion of a row that ends. Returns its job if this was the job's last row."""
@@ -474,20 +522,20 @@ class Batch:
         return None if job.open else job
 
     def _stopped_rows(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each of the rows `at` has just written one of its stop strings or stop tokens."""
+        """Whether each of the rows `at` has just written one of its stop strings or stop tokens, [len(at)]."""
         s = self.state
         stopped = np.zeros(len(at), bool)
-        for i in np.flatnonzero(s["watched"][at] & s["alive"][at]):
+        for i in np.flatnonzero(s["has_stops"][at] & s["alive"][at]):
             row = at[i]
-            stop = s["job"][row].params.stop
-            if int(s["token"][row, int(s["count"][row]) - 1]) in s["job"][row].params.stop_token_ids:
-                stopped[i] = True
-            if stopped[i] or not stop:
-                continue
-            # A stop string ends in the last token. A character is at most four tokens; 8 more, as the first of them may
-            # begin inside a character.
-            last_tokens = 4 * max(map(len, stop)) + 8
+            params = s["job"][row].params
             count = int(s["count"][row])
-            text = self.tokenizer.decode(s["token"][row, max(0, count - last_tokens) : count].tolist())
-            stopped[i] = any(mark in text for mark in stop)
+            last_token = int(s["token"][row, count - 1])
+            if last_token in params.stop_token_ids:
+                stopped[i] = True
+            elif params.stop:
+                # A stop string ends in the last token. A character is at most four tokens; 8 more, as the first of them
+                # may begin inside a character.
+                n_last = 4 * max(map(len, params.stop)) + 8
+                text = self.tokenizer.decode(s["token"][row, max(0, count - n_last) : count].tolist())
+                stopped[i] = any(mark in text for mark in params.stop)
         return stopped

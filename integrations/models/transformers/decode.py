@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cotune.integrations.models.transformers.attention import Alike, attend
+from cotune.integrations.models.transformers.attention import SharedColumns, attend
 from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.lora import LoraRows, Projection
 
@@ -68,29 +68,35 @@ class DecodeStep:
             for i, layer in enumerate(model.model.layers)
         ]
 
-    def __call__(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: RowCache, shared_columns: SharedColumns | None) -> Tensor:
         """Compute logits [rows, vocabulary] after `tokens` [rows], and write their keys and values to the cache."""
         rows = len(tokens)
         dim = self._head_dim
         half = self._head_dim // 2
         x = self._decoder.embed_tokens(tokens)
         cos, sin = self._decoder.rotary_emb(x, cache.positions())  # [rows, 1, head_dim]
+        # With the first half of the sines negated, x * cos + roll(x) * sin turns both halves of a head.
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         mask: Tensor | None = None
         for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
+            # 1. Queries, keys and values, [rows, heads, dim].
             query, key, value = (part.view(rows, -1, dim) for part in layer.qkv(layer.input_norm(x)))
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = layer.query_norm(query)
                 key = layer.key_norm(key)
-            turned = torch.cat((query, key), 1)
-            turned = (turned * cos).addcmul_(turned.roll(half, -1), sin)
+            both = torch.cat((query, key), 1)
+            turned = (both * cos).addcmul_(both.roll(half, -1), sin)
             query, key = turned.split_with_sizes((query.shape[1], key.shape[1]), 1)
+
+            # 2. Attention to all columns, and the new one.
             keys, values = layer_cache.write(key, value)
             query = query.reshape(rows, keys.shape[1], -1, dim)
             if mask is None:
                 mask = cache.mask().expand(*query.shape[:3], -1).flatten(0, 1)
-            read = attend(query, keys, values, mask, self._scaling, alike)
-            x = layer.out(read.view(rows, -1))[0].add_(x)
+            attended = attend(query, keys, values, mask, self._scaling, shared_columns)
+            x = layer.out(attended.view(rows, -1))[0].add_(x)
+
+            # 3. The MLP.
             gate, up = layer.gate_up(layer.mlp_norm(x))
             x = layer.down(layer.act(gate).mul_(up))[0].add_(x)
         return self._head(self._norm(x))

@@ -18,8 +18,8 @@ from cotune.sampling.protocol import SamplingParams
 
 def changes_logits(params: SamplingParams) -> bool:
     """Whether a parameter other than temperature and truncation changes the distribution."""
-    plain = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
-    return not plain or bool(params.logit_bias or params.grammar)
+    has_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
+    return has_penalty or bool(params.logit_bias or params.grammar)
 
 
 class LogitChanges:
@@ -47,8 +47,7 @@ class LogitChanges:
         if self.bias:
             biased = [token for token, _ in self.bias]
             logits[biased] += torch.tensor([v for _, v in self.bias], dtype=logits.dtype, device=logits.device)
-        present = sorted(self._prompt | set(self._counts)) if self.repetition != 1.0 else []
-        if present:
+        if self.repetition != 1.0 and (present := sorted(self._prompt | set(self._counts))):
             value = logits[present]
             logits[present] = torch.where(value > 0, value / self.repetition, value * self.repetition)
         if (self.frequency or self.presence) and self._counts:
@@ -63,8 +62,8 @@ def change_logits(logits: Tensor, rows: Sequence[LogitChanges | None]) -> None:
     matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
     if matchers:
         bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
-        for at, matcher in enumerate(matchers.values()):
-            matcher.allowed(bits[at])
+        for position, matcher in enumerate(matchers.values()):
+            matcher.allowed(bits[position])  # writes one bit for each token
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         forbidden = torch.from_numpy(allowed == 0).to(logits.device)
         if len(matchers) == len(rows):
@@ -100,9 +99,14 @@ class RowParams(NamedTuple):
 
     def rows(self, which: slice | Tensor) -> RowParams:
         """The parameters of some rows, without the likeliest tokens."""
-        parts = (None if t is None else t[which] for t in (self.greedy, self.top_k, self.top_p, self.min_p))
-        greedy, top_k, top_p, min_p = parts
-        return RowParams(self.temperature[which], greedy, self.all_greedy, top_k, top_p, min_p)
+        return RowParams(
+            temperature=self.temperature[which],
+            greedy=None if self.greedy is None else self.greedy[which],
+            all_greedy=self.all_greedy,
+            top_k=None if self.top_k is None else self.top_k[which],
+            top_p=None if self.top_p is None else self.top_p[which],
+            min_p=None if self.min_p is None else self.min_p[which],
+        )
 
 
 def random_streams(seed: int, n: int) -> npt.NDArray[np.uint64]:

@@ -68,19 +68,23 @@ def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int)
 def prefill(
     model: Any, prompts: Sequence[Ids], known: Sequence[Prefix], image_inputs: Mapping[str, Any] | None = None
 ) -> tuple[DynamicCache, Tensor]:
-    """Compute the unknown tokens of prompts in one pass. Returns their cache, padded on the left, and the next logits.
+    """Compute the unknown tokens of prompts in one pass.
 
-    All rows compute the same number of tokens, so that there is no gap between known and new tokens. `image_inputs`
-    has the images of prompts of one length, and the model then computes the positions.
+    Returns their keys and values, padded on the left, and the next logits, [prompts, vocabulary].
+
+    All rows compute the same number of tokens, so that there is no gap between known and new tokens. A row with fewer
+    unknown tokens than another one therefore computes some of its known tokens again. `image_inputs` has the images of
+    prompts of one length, and the model then computes the positions.
     """
-    longest = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
-    reused = [max(0, len(prompt) - longest) for prompt in prompts]
+    n_computed = max(len(prompt) - prefix.length for prompt, prefix in zip(prompts, known, strict=True))
+    reused = [max(0, len(prompt) - n_computed) for prompt in prompts]
     past = max(reused)
-    width = max(reused) + longest
-    ids = np.zeros((len(prompts), longest), np.int64)
+    width = past + n_computed
+    ids = np.zeros((len(prompts), n_computed), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
     for row, (prompt, start) in enumerate(zip(prompts, reused, strict=True)):
-        ids[row, longest - len(prompt) + start :] = prompt[start:]
+        new_ids = prompt[start:]
+        ids[row, n_computed - len(new_ids) :] = new_ids
         mask[row, width - len(prompt) :] = 1
     cache = DynamicCache()
     if past:

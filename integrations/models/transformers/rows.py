@@ -23,9 +23,7 @@ class Source(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One request in the engine. `limit` is the most tokens per candidate. `top` has
-    the likeliest tokens of each place until now by candidate; it is empty if they were not requested. `refused` is a
-    drawn token that the grammar has refused, and its position."""
+    """One request in the engine."""
 
     id: int
     prompt: tuple[int, ...]
@@ -33,11 +31,16 @@ class Job:
     params: SamplingParams
     adapter_id: int
     limit: int
+    """The most tokens per candidate."""
     seed: int
     done: list[Completion | None] = field(default_factory=list)
+    """The completion of each candidate; None until it has ended."""
     open: int = 0
+    """The number of candidates that have not ended."""
     top: list[list[TopTokens]] = field(default_factory=list)
+    """By candidate, the likeliest tokens of each position until now; empty if they were not requested."""
     refused: tuple[int, int] | None = None
+    """A drawn token that the grammar has refused, and its position."""
 
     def __post_init__(self) -> None:
         self.restart()
@@ -61,28 +64,27 @@ class Job:
 
 
 class Rows:
-    """State of each row outside the model, in arrays that grow. `count` is the number of drawn tokens."""
+    """State of each row outside the model, in arrays that grow. A row is a candidate that is being decoded."""
 
     def __init__(self) -> None:
-        """A table without rows. Each row is a sequence in progress, and each column an array, so that one step for all
-        sequences needs no loop in Python.
-        """
+        """A table without rows. Each column is an array, so that one step for all rows needs no loop in Python."""
         self.columns: dict[str, npt.NDArray[Any]] = {
             "job": np.empty(0, object),
-            "candidate": np.empty(0, np.int64),
+            "candidate": np.empty(0, np.int64),  # its number in the job
             "adapter_id": np.empty(0, np.int64),
-            "stream": np.empty(0, np.uint64),
-            "count": np.empty(0, np.int64),
-            "limit": np.empty(0, np.int64),
-            "span": np.empty(0, np.int64),
+            "stream": np.empty(0, np.uint64),  # of random numbers
+            "count": np.empty(0, np.int64),  # of drawn tokens
+            "limit": np.empty(0, np.int64),  # most drawn tokens
+            "span": np.empty(0, np.int64),  # most tokens, with the prompt
             "alive": np.empty(0, bool),
-            "watched": np.empty(0, bool),
-            "shaped": np.empty(0, object),
+            "has_stops": np.empty(0, bool),  # whether stop strings or stop tokens may end it
+            "logit_changes": np.empty(0, object),  # `LogitChanges` or None
             "temperature": np.empty(0, np.float32),
             "top_k": np.empty(0, np.int64),
             "top_p": np.empty(0, np.float32),
             "min_p": np.empty(0, np.float32),
             "top": np.empty(0, np.int64),
+            # Of each drawn token, in the order in which they were drawn:
             "token": np.empty((0, 32), np.int64),
             "logprob": np.empty((0, 32), np.float32),
         }
@@ -110,6 +112,7 @@ class Rows:
     def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
         """Start the candidates of a job in these rows."""
         p = job.params
+        truncates = p.temperature > 0  # a greedy candidate gets the likeliest token, whatever is excluded
         values = {
             "job": job,
             "candidate": np.arange(job.n),
@@ -119,12 +122,12 @@ class Rows:
             "limit": job.limit,
             "span": job.span,
             "alive": True,
-            "watched": bool(p.stop or p.stop_token_ids),
-            "shaped": [LogitChanges(job.prompt, p, grammars) if changes_logits(p) else None for _ in at],
+            "has_stops": bool(p.stop or p.stop_token_ids),
+            "logit_changes": [LogitChanges(job.prompt, p, grammars) if changes_logits(p) else None for _ in at],
             "temperature": p.temperature,
-            "top_k": p.top_k if p.temperature > 0 else 0,
-            "top_p": p.top_p if p.temperature > 0 else 1.0,
-            "min_p": p.min_p if p.temperature > 0 else 0.0,
+            "top_k": p.top_k if truncates else 0,
+            "top_p": p.top_p if truncates else 1.0,
+            "min_p": p.min_p if truncates else 0.0,
             "top": p.top_logprobs,
         }
         for name, value in values.items():
@@ -134,21 +137,23 @@ class Rows:
 def arrange_rows(
     live: npt.NDArray[np.int64], live_adapter_ids: npt.NDArray[np.int64], new_adapter_ids: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The positions of the live rows and of the new rows in a layout without gaps that is sorted by adapter.
+    """Find positions for the live rows and the new rows in a layout without gaps that is sorted by adapter.
 
-    A live row that is already in the range of its adapter does not move, so few rows move.
+    `live` has the present rows of the live ones. A live row that is already in the range of its adapter does not move,
+    so few rows move. Returns the positions of the live rows, [live], and of the new rows, [new].
     """
-    adapter_ids, counts = np.unique(np.concatenate([live_adapter_ids, new_adapter_ids]), return_counts=True)
-    slots = np.repeat(adapter_ids, counts)
-    total = len(slots)
+    all_adapter_ids = np.concatenate([live_adapter_ids, new_adapter_ids])
+    adapter_ids, counts = np.unique(all_adapter_ids, return_counts=True)
+    adapter_of_position = np.repeat(adapter_ids, counts)
+    total = len(adapter_of_position)
     if not total:
         return live, live[:0]
-    stays = (live < total) & (slots[np.minimum(live, total - 1)] == live_adapter_ids)
+    stays = (live < total) & (adapter_of_position[np.minimum(live, total - 1)] == live_adapter_ids)
     free = np.ones(total, bool)
     free[live[stays]] = False
-    # The rows that need a place: live ones first, then new ones. Each gets the next free place of its adapter.
+    # The rows that need a position: live ones first, then new ones. Each gets the next free one of its adapter.
     movers = np.concatenate([np.flatnonzero(~stays), len(live) + np.arange(len(new_adapter_ids))])
-    order = np.argsort(np.concatenate([live_adapter_ids, new_adapter_ids])[movers], kind="stable")
-    to = np.concatenate([live, np.empty(len(new_adapter_ids), live.dtype)])
-    to[movers[order]] = np.flatnonzero(free)
-    return to[: len(live)], to[len(live) :]
+    movers_by_adapter = movers[np.argsort(all_adapter_ids[movers], kind="stable")]
+    positions = np.concatenate([live, np.empty(len(new_adapter_ids), live.dtype)])
+    positions[movers_by_adapter] = np.flatnonzero(free)
+    return positions[: len(live)], positions[len(live) :]

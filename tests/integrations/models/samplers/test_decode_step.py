@@ -21,7 +21,7 @@ from transformers import (
 from cotune.integrations.models.bfloat16 import pack_linear_layers
 from cotune.integrations.models.folder.adapter import read_adapter
 from cotune.integrations.models.transformers import attention
-from cotune.integrations.models.transformers.attention import Alike
+from cotune.integrations.models.transformers.attention import SharedColumns
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
@@ -125,10 +125,10 @@ def test_in_bfloat16_it_differs_by_roundings(kind: str) -> None:
     own = batch._step
     assert isinstance(own, DecodeStep)
 
-    def both(tokens: torch.Tensor, cache: RowCache, alike: Alike | None) -> torch.Tensor:
+    def both(tokens: torch.Tensor, cache: RowCache, shared: SharedColumns | None) -> torch.Tensor:
         """Each writes the same column of the cache; the library's logits are drawn from."""
-        found = own(tokens, cache, alike)
-        logits: torch.Tensor = batch._library_step(tokens, cache, alike)
+        found = own(tokens, cache, shared)
+        logits: torch.Tensor = batch._library_step(tokens, cache, shared)
         gaps.append(float((found - logits).abs().max() / logits.std()))
         return logits
 

@@ -22,7 +22,7 @@ from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeo
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.chat.grammar import Matcher
 from cotune.integrations.models.transformers import attention
-from cotune.integrations.models.transformers.attention import Alike
+from cotune.integrations.models.transformers.attention import SharedColumns
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
 from cotune.integrations.models.transformers.draw import RowParams, draw, random_streams, truncate, uniforms
@@ -279,11 +279,11 @@ def test_replies_do_not_depend_on_who_comes_and_goes(qwen: Any, plan: list[tuple
 def test_candidates_of_one_prompt_read_it_once(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [((5, 6, 7, 8, 9), 3, 12), ((7, 8), 1, 4), ((5, 6, 7), 4, 9), (tuple(range(9, 30)), 2, 20), ((3, 4), 2, 9)]
 
-    def replies() -> tuple[list[Any], list[Alike]]:
-        seen: list[Alike] = []
-        inner = attention._attend_alike
+    def replies() -> tuple[list[Any], list[SharedColumns]]:
+        seen: list[SharedColumns] = []
+        inner = attention._attend_shared
 
-        def spied(query: Any, key: Any, value: Any, mask: Any, alike: Alike) -> Any:
+        def spied(query: Any, key: Any, value: Any, mask: Any, alike: SharedColumns) -> Any:
             seen.append(alike)
             return inner(query, key, value, mask, alike)
 
@@ -293,7 +293,7 @@ def test_candidates_of_one_prompt_read_it_once(qwen: Any, monkeypatch: pytest.Mo
             for i, (prompt, n, limit) in enumerate(jobs)
         ]
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "_attend_alike", spied)
+            patch.setattr(attention, "_attend_shared", spied)
             batch.admit(asked[:3])
             for late in asked[3:]:  # one comes when rows have gone, one leaves half-way
                 for _ in range(5):
@@ -309,7 +309,7 @@ def test_candidates_of_one_prompt_read_it_once(qwen: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(attention, "WORTH", 0)
     together, seen = replies()
     assert not none
-    assert seen[0] == Alike(5, [(0, 3), (3, 4), (4, 8)])
+    assert seen[0] == SharedColumns(5, [(0, 3), (3, 4), (4, 8)])
     assert [c.token_ids for c in together] == [c.token_ids for c in apart]
     for one, other in zip(together, apart, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
